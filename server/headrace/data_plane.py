@@ -85,6 +85,7 @@ class DataPlane:
             response_caches=self._caches,
             interpreters=self.environments,
         )
+        self.registry.sequences = loader.sequences
         control = ControlPolicy(
             mode=settings.model_control,
             allow_override=settings.allow_model_override,

@@ -174,6 +174,11 @@ class Calls:
             "batch": python_backend.runtime.batch,
             "member": -1 if trace is None else trace._member,
         }
+        if request._correlation_id:
+            flags = request._flags or 0
+            is_start = bool(flags & python_backend.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
+            is_end = bool(flags & python_backend.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
+            message["sequence"] = [request._correlation_id, is_start, is_end]
         with self._sending:
             lease = self._take_slot()
             end, message["inputs"] = self._write(lease.slot, request._inputs)

@@ -269,6 +269,9 @@ class InferenceTrace:
 
 
 _NO_PARAMETERS: dict[str, Any] = {}
+# Parameters of the server with the sequence of a request; clients cannot send these names.
+_SEQUENCE_ID = "headrace.sequence_id"
+_SEQUENCE_FLAGS = "headrace.sequence_flags"
 
 
 class InferenceRequest:
@@ -292,7 +295,7 @@ class InferenceRequest:
     _correlation_id: int | str = 0
     _model_name = ""
     _model_version = -1
-    _flags = 0
+    _flags: int | None = None
     _timeout = 0
     _trace: InferenceTrace | None = None
     _slot: Any = None
@@ -333,8 +336,8 @@ class InferenceRequest:
         return self._request_id
 
     def correlation_id(self) -> int | str:
-        """Return 0: sequences come with a later release."""
-        return self._correlation_id
+        """Return the id of the request's sequence, a number or a text; 0 without one."""
+        return self._correlation_id or self._parameters.get(_SEQUENCE_ID, 0)
 
     def requested_output_names(self) -> list[str]:
         """Return the names of the outputs that the caller requested."""
@@ -359,8 +362,8 @@ class InferenceRequest:
         return self._timeout
 
     def flags(self) -> int:
-        """Return the flags of a sequence."""
-        return self._flags
+        """Return the flags of a sequence: a sum of TRITONSERVER_REQUEST_FLAG_SEQUENCE_START and _END."""
+        return self._parameters.get(_SEQUENCE_FLAGS, 0) if self._flags is None else self._flags
 
     def set_flags(self, flags: int) -> None:
         """Set the flags of a sequence."""

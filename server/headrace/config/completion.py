@@ -21,6 +21,7 @@ from headrace.config.documents import Document, did_you_mean, read_value
 from headrace.config.onnx_model import OnnxSignature, RowVerdict, TensorSignature
 from headrace.config.pending import PENDING_CURES, PENDING_FEATURES
 from headrace.config.ragged_rules import ragged_problems, with_rows
+from headrace.config.sequence_rules import control_problems, without_controls
 from headrace.core.config_base import Location, Problem, Problems
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import (
@@ -39,7 +40,8 @@ _TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
 
 # Fields that would change the model's responses. Pattern -> cure.
 REFUSED: dict[str, str] = {
-    "sequence_batching": "keep the state in the client, as inputs and outputs; sequences come with a later release",
+    "sequence_batching.state": "keep the state in the client or in a Python model; implicit state comes with a later release",
+    "sequence_batching.iterative_sequence": "remove it, and send each step as a request; it comes with a later release",
     "ensemble_scheduling.step.*.model_namespace": "remove it; all models share one namespace",
     "input.*.is_shape_tensor": _TENSORRT_ONLY,
     "output.*.is_shape_tensor": _TENSORRT_ONLY,
@@ -58,7 +60,8 @@ REFUSED: dict[str, str] = {
 }
 # Features behind refused fields, for the message. Pattern -> feature.
 FEATURES: dict[str, str] = {
-    "sequence_batching": "sequences of requests with a state on the server",
+    "sequence_batching.state": "state tensors that the server keeps between the requests of a sequence",
+    "sequence_batching.iterative_sequence": "requests that are scheduled again by the model",
     "instance_group.*.rate_limiter": "a rate limiter for instances",
     "model_operations.op_library_filename": "custom operators",
     "model_transaction_policy.decoupled": "a decoupled model, which gives any number of answers to a request",
@@ -113,7 +116,7 @@ PARAMETERS_WITHOUT_EFFECT: dict[str, str] = {
 # Values that say the same as an absent field.
 _DEFAULTS: tuple[object, ...] = (None, False, 0, "", [], {})
 # Blocks that an empty value turns on.
-_ON_WHEN_EMPTY = ("sequence_batching", "ensemble_scheduling", "pipeline", "pad")
+_ON_WHEN_EMPTY = ("ensemble_scheduling", "pipeline", "pad")
 # Blocks whose fields are all refused: an empty one is dropped.
 _ONLY_REFUSED = ("model_operations", "model_transaction_policy")
 _DEFAULT_WORDS = ("default", "auto", "cpu", "model")
@@ -446,7 +449,7 @@ def complete_from_model(
     """
     update: dict[str, Any] = {}
     remarks: list[Problem] = []
-    graph, signature = signature, with_rows(config, signature)
+    graph, signature = signature, with_rows(config, without_controls(config, signature))
     if "max_batch_size" not in config.model_fields_set:
         update["max_batch_size"], remarks = _batch_size(config, signature)
     elif config.max_batch_size and not signature.rows.independent and "oversize" not in config.model_fields_set:
@@ -457,7 +460,8 @@ def complete_from_model(
     # Triton's rule, except for models with dependent rows: a completed configuration gets dynamic batching if it can batch
     # and has no scheduler.
     completes = "max_batch_size" in update or not (config.input and config.output)
-    if batch_size > 1 and completes and config.dynamic_batching is None and signature.rows.independent:
+    has_scheduler = config.dynamic_batching is not None or config.sequence_batching is not None
+    if batch_size > 1 and completes and not has_scheduler and signature.rows.independent:
         update["dynamic_batching"] = DynamicBatching()
     batched = update.get("max_batch_size", config.max_batch_size) > 0
     fatal = [] if config.input else _unsupported_types("input", signature.required_inputs)
@@ -617,9 +621,10 @@ def incomplete(config: ModelConfig) -> list[Problem]:
 
 def contradictions(config: ModelConfig, signature: OnnxSignature) -> list[Problem]:
     """Compare a complete configuration with the model; each problem has both values."""
-    graph, signature = signature, with_rows(config, signature)
+    graph, signature = signature, with_rows(config, without_controls(config, signature))
     problems = [
         *ragged_problems(config, graph),
+        *control_problems(config, graph),
         *_compare("input", config.input, signature.inputs, config.max_batch_size > 0),
         *_compare("output", config.output, signature.outputs, config.max_batch_size > 0),
         *completed_problems(config.preprocess, config.input),

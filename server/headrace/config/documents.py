@@ -638,6 +638,10 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
     }
     if config.dynamic_batching is not None:
         document["dynamic_batching"] = _plain(config.dynamic_batching)
+    if config.sequence_batching is not None:
+        document["sequence_batching"] = {
+            name: value for name, value in _plain(config.sequence_batching).items() if value is not None
+        }
     if config.ensemble_scheduling is not None:
         document["ensemble_scheduling"] = _plain(config.ensemble_scheduling)
     if config.response_cache is not None:

@@ -122,7 +122,8 @@ def _merge(config: ModelConfig, document: Mapping[str, Any]) -> ModelConfig:
     }
     if "max_batch_size" in document:
         update["max_batch_size"] = document["max_batch_size"]
-    if config.dynamic_batching is None and isinstance(document.get("dynamic_batching"), dict):
+    has_scheduler = config.dynamic_batching is not None or config.sequence_batching is not None
+    if not has_scheduler and isinstance(document.get("dynamic_batching"), dict):
         update["dynamic_batching"] = DynamicBatching.model_validate(document["dynamic_batching"])
     fields = config.model_fields_set | {"name", "backend", "platform", "default_model_filename", "instance_group"}
     return ModelConfig.model_validate({name: getattr(config, name) for name in fields} | update)

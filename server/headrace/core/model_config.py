@@ -37,6 +37,7 @@ from headrace.core.config_base import (
 from headrace.core.limits import CLIENT_PATTERN
 from headrace.core.optimization_config import HEADRACE_OPTIMIZATION_FIELDS, Optimization
 from headrace.core.pipeline_config import EnsembleScheduling, PipelineConfig
+from headrace.core.sequence_config import SequenceBatching, control_inputs, sequence_problems
 from headrace.core.tensor_config import (
     ModelInput,
     ModelOutput,
@@ -361,6 +362,9 @@ class ModelConfig(ConfigPart):
     dynamic_batching: DynamicBatching | None = option(
         None, "Merges waiting requests into batches; `{}` enables it with the defaults."
     )
+    sequence_batching: SequenceBatching | None = option(
+        None, "Requests belong to sequences, whose state the model or its code keeps; see docs/sequences.md."
+    )
     ensemble_scheduling: EnsembleScheduling | None = option(
         None, "Steps of an ensemble (`platform: ensemble`), which calls other models."
     )
@@ -481,6 +485,11 @@ class ModelConfig(ConfigPart):
         return served_inputs(self.preprocess, self.input)
 
     @property
+    def model_input(self) -> tuple[ModelInput, ...]:
+        """The inputs as the model has them: `input`, and those that the server fills for sequences."""
+        return (*self.input, *control_inputs(self.sequence_batching))
+
+    @property
     def served_output(self) -> tuple[ModelOutput, ...]:
         """The outputs as clients receive them; `output` has those of the model."""
         return served_outputs(self.postprocess, self.output)
@@ -508,6 +517,20 @@ class ModelConfig(ConfigPart):
         yield from batching_problems(self.input, self.output, self.batch_input, self.batch_output, batch)
         yield from padding_problems(self.pad, self.input, batch)
         yield from self._batching_problems()
+        others = {
+            "dynamic_batching": self.dynamic_batching is not None,
+            "ensemble_scheduling": self.is_pipeline,
+            "response_cache": self.response_cache is not None and self.response_cache.enable,
+            "preprocess": self.preprocess is not None,
+            "postprocess": self.postprocess is not None,
+            "pad": self.pad is not None,
+            "batch_input": bool(self.batch_input),
+            "batch_output": bool(self.batch_output),
+            "allow_ragged_batch": any(tensor.allow_ragged_batch for tensor in self.input),
+            "fair_sharing": self.fair_sharing is not None,
+            "slo": self.slo.p99_ms is not None,
+        }
+        yield from sequence_problems(self.sequence_batching, self.input, others, batch)
         yield from self._input_name_problems()
 
     def _batching_problems(self) -> Iterator[Problem]:

@@ -41,6 +41,19 @@ class Responses(Protocol):
         """Append a response of `size_bytes` bytes; any thread, one at a time."""
 
 
+class SequenceFields(NamedTuple):
+    """Sequence parameters of a request as the client sent them; `headrace.scheduling.sequences` checks them.
+
+    Attributes:
+        id: `sequence_id`: a number or a text.
+        start, end: `sequence_start` and `sequence_end`.
+    """
+
+    id: ParameterValue
+    start: ParameterValue = False
+    end: ParameterValue = False
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class InferRequest:
     """One decoded and checked inference request.
@@ -69,6 +82,7 @@ class InferRequest:
         internal: True for a part of a request that the server has accepted: a step of a pipeline, a call of a Python model.
         responses: takes the responses of a decoupled model; None: the caller takes exactly one response, the outcome. The
             response of any other model is the outcome, and the stream stays empty.
+        sequence: sequence of the request; None without one. Models without sequences ignore it.
     """
 
     inputs: dict[str, Array]
@@ -90,6 +104,7 @@ class InferRequest:
     members: GroupMembers | None = None
     internal: bool = False
     responses: Responses | None = None
+    sequence: SequenceFields | None = None
 
 
 class BatchTimes(NamedTuple):

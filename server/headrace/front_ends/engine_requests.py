@@ -169,7 +169,8 @@ class EngineRequests:
         """
         names: dict[VersionHandle, list[str]] = {}
         for version, handle in self._registry.selections():
-            if not handle.closing:
+            # The frames of the data stream carry no sequence: requests of these models come through the proxy.
+            if not handle.closing and not self._has_sequences(handle):
                 names.setdefault(handle, []).append(version)
         self._listed = frozenset(handle.serial for handle in names)
         for handle in names:
@@ -211,6 +212,13 @@ class EngineRequests:
         """Return the numbers of the GPUs whose instances read inputs without a host copy."""
         devices: frozenset[int] = frozenset()
         return devices.union(*(version.handle.spec.resident_devices for version in self.versions.values()))
+
+    def _has_sequences(self, handle: VersionHandle) -> bool:
+        """Return True for a model with sequences, and for a pipeline that calls one."""
+        if handle.policy.sequences is not None:
+            return True
+        steps = [self._registry.serving(name, "") for name in handle.calls]
+        return any(self._has_sequences(step) for step in steps if step is not None)
 
     def _forget_versions(self) -> None:
         held = self._listed.union(*(link.held for link in self._links.values()))

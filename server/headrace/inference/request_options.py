@@ -13,7 +13,7 @@ from headrace.core.access import AccessControl, OpenAccess, Principal
 from headrace.core.clock import NS_PER_MS
 from headrace.core.errors import BadRequest
 from headrace.core.limits import CLIENT_HEADER, CLIENT_PATTERN
-from headrace.core.request import NO_PARAMETERS, ParameterValue
+from headrace.core.request import NO_PARAMETERS, ParameterValue, SequenceFields
 from headrace.core.telemetry import TRACEPARENT_HEADER, TRACESTATE_HEADER, TraceContext, trace_context
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -215,6 +215,15 @@ def model_parameters(parameters: Mapping[str, Any]) -> Mapping[str, ParameterVal
         for name, value in parameters.items()
         if name not in _SERVER_PARAMETERS and name not in _CLIENT_PARAMETERS and type(value) in _PARAMETER_TYPES
     } or NO_PARAMETERS
+
+
+def sequence_fields(parameters: Mapping[str, Any]) -> SequenceFields | None:
+    """Return the sequence parameters of a request; None without `sequence_id`. Only a model with sequences checks them."""
+    if "sequence_id" not in parameters:
+        return None
+    return SequenceFields(
+        parameters["sequence_id"], parameters.get("sequence_start", False), parameters.get("sequence_end", False)
+    )
 
 
 def tensor_parameters(parameters: Mapping[str, Any], kind: str, name: str) -> SharedRange | None:

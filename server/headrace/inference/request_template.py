@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.core.clock import NS_PER_US
 from headrace.core.errors import BadRequest, Forbidden, TooLarge
-from headrace.core.request import NO_PARAMETERS, NO_RANGES, InferRequest, InferResponse, ParameterValue
+from headrace.core.request import NO_PARAMETERS, NO_RANGES, InferRequest, InferResponse, ParameterValue, SequenceFields
 from headrace.core.shapes import check_rows, check_shape, has_one_shape, shape_key
 from headrace.core.tensor import (
     BYTES,
@@ -44,6 +44,7 @@ from headrace.inference.request_options import (
     flag,
     integer,
     model_parameters,
+    sequence_fields,
     tensor_parameters,
 )
 from headrace.inference.services import Regions
@@ -116,6 +117,7 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
         targets: regions that receive outputs, by output; empty before `attach` and in cached templates.
         output_names, parameters: as `outputs` and `parameters` in `InferRequest`.
         resident_outputs: as in `InferRequest`: outputs in regions on the model's GPUs; empty before `attach`.
+        sequence: as in `InferRequest`.
     """
 
     raw: tuple[RawInput, ...]
@@ -137,6 +139,7 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
     output_names: tuple[str, ...] = ()
     parameters: Mapping[str, ParameterValue] = NO_PARAMETERS
     resident_outputs: frozenset[str] = frozenset()
+    sequence: SequenceFields | None = None
 
     def attach(
         self, regions: Regions | None, inputs: dict[str, Array], devices: frozenset[int]
@@ -410,6 +413,7 @@ class TemplateBuilder:
             is_costly=any(_is_costly(output) for output in selected),
             output_names=() if len(selected) == len(self._factory.all_json) else tuple(o.spec.name for o in selected),
             parameters=model_parameters(parameters) if parameters else NO_PARAMETERS,
+            sequence=sequence_fields(parameters) if parameters else None,
         )
 
 
@@ -536,6 +540,7 @@ class Codec(ABC, Generic[Content, Layout, Encoded]):
             parameters=template.parameters,
             resident_outputs=template.resident_outputs,
             output_ranges=ranges,
+            sequence=template.sequence,
         )
         return request, template
 

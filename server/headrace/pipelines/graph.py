@@ -193,7 +193,7 @@ def join_steps(
 
 # Fields of a model that runs on instances. Triton refuses those in the first row, except with their defaults.
 _FORBIDDEN = (
-    "instance_group", "optimization", "model_warmup", "dynamic_batching",
+    "instance_group", "optimization", "model_warmup", "dynamic_batching", "sequence_batching",
     "preprocess", "postprocess", "batch_input", "batch_output", "pad", "runtime", "build_on_load", "fallback",
     "cpu_max_batch_size", "gpu_memory_budget", "keep_loaded", "isolation", "oversize", "fair_sharing",
 )  # fmt: skip

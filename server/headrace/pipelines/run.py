@@ -404,6 +404,7 @@ class PipelineRun:
                     call=request.call,
                     resident_outputs=self._resident_outputs(index, member, bound) if bound.resident else _NONE,
                     internal=True,
+                    sequence=request.sequence,
                 )
             )
         except Exception as error:

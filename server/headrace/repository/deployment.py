@@ -210,6 +210,8 @@ class VersionCloser:
         with self._lock:
             all_closing = list(self._closing)
         for closing in all_closing:
+            closing.handle.drain_sequences()
+        for closing in all_closing:
             closing.thread.join(max((deadline_ns - monotonic_ns()) / NS_PER_S, 0.0))
         late = [closing for closing in all_closing if closing.thread.is_alive() and not closing.handle.close(0.0)]
         for closing in late:

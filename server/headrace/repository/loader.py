@@ -55,6 +55,7 @@ from headrace.repository.load_ahead import LoadAhead
 from headrace.repository.model_calls import ModelCalls
 from headrace.repository.python_completion import complete_python
 from headrace.repository.python_models import Interpreters, folder_digest, open_python_model
+from headrace.repository.sequence_policy import sequence_policy
 from headrace.repository.warmup import (
     NO_LATENCIES,
     LatencyFile,
@@ -79,6 +80,9 @@ from headrace.scheduling.policy import (
     Sharing,
 )
 from headrace.scheduling.ragged import PaddedLayout
+from headrace.scheduling.sequences.controls import ControlledExecution
+from headrace.scheduling.sequences.directory import SequenceDirectory
+from headrace.scheduling.sequences.handle import SequenceHandle
 from headrace.scheduling.version_handle import VersionHandle
 
 # Names of accuracy figures in a stamp -> labels in the log.
@@ -180,7 +184,7 @@ def isolated(runtime: str, config: ModelConfig) -> IsolatedBackend:
 
 def _batch_bytes(config: ModelConfig) -> int:
     """Return the bytes of inputs and outputs of the largest batch; a free dimension counts as 1, a BYTES element as 8 bytes."""
-    tensors: list[ModelInput | ModelOutput] = [*config.input, *config.output]
+    tensors: list[ModelInput | ModelOutput] = [*config.model_input, *config.output]
     row_bytes = sum(
         BY_CONFIG_NAME[tensor.data_type].dtype.itemsize * math.prod(max(size, 1) for size in tensor.dims)
         for tensor in tensors
@@ -230,6 +234,7 @@ class Loader:
         response_caches: creates the response cache of a version; None if the server has none.
         decoders: processes that decode images for pipelines.
         ahead: runs the starts of Python models ahead of their load.
+        sequences: versions with live sequences.
     """
 
     mailbox: Mailbox
@@ -251,6 +256,7 @@ class Loader:
     response_caches: ResponseCaches | None = None
     decoders: DecoderPool = field(default_factory=DecoderPool)
     ahead: LoadAhead = field(default_factory=LoadAhead)
+    sequences: SequenceDirectory = field(default_factory=SequenceDirectory)
 
     def plan(self, folder: ModelFolder, version: int) -> ServingPlan:
         """Choose the runtime and the file of a version.
@@ -348,7 +354,7 @@ class Loader:
         residents = model.resident_devices if policy.ragged is None and policy.padding is None else frozenset[int]()
         spec = replace(model_spec(folder, version), resident_devices=residents)
         spec = replace(spec, parameters=version_parameters(plan, model.devices))
-        handle = ModelHandle(
+        handle = self._handle_class(policy)(
             spec=spec,
             policy=replace(policy, instances=model.instances, inline_bound_ns=self.inline_bound_ns),
             model=model,
@@ -388,6 +394,9 @@ class Loader:
         self.open_cache(handle, folder, lambda: f"{plan.runtime} {_artefact_digest(folder, version, plan)}")
         self.gpu_model_cache.add(handle, model.account, config.keep_loaded, reopen, begun_ns)
         return handle
+
+    def _handle_class(self, policy: HandlePolicy) -> Callable[..., ModelHandle]:
+        return ModelHandle if policy.sequences is None else partial(SequenceHandle, directory=self.sequences)
 
     def open_cache(self, handle: VersionHandle, folder: ModelFolder, artefact: Callable[[], str]) -> None:
         """Create the response cache of a version, if the server and the configuration have one.
@@ -652,6 +661,7 @@ def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
         rate_limits=_rate_limits(config.rate_limits),
         ragged=ragged_policy(config),
         padding=padding_policy(config),
+        sequences=sequence_policy(config, max_rows),
     )
 
 
@@ -743,7 +753,11 @@ class _AccountedModel:
     on_closed: list[Callable[[], None]] = field(default_factory=list)
 
     def execution(self, index: int) -> Execution:
-        return self.steps.around(_reshaped(self.inner.execution(index), self.config))
+        execution = self.inner.execution(index)
+        sequences = sequence_policy(self.config, 1)
+        if sequences is not None and sequences.controls:
+            execution = ControlledExecution(execution, sequences.controls, self.config.max_batch_size > 0)
+        return self.steps.around(_reshaped(execution, self.config))
 
     def close(self) -> None:
         self.inner.close()

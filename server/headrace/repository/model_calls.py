@@ -43,7 +43,7 @@ from headrace.core.errors import (
     Unavailable,
     Unsupported,
 )
-from headrace.core.request import InferRequest, InferResponse, Probe
+from headrace.core.request import InferRequest, InferResponse, Probe, SequenceFields
 from headrace.core.shapes import CheckedShapes
 from headrace.core.tensor import Array, ModelSpec
 from headrace.scheduling.version_handle import VersionHandle
@@ -619,6 +619,7 @@ class CallConnection:
             parameters=parameters,
             call=call,
             internal=True,
+            sequence=_sequence(message.get("sequence")),
         )
 
     def _shapes(self, spec: ModelSpec) -> CheckedShapes:
@@ -760,6 +761,14 @@ def find_cycle(call: ModelCall, connections: Sequence[CallConnection]) -> list[s
         path.append(following)
         following = next(found[0] for found in map(blockers, waits[following]) if found)
     return [other.caller for other in (*path[path.index(following) :], following)]
+
+
+def _sequence(message: Any) -> SequenceFields | None:
+    """Return the sequence of a call: its id, START and END; None without one."""
+    if message is None:
+        return None
+    correlation_id, is_start, is_end = message
+    return SequenceFields(correlation_id, is_start, is_end)
 
 
 def _array(slot: Slot, code: int, shape: tuple[int, ...], offset: int, size: int) -> Array:

@@ -116,7 +116,7 @@ def load_order(folder: ModelFolder, version: int, file: Path, place: InstancePla
         "form": config.backend,
         "config": document,
         "memory_bytes": config.isolation_memory_limit or 0,
-        "inputs": _tensors(config.input),
+        "inputs": _tensors(config.model_input),
         "outputs": _tensors(config.output),
         "args": {
             "model_config": json.dumps(document),
@@ -169,7 +169,7 @@ def open_python_model(
     interpreter = OwnInterpreter() if interpreters is None else interpreters.python_for(folder, version)
     command = program_command(interpreter)
     orders = [load_order(folder, version, plan.file, place) for place in instance_places(config, instances)]
-    tensors = ModelTensors(config.name, _codes(config.input), _codes(config.output), config.max_batch_size > 0)
+    tensors = ModelTensors(config.name, _codes(config.model_input), _codes(config.output), config.max_batch_size > 0)
 
     def on_message(message: Message) -> None:
         report = message.get("metric")
@@ -223,7 +223,7 @@ def _tensors(tensors: tuple[ModelInput, ...] | tuple[ModelOutput, ...]) -> list[
 
 def _batch_bytes(config: ModelConfig) -> int:
     """Return the bytes of inputs and outputs of the largest batch, with a page for the slot's head; the slot grows if it must."""
-    tensors: list[ModelInput | ModelOutput] = [*config.input, *config.output]
+    tensors: list[ModelInput | ModelOutput] = [*config.model_input, *config.output]
     row_bytes = sum(
         BY_CONFIG_NAME[tensor.data_type].dtype.itemsize * math.prod(max(size, 1) for size in tensor.dims) + 64
         for tensor in tensors

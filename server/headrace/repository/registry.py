@@ -22,6 +22,7 @@ from headrace.observability.counters import to_triton
 from headrace.pipelines.handle import PipelineHandle
 from headrace.pipelines.step_totals import slowest_step
 from headrace.scheduling.bottlenecks import Bottleneck, LoadSnapshot, find_bottlenecks, snapshot_figures
+from headrace.scheduling.sequences.directory import SequenceDirectory
 from headrace.scheduling.version_handle import VersionHandle
 
 
@@ -192,6 +193,7 @@ class Registry:
     Attributes:
         generation: number of changes of the serving versions, from 1.
         on_published: called after each of these changes by the thread that has made it, and may wait.
+        sequences: versions with live sequences; one that is being unloaded serves the sequences that it has.
     """
 
     def __init__(self, ready_when: ReadyWhen = "any") -> None:
@@ -203,6 +205,7 @@ class Registry:
         self._records: dict[tuple[str, str], _Record] = {}
         self._similar: tuple[Mapping[str, Serving], SimilarNames] = ({}, SimilarNames(()))
         self._complete = False
+        self.sequences = SequenceDirectory()
 
     # For the front ends
 
@@ -222,6 +225,9 @@ class Registry:
             serving = self._serving.get(name)
             handle = serving.by_name.get(version) if serving is not None else None
             if handle is None:
+                ending = self.sequences.lease_ending(name, version)
+                if ending is not None:
+                    return ending
                 raise self._missing(name, version)
             if handle.lease():
                 return handle

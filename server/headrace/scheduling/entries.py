@@ -72,7 +72,7 @@ class EntryFactory:
             entry = Entry(request, completion, level, now_ns, self._objective_ns)
             entry.remove = self.remove
             if self.policy.by_member:
-                entry.member = _member(request, completion)
+                entry.member = member_of(request, completion)
             if self.queue_key is not None:
                 entry.shape_key = self.queue_key(request.shape_key)
             completion.after = entry.on_settled
@@ -116,7 +116,7 @@ class EntryFactory:
             entry = Entry(part, PartCompletion(joiner, index), level, now_ns, self._objective_ns)
             entry.remove = self.remove
             if self.policy.by_member:
-                entry.member = _member(part, entry.completion)
+                entry.member = member_of(part, entry.completion)
             if self.queue_key is not None:
                 entry.shape_key = self.queue_key(part.shape_key)
             entry.counts_as_request = index == len(parts) - 1
@@ -132,7 +132,8 @@ class EntryFactory:
         return entries
 
 
-def _member(request: InferRequest, completion: Completion) -> BatchMember:
+def member_of(request: InferRequest, completion: Completion) -> BatchMember:
+    """Return a request as a member of its batch."""
     return BatchMember(
         request.rows,
         request.id,

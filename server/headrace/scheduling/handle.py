@@ -37,7 +37,7 @@ from headrace.scheduling.version_handle import OverloadFigures, Prediction, Vers
 
 logger = logging.getLogger("headrace.model")
 
-_DEADLINE_PASSED = "the request's deadline had passed before it was queued"
+DEADLINE_PASSED = "the request's deadline had passed before it was queued"
 
 
 class ModelHandle(VersionHandle):
@@ -73,8 +73,7 @@ class ModelHandle(VersionHandle):
         bound_ns = policy.inline_bound_ns
         super().__init__(spec, policy, recorder, table := LatencyTable(bound_ns), clock)
         self._mailbox, self._on_wanted = mailbox, on_wanted
-        order, defer = QueueOrder(policy.aging_ns, policy.sharing, policy.batch.max_rows), mailbox.loop.call_soon
-        self._scheduler = Scheduler(policy.batch, policy.queue_limits, policy.levels, clock, defer, order)
+        self._scheduler = self._create_scheduler(policy, clock, mailbox)
         undelivered = recorder.record_undelivered
         sequencer = Sequencer(undelivered) if policy.preserve_ordering else None
         deliver = settle_all if sequencer is None else sequencer.deliver
@@ -116,6 +115,10 @@ class ModelHandle(VersionHandle):
         self._instance_group = ModelInstances(
             name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock
         )
+
+    def _create_scheduler(self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox) -> Scheduler:
+        order, defer = QueueOrder(policy.aging_ns, policy.sharing, policy.batch.max_rows), mailbox.loop.call_soon
+        return Scheduler(policy.batch, policy.queue_limits, policy.levels, clock, defer, order)
 
     @property
     def padding(self) -> Mapping[str, str] | None:
@@ -311,7 +314,7 @@ class ModelHandle(VersionHandle):
     def _admit(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
         """Check a request and return its entries for the queue; raises as `infer` does."""
         if request.deadline_ns and request.deadline_ns <= now_ns:
-            raise DeadlineExceeded(_DEADLINE_PASSED)
+            raise DeadlineExceeded(DEADLINE_PASSED)
         if self._quotas is not None:
             self._quotas.charge(request.client, now_ns)
         entries = self._entry_factory.entries(request, completion, now_ns)

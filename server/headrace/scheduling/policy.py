@@ -132,6 +132,49 @@ class PaddingPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class ControlTensor:
+    """An input of the model by which the server describes the sequence of each row.
+
+    Attributes:
+        name: name of the model's input, of shape (rows, 1), or (1,) without a batch dimension.
+        kind: "START", "END", "READY" or "CORRID".
+        datatype: its datatype.
+        false, true: its values, except for "CORRID", whose value is the correlation id.
+    """
+
+    name: str
+    kind: str
+    datatype: Datatype
+    false: float = 0
+    true: float = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePolicy:
+    """Rules of a model whose requests belong to sequences.
+
+    Attributes:
+        slots: sequences that have a slot on one instance at a time.
+        is_direct: a sequence has a row of the batch for itself; False: batches have the oldest requests.
+        max_rows: most requests of a batch.
+        idle_ns: time without a request after which a sequence ends.
+        max_delay_ns: longest time that a batch waits for more sequences.
+        preferred_rows: batch sizes that run at once, of the strategy "oldest".
+        min_utilization: share of the slots, 0 to 1, from which a batch of the strategy "direct" does not wait.
+        controls: inputs that the server fills.
+    """
+
+    slots: int
+    is_direct: bool = True
+    max_rows: int = 1
+    idle_ns: int = 1_000_000_000
+    max_delay_ns: int = 0
+    preferred_rows: tuple[int, ...] = ()
+    min_utilization: float = 0.0
+    controls: tuple[ControlTensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class HandlePolicy:
     """Serving policy of a model version.
 
@@ -155,6 +198,7 @@ class HandlePolicy:
         by_member: the executions run the requests of a batch as a list (`headrace.backends.base.MemberExecution`).
         ragged: batches of requests of different shapes; None if the requests of a batch have equal shapes.
         padding: batches of requests of different length; None if the requests of a batch have equal lengths.
+        sequences: rules of a model whose requests belong to sequences; None for any other.
     """
 
     batch: BatchPolicy = field(default_factory=BatchPolicy)
@@ -175,6 +219,7 @@ class HandlePolicy:
     ragged: RaggedPolicy | None = None
     padding: PaddingPolicy | None = None
     max_wait_ns: int = 0
+    sequences: SequencePolicy | None = None
 
     @property
     def queue_limits(self) -> QueueLimits:

@@ -190,6 +190,14 @@ class VersionHandle(ABC):
         self._cache = cache
         self.infer = self.compute if cache is None else partial(cache.infer, compute=self.compute)
 
+    @property
+    def live_sequences(self) -> int:
+        """Number of live sequences; 0 for a version without sequences."""
+        return 0
+
+    def drain_sequences(self) -> None:  # noqa: B027  # a version without sequences
+        """End the live sequences at the end of the process, each once its queued requests have run."""
+
     def charge(self, client: str, now_ns: int) -> None:  # noqa: B027  # a version without quotas
         """Charge a request that the response cache serves to the client's quota; raises QuotaExceeded."""
 

@@ -169,6 +169,18 @@ class PythonExecution:
         self._writer = RequestWriter(tensors)
         self._reader = ResultReader(tensors)
         self._prepared: tuple[ProcessConnection, PreparedBatch] | None = None
+        self._keeps_state = False
+        self._state_of: ProcessConnection | None = None  # the process with the state of the sequences
+
+    def renew_state(self) -> bool:
+        """Accept the present process for the sequences that follow; True if an earlier one has ended with the state.
+
+        From the first call on a batch runs in that process only: in another one it would read no state, or another's.
+        """
+        connection = self._process.connection
+        is_lost = self._keeps_state and connection is not self._state_of
+        self._keeps_state, self._state_of = True, connection
+        return is_lost
 
     def wait_ready(self, stopped: Callable[[], bool]) -> None:
         """Block while the process is being restarted and another instance serves."""
@@ -198,6 +210,8 @@ class PythonExecution:
         prepared, self._prepared = self._prepared, None
         for _ in range(_SENDS):
             connection = self._process.enter()
+            if self._keeps_state:
+                self._check_state(connection)
             if prepared is None or prepared[0] is not connection:
                 prepared = connection, prepare(connection.slots.take(), {}, 0, self._batched)
             batch = prepared[1]
@@ -214,6 +228,14 @@ class PythonExecution:
             f"the process of model '{self._process.model}' died while it ran the request, which is not run again: "
             f"{connection.cause}"
         )
+
+    def _check_state(self, connection: ProcessConnection) -> None:
+        if self._state_of is None:  # no process served when the state was renewed, so no sequence has any
+            self._state_of = connection
+        elif connection is not self._state_of:
+            raise BatchLost(
+                f"the process of model '{self._process.model}' died, and the state of its sequences with it: start them again"
+            )
 
     def _send(
         self, connection: ProcessConnection, lease: SlotLease, members: Sequence[BatchMember], body: bytes, flags: int

@@ -1,0 +1,188 @@
+"""Configuration of sequence batching: Triton's `sequence_batching`, without implicit state and iterative sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from headrace.core.config_base import (
+    ConfigPart,
+    DataType,
+    Duration,
+    Flag,
+    Int32,
+    Number,
+    PositiveCount,
+    Problem,
+    one_of,
+    option,
+)
+from headrace.core.tensor_config import ModelInput, TensorName
+
+DEFAULT_IDLE_US = 1_000_000
+"""Idle time of a sequence in microseconds, as in Triton."""
+_KINDS = (
+    "CONTROL_SEQUENCE_START",
+    "CONTROL_SEQUENCE_READY",
+    "CONTROL_SEQUENCE_END",
+    "CONTROL_SEQUENCE_CORRID",
+)
+CORRID = _KINDS[3]
+CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
+
+
+class SequenceControl(ConfigPart):
+    """The meaning of a control input. All but the correlation id have a value for false and one for true, in this order."""
+
+    kind: Annotated[
+        Literal["CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_READY", "CONTROL_SEQUENCE_END", "CONTROL_SEQUENCE_CORRID"],
+        *one_of(_KINDS, "CONTROL_SEQUENCE_"),
+    ] = option(
+        "CONTROL_SEQUENCE_START",
+        "START and END: first and last request of a sequence. READY: the row has a request. CORRID: the correlation id.",
+    )
+    int32_false_true: tuple[Int32, ...] = option((), "The two values of an INT32 input.")
+    fp32_false_true: tuple[Number, ...] = option((), "The two values of an FP32 input.")
+    bool_false_true: tuple[Flag, ...] = option((), "The two values of a BOOL input.")
+    data_type: DataType = option("", "Element type of the correlation id.")
+
+    @property
+    def values(self) -> Mapping[str, tuple[float, ...]]:
+        """The values by data type, of the fields that are set."""
+        values: dict[str, tuple[float, ...]] = {
+            "TYPE_INT32": self.int32_false_true,
+            "TYPE_FP32": self.fp32_false_true,
+            "TYPE_BOOL": self.bool_false_true,
+        }
+        return {data_type: pair for data_type, pair in values.items() if pair}
+
+    @property
+    def tensor_type(self) -> str:
+        """Data type of the input."""
+        return self.data_type if self.kind == CORRID else next(iter(self.values))
+
+    def _problems(self) -> Iterator[Problem]:
+        values = self.values
+        if self.kind == CORRID:
+            if values:
+                yield Problem((), f"{CORRID} has values for false and true", "remove them, and write data_type")
+            if self.data_type not in CORRID_TYPES:
+                message = f"{CORRID} has the data type {self.data_type or 'none'}"
+                yield Problem(("data_type",), message, f"write one of {', '.join(CORRID_TYPES)}")
+            return
+        if len(values) != 1:
+            fields = "int32_false_true, fp32_false_true or bool_false_true"
+            message = f"{self.kind} has {len(values) or 'no'} pairs of values, one is allowed"
+            yield Problem((), message, f"write exactly one of {fields}, e.g. int32_false_true: [0, 1]")
+        for pair in values.values():
+            if len(pair) != 2:
+                yield Problem(
+                    (), f"{self.kind} has {len(pair)} values", "write two: that for false, then that for true"
+                )
+        if self.data_type:
+            cure = "remove it: the pair of values has the type"
+            yield Problem(("data_type",), f"data_type is for {CORRID}, not for {self.kind}", cure)
+
+
+class ControlInput(ConfigPart):
+    """An input of the model that the server fills; clients do not send it."""
+
+    name: TensorName = Field(description="Name of the model's input, of shape [1] for each row.")
+    control: tuple[SequenceControl, ...] = option((), "The meaning of the input; exactly one.")
+
+    def _problems(self) -> Iterator[Problem]:
+        if len(self.control) != 1:
+            message = f'control_input "{self.name}" has {len(self.control) or "no"} controls, one is allowed'
+            yield Problem(("control",), message, "write one control, and a control_input for each further one")
+
+
+class DirectStrategy(ConfigPart):
+    """Each sequence has a row of the batch for itself: the number of its slot. There are `max_batch_size` slots."""
+
+    max_queue_delay_microseconds: Duration = option(
+        0, "Maximum delay of a batch, in microseconds. No effect if `minimum_slot_utilization` is 0, as in Triton."
+    )
+    minimum_slot_utilization: Annotated[float, Field(strict=True, ge=0, le=1)] = option(
+        0.0, "Share of the slots with a request, from 0 to 1, from which a batch runs without further delay."
+    )
+
+
+class OldestStrategy(ConfigPart):
+    """Batches have the oldest requests of the sequences with a slot; a sequence has no fixed row."""
+
+    max_candidate_sequences: PositiveCount = option(1, "Slots of each instance.")
+    preferred_batch_size: tuple[PositiveCount, ...] = option((), "Batch sizes that run without further delay.")
+    max_queue_delay_microseconds: Duration = option(0, "Maximum delay of the oldest request, in microseconds.")
+    preserve_ordering: Flag = option(
+        False, "Responses of an instance in the order of its batches, which is so in any case."
+    )
+
+
+class SequenceBatching(ConfigPart):
+    """Requests belong to sequences. Those of a sequence run in order, on one slot of one instance."""
+
+    max_sequence_idle_microseconds: Duration = option(
+        0, "Time without a request after which a sequence ends, in microseconds. 0: 1000000, as in Triton."
+    )
+    control_input: tuple[ControlInput, ...] = option((), "Inputs of the model that the server fills.")
+    direct: DirectStrategy | None = option(None, "The strategy direct, which is the default.")
+    oldest: OldestStrategy | None = option(None, "The strategy oldest.")
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.direct is not None and self.oldest is not None:
+            yield Problem(("oldest",), "direct and oldest are two strategies, one is allowed", "remove one of them")
+        kinds: set[str] = set()
+        names: set[str] = set()
+        for index, part in enumerate(self.control_input):
+            kind = part.control[0].kind
+            loc = ("control_input", index)
+            if part.name in names:
+                yield Problem((*loc, "name"), f'control_input "{part.name}" is listed twice', "remove one of them")
+            if kind in kinds:
+                yield Problem((*loc, "control"), f"two control inputs are {kind}, one is allowed", "remove one of them")
+            kinds.add(kind)
+            names.add(part.name)
+
+
+def sequence_problems(
+    sequences: SequenceBatching | None,
+    inputs: tuple[ModelInput, ...],
+    others: Mapping[str, bool],
+    max_batch: int | None,
+) -> Iterator[Problem]:
+    """Check `sequence_batching` against other fields.
+
+    Args:
+        sequences: None without sequences.
+        inputs: of the configuration.
+        others: fields that do not go with sequences, and whether the configuration has them.
+        max_batch: `max_batch_size`; None if the configuration does not have it.
+    """
+    if sequences is None:
+        return
+    for field, is_set in others.items():
+        if is_set:
+            yield Problem((field,), f"{field} does not go with sequence_batching", "remove one of them")
+    names = {tensor.name for tensor in inputs}
+    loc: tuple[str | int, ...]
+    for index, part in enumerate(sequences.control_input):
+        if part.name in names:
+            message = f'control_input "{part.name}" is an input that requests have'
+            loc = ("sequence_batching", "control_input", index, "name")
+            yield Problem(loc, message, "remove it from input: the server fills it")
+    for index, rows in enumerate(() if sequences.oldest is None else sequences.oldest.preferred_batch_size):
+        if max_batch is not None and rows > max_batch:
+            loc = ("sequence_batching", "oldest", "preferred_batch_size", index)
+            message = f"preferred_batch_size {rows} is more than max_batch_size {max_batch}"
+            yield Problem(loc, message, "raise max_batch_size, or remove the size")
+
+
+def control_inputs(sequences: SequenceBatching | None) -> tuple[ModelInput, ...]:
+    """Return the inputs of the model that the server fills, as inputs of shape [1]; () without sequences."""
+    if sequences is None:
+        return ()
+    return tuple(
+        ModelInput(name=part.name, data_type=part.control[0].tensor_type, dims=(1,)) for part in sequences.control_input
+    )

@@ -1,0 +1,124 @@
+"""Control tensors: the inputs by which the server describes the sequence of each row to the model.
+
+`ControlledExecution` adds them to the runs that have none: warm-up and the measurement of latencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from headrace.backends.base import (
+    BatchMember,
+    Execution,
+    MemberExecution,
+    MemberResult,
+    WrappedExecution,
+    has_batch_memory,
+    reads_device_rows,
+    runs_by_member,
+)
+from headrace.core.errors import BadRequest
+from headrace.core.tensor import BYTES, Array
+from headrace.scheduling.policy import ControlTensor
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.sequences.table import CorrelationId, SequenceEntry
+
+
+def control_rows(control: ControlTensor, entries: Sequence[Entry | None], batched: bool) -> Array:
+    """Return one control tensor of a batch.
+
+    Args:
+        control: the tensor.
+        entries: request of each row; None for a row without a request, which is not ready.
+        batched: the first dimension is the batch.
+
+    Returns:
+        Array of shape (rows, 1), or (1,) without a batch dimension.
+    """
+    values = np.empty((len(entries), 1), control.datatype.dtype)
+    for row, entry in enumerate(entries):
+        values[row, 0] = _value(control, entry)
+    return values if batched else values[0]
+
+
+def _value(control: ControlTensor, entry: Entry | None) -> object:
+    if control.kind == "CORRID":
+        if control.datatype is BYTES:
+            return str(entry.correlation_id).encode() if isinstance(entry, SequenceEntry) else b""
+        return entry.correlation_id if isinstance(entry, SequenceEntry) else 0
+    if not isinstance(entry, SequenceEntry):
+        return control.false
+    is_true = {"START": entry.is_start, "END": entry.is_end, "READY": True}[control.kind]
+    return control.true if is_true else control.false
+
+
+def check_correlation_id(controls: Sequence[ControlTensor], correlation_id: CorrelationId, model: str) -> None:
+    """Check that the model's CORRID input can hold an id.
+
+    Raises:
+        BadRequest: the id has another type, or is outside the range of the input.
+    """
+    for control in controls:
+        if control.kind != "CORRID":
+            continue
+        is_text, name = control.datatype is BYTES, control.datatype.name
+        if is_text != isinstance(correlation_id, str):
+            sent = "a text" if isinstance(correlation_id, str) else "a number"
+            allowed = "a text" if is_text else "a number"
+            raise BadRequest(
+                f"sequence_id is {sent}, the input '{control.name}' of model '{model}' is {name}: send {allowed} as sequence_id"
+            )
+        most = 0 if is_text else int(np.iinfo(np.dtype(control.datatype.dtype).name).max)
+        if isinstance(correlation_id, int) and correlation_id > most:
+            raise BadRequest(
+                f"sequence_id is {correlation_id}, the input '{control.name}' of model '{model}' is {name}: send at most "
+                f"{most}"
+            )
+
+
+class ControlledExecution(WrappedExecution):
+    """Adds the control tensors of rows that are not ready to inputs without them.
+
+    Args:
+        inner: the wrapped execution.
+        controls: control tensors of the model.
+        batched: True if the first dimension is the batch.
+    """
+
+    def __init__(self, inner: Execution, controls: Sequence[ControlTensor], batched: bool) -> None:
+        super().__init__(inner)
+        self._controls = controls
+        self._batched = batched
+        self.depth = 1  # a request of a sequence must not start before the one before it has ended
+        self.by_member = runs_by_member(inner)
+        self.reads_device_rows = reads_device_rows(inner)
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        """Run a batch."""
+        return self._inner.run(self._completed(inputs))
+
+    def run_members(self, inputs: dict[str, Array], members: Sequence[BatchMember]) -> list[MemberResult]:
+        """Run a batch as a list of requests."""
+        return self._members().run_members(self._completed(inputs), members)
+
+    def wait_ready(self, stopped: Callable[[], bool]) -> None:
+        """Wait as the wrapped execution does."""
+        self._members().wait_ready(stopped)
+
+    def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
+        """Return the wrapped execution's arrays."""
+        return self._inner.batch_arrays(like, rows) if has_batch_memory(self._inner) else {}
+
+    def _completed(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        if all(control.name in inputs for control in self._controls):
+            return inputs
+        rows = next(iter(inputs.values())).shape[0] if self._batched else 1
+        missing = [control for control in self._controls if control.name not in inputs]
+        return {**inputs, **{each.name: control_rows(each, [None] * rows, self._batched) for each in missing}}
+
+    def _members(self) -> MemberExecution:
+        if not runs_by_member(self._inner):
+            raise TypeError("the wrapped execution runs batches as a whole: call run() instead of run_members()")
+        return self._inner

@@ -1,0 +1,245 @@
+"""A loaded model version whose requests belong to sequences: `SequenceHandle`, beside the plain `ModelHandle`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headrace.backends.base import Execution
+from headrace.core.clock import Clock
+from headrace.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion
+from headrace.core.errors import BadRequest, DeadlineExceeded, Unavailable
+from headrace.core.request import InferRequest, InferResponse, SequenceFields
+from headrace.scheduling.entries import member_of
+from headrace.scheduling.handle import DEADLINE_PASSED, ModelHandle, set_deadline
+from headrace.scheduling.instance import BatchRunner, OnDeath
+from headrace.scheduling.policy import HandlePolicy, SequencePolicy
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.scheduler import Scheduler
+from headrace.scheduling.sequences.controls import check_correlation_id
+from headrace.scheduling.sequences.directory import SequenceDirectory
+from headrace.scheduling.sequences.runner import SequenceRunner
+from headrace.scheduling.sequences.scheduler import SequenceFigures, SequenceScheduler
+from headrace.scheduling.sequences.table import CorrelationId, SequenceEntry
+
+# Parameters by which the code of a Python model gets the sequence of a request; clients cannot send these names.
+ID_PARAMETER = "headrace.sequence_id"
+FLAGS_PARAMETER = "headrace.sequence_flags"
+START_FLAG, END_FLAG = 1, 2
+
+MAX_ID = 2**64 - 1
+MAX_ID_LENGTH = 128
+"""Most characters of a text id, as in Triton."""
+
+
+class SequenceHandle(ModelHandle):
+    """A loaded version with sequences, their slots and its instances. Each live sequence keeps the version open.
+
+    Args:
+        arguments: those of `ModelHandle`.
+        directory: finds the version of a sequence that was started before a reload.
+        keywords: those of `ModelHandle`.
+    """
+
+    _scheduler: SequenceScheduler
+
+    def __init__(self, *arguments: Any, directory: SequenceDirectory, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._directory = directory
+        self._scheduler.on_ended = self._end_holds
+        directory.add(self)
+
+    def _create_scheduler(self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox) -> Scheduler:
+        return SequenceScheduler(self._rules(policy), policy.queue_limits, clock, mailbox.loop.call_soon)
+
+    @staticmethod
+    def _rules(policy: HandlePolicy) -> SequencePolicy:
+        assert policy.sequences is not None, "the policy of a model with sequences has their rules"
+        return policy.sequences
+
+    def _end_holds(self, count: int) -> None:
+        for _ in range(count):
+            self.end_hold()
+
+    # On the event loop
+
+    def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
+        """Reject nothing: the load of sequences is their slots, and the backlog is bounded by the queue."""
+
+    def compute(self, request: InferRequest) -> LoopCompletion:
+        """Queue a request of a sequence and return its completion, to be awaited.
+
+        Raises:
+            BadRequest: the request has no valid sequence, more than one row, or no START although its sequence is not live.
+            DeadlineExceeded: the deadline has passed.
+            Overloaded: the queue is full.
+            QuotaExceeded: the client exceeded its quota.
+            Unavailable: the model is being unloaded or its instances have died.
+        """
+        correlation_id, is_start, is_end = self._checked(request)
+        if not is_start and not self._scheduler.accepts(correlation_id):
+            other = self._other(correlation_id)
+            if other is not None:
+                return other.compute(request)
+        now_ns = self._clock()
+        completion = LoopCompletion(self._mailbox)
+        entry = self._queued(request, completion, now_ns, correlation_id, is_start, is_end, self._scheduler.enqueue)
+        if not completion.is_settled:
+            if request.deadline_ns and not request.due_ns:
+                set_deadline(request, completion, now_ns)
+            if request.queue_timeout_ns:
+                completion.call_after(request.queue_timeout_ns, self._scheduler.expire, entry)
+        return completion
+
+    def infer_blocking(self, request: InferRequest) -> InferResponse:
+        """Run a request of a sequence and block until its response; any thread but that of the event loop may call.
+
+        Raises:
+            HeadraceError: an error of `compute`, or the outcome of the request.
+        """
+        correlation_id, is_start, is_end = self._checked(request)
+        now_ns = self._clock()
+        completion = ThreadCompletion()
+
+        def enqueue(entries: list[Entry]) -> None:
+            self._scheduler.run(entries, caller_waits=False)
+
+        try:
+            entry = self._queued(request, completion, now_ns, correlation_id, is_start, is_end, enqueue)
+            self._timeouts.wait(request, completion, [entry], now_ns)
+        except BaseException:  # rejected, or the caller is interrupted: nothing waits for the response
+            completion.withdraw()
+            raise
+        outcome = completion.outcome
+        assert outcome is not None, "a completion that has notified has an outcome"
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _queued(
+        self,
+        request: InferRequest,
+        completion: Completion,
+        now_ns: int,
+        correlation_id: CorrelationId,
+        is_start: bool,
+        is_end: bool,
+        enqueue: Callable[[list[Entry]], object],
+    ) -> SequenceEntry:
+        """Queue a checked request."""
+        if request.deadline_ns and request.deadline_ns <= now_ns:
+            raise DeadlineExceeded(DEADLINE_PASSED)
+        if self._quotas is not None:
+            self._quotas.charge(request.client, now_ns)
+        entry = SequenceEntry(request, completion, now_ns, correlation_id, is_start, is_end)
+        entry.remove = self._scheduler.discard
+        if self.policy.by_member:
+            flags = START_FLAG * is_start + END_FLAG * is_end
+            own = {ID_PARAMETER: correlation_id, FLAGS_PARAMETER: flags}
+            member = member_of(request, completion)
+            entry.member = member._replace(parameters={**member.parameters, **own})
+        completion.after = entry.on_settled
+        if is_start and not self.hold():
+            raise Unavailable(
+                f"model '{self.spec.name}' is being unloaded and starts no sequences: start it again once the model is loaded"
+            )
+        try:
+            enqueue([entry])
+        except BaseException:
+            completion.withdraw()
+            if is_start:
+                self.end_hold()
+            raise
+        self.used_ns = now_ns
+        if self._instance_group.evicted:  # after `enqueue`: a concurrent eviction sees the queued request
+            self._request_restore()
+        return entry
+
+    def _checked(self, request: InferRequest) -> tuple[CorrelationId, bool, bool]:
+        """Return correlation id, START and END of a request."""
+        fields, name = request.sequence or SequenceFields(0), self.spec.name
+        correlation_id = fields.id
+        for flag, value in (("sequence_start", fields.start), ("sequence_end", fields.end)):
+            if not isinstance(value, bool):
+                raise BadRequest(f"parameter '{flag}' is {value!r:.64}, it must be true or false: correct the request")
+        is_number = isinstance(correlation_id, int) and not isinstance(correlation_id, bool)
+        if not is_number and not isinstance(correlation_id, str):
+            raise BadRequest(
+                f"parameter 'sequence_id' is a {type(correlation_id).__name__}, it must be a number or a text: correct it"
+            )
+        if correlation_id in (0, ""):
+            raise BadRequest(
+                f"inference request to model '{name}' must specify a non-zero or non-empty correlation ID: it came without a "
+                "sequence_id, and every request of the model belongs to a sequence: send sequence_id"
+            )
+        if isinstance(correlation_id, int) and not 0 < correlation_id <= MAX_ID:
+            raise BadRequest(
+                f"parameter 'sequence_id' is {correlation_id}, it must be a number from 1 to {MAX_ID}: correct the request"
+            )
+        if isinstance(correlation_id, str) and len(correlation_id) > MAX_ID_LENGTH:
+            raise BadRequest(
+                f"parameter 'sequence_id' has {len(correlation_id)} characters, at most {MAX_ID_LENGTH} are allowed: send a "
+                "shorter text"
+            )
+        if request.rows > 1:
+            raise BadRequest(
+                f"the request has {request.rows} rows, a request of a sequence has one: send the rows one after the other"
+            )
+        assert isinstance(correlation_id, int | str), "checked above"
+        check_correlation_id(self._rules(self.policy).controls, correlation_id, name)
+        return correlation_id, bool(fields.start), bool(fields.end)
+
+    def _other(self, correlation_id: CorrelationId) -> SequenceHandle | None:
+        """Return the version that is being replaced by this one and has the live sequence; None if there is none."""
+        for other in self._directory.versions(self.spec.name):
+            if other is self or not isinstance(other, SequenceHandle):
+                continue
+            if not (other.closing or other.spec.version == self.spec.version):
+                continue
+            if other._scheduler.accepts(correlation_id):
+                if (other.spec.inputs, other.spec.outputs) == (self.spec.inputs, self.spec.outputs):
+                    return other
+                raise BadRequest(
+                    f"the sequence was started before a reload of model '{self.spec.name}' that changed its inputs or outputs: "
+                    "start it again with sequence_start"
+                )
+        return None
+
+    @property
+    def max_group_rows(self) -> int:
+        """1: each request belongs to another sequence."""
+        return 1
+
+    # From any thread
+
+    @property
+    def live_sequences(self) -> int:
+        """Number of live sequences."""
+        return self.sequence_figures.live
+
+    @property
+    def sequence_figures(self) -> SequenceFigures:
+        """Figures of the sequences."""
+        return self._scheduler.figures()
+
+    # By the control thread
+
+    def drain_sequences(self) -> None:
+        """End the live sequences at the end of the process: each once its queued requests have run."""
+        self._scheduler.drain_sequences()
+
+    def close(self, timeout_s: float | None) -> bool:
+        """End the version once its live sequences have ended; see `ModelHandle.close`."""
+        try:
+            return super().close(timeout_s)
+        finally:
+            self._directory.discard(self)
+
+    def evict(self, timeout_s: float) -> bool:
+        """Free the memory of the model; False while it has live sequences."""
+        return not self.live_sequences and super().evict(timeout_s)
+
+    def _runner(self, name: str, execution: Execution, on_death: OnDeath) -> BatchRunner:
+        index = int(name.rpartition("#")[2])
+        rules = self._rules(self.policy)
+        return SequenceRunner(index, execution, self._scheduler, rules, self.spec, self._batch_results, self._clock)

@@ -1,0 +1,146 @@
+"""Runs batches of sequences on an instance: a row or a request for each sequence, with the control tensors of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.backends.base import Execution, MemberResult
+from headrace.core.clock import Clock
+from headrace.core.request import BatchTimes
+from headrace.core.tensor import BYTES, Array, ModelSpec
+from headrace.scheduling.executor import BatchResults, SerialRunner
+from headrace.scheduling.policy import SequencePolicy
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.scheduler import Batch
+from headrace.scheduling.sequences.controls import control_rows
+from headrace.scheduling.sequences.scheduler import SequenceScheduler
+from headrace.scheduling.sequences.table import SequenceEntry
+
+_DIED = "the instance that has its state died"
+
+
+class KeepsState(Protocol):
+    """An execution whose code keeps the state of sequences, in a process that may be replaced."""
+
+    def renew_state(self) -> bool:
+        """Accept the present process for the batches that follow; True if an earlier one has ended with the state."""
+
+
+def find_state(execution: Execution) -> KeepsState | None:
+    """Return the execution, or the one that it wraps, that keeps state in a process; None if none does."""
+    inner: Any = execution
+    while inner is not None and not hasattr(inner, "renew_state"):
+        inner = getattr(inner, "_inner", None)
+    found: KeepsState | None = inner
+    return found
+
+
+class SequenceRunner(SerialRunner):
+    """Runs the batches of one instance; see `headrace.scheduling.instance.BatchRunner`.
+
+    A request that is cancelled while its batch runs is computed all the same: the state of its sequence has it.
+
+    Args:
+        index: index of the instance.
+        execution: the loaded model.
+        scheduler: source of batches.
+        policy: rules of sequences.
+        spec: tensor specs of the model.
+        batch_results: settles the requests of batches.
+        clock: returns monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        execution: Execution,
+        scheduler: SequenceScheduler,
+        policy: SequencePolicy,
+        spec: ModelSpec,
+        batch_results: BatchResults,
+        clock: Clock,
+    ) -> None:
+        super().__init__(execution, scheduler, max(policy.max_rows, 1), batch_results, clock, None)
+        self._index, self._policy = index, policy
+        self._sequences = scheduler
+        self._spec = spec
+        self._batched = spec.max_batch_size > 0
+        self._state = find_state(execution)
+
+    def serve(self) -> None:
+        """Run batches until the scheduler is closed and empty; the sequences of the instance end with it."""
+        scheduler, index = self._sequences, self._index
+        wait_ready = None if self._members is None else self._members.wait_ready
+        scheduler.open_instance(index)
+        try:
+            while True:
+                if wait_ready is not None:
+                    wait_ready(scheduler.is_ending)
+                if self._state is not None and self._state.renew_state():
+                    scheduler.lose_state(index, _DIED)
+                batch = scheduler.take_batch(index)
+                if batch is None:
+                    return
+                self._run_sequences(batch)
+                scheduler.finish_batch(index)
+                del batch  # its arrays may be large, and the next batch may come late
+        finally:
+            scheduler.close_instance(index, _DIED)
+
+    def _run_sequences(self, batch: Batch) -> None:
+        self._running = batch
+        self.batch_results.begin(self)
+        try:
+            self.execute(batch)
+        finally:
+            self.batch_results.busy_runners.discard(self)
+        self._running = None
+
+    def _run(self, batch: Batch) -> tuple[BatchTimes, Sequence[MemberResult]]:
+        if self._members is not None:
+            for entry in batch.entries:
+                entry.inputs = {**entry.inputs, **self._controls([entry])}
+            return self._run_members(self._members, batch)
+        rows = self._rows(batch.entries)
+        inputs = self._stack(rows) | self._controls(rows)
+        assembled_ns = self.clock()
+        outputs = self.execution.run(inputs)
+        computed_ns = self.clock()
+        self.batch_results.check.check(outputs, len(rows))
+        if self._batched:
+            positions = {id(entry): row for row, entry in enumerate(rows) if entry is not None}
+            results: list[MemberResult] = []
+            for entry in batch.entries:
+                row = positions[id(entry)]
+                results.append({name: outputs[name][row : row + 1] for name in self.batch_results.check.names})
+        else:
+            results = [outputs]
+        return BatchTimes(batch.taken_ns, assembled_ns, computed_ns, self.clock()), results
+
+    def _rows(self, entries: Sequence[Entry]) -> list[Entry | None]:
+        """Return the request of each row: that of its slot for the strategy "direct", else in the order of arrival."""
+        if not self._policy.is_direct or not self._batched:
+            return list(entries)
+        by_slot = {entry.slot: entry for entry in entries if isinstance(entry, SequenceEntry)}
+        return [by_slot.get(slot) for slot in range(max(by_slot) + 1)]
+
+    def _stack(self, rows: Sequence[Entry | None]) -> dict[str, Array]:
+        """Return the inputs of a batch; rows without a request are zeros, or empty texts."""
+        entries = [entry for entry in rows if entry is not None]
+        if len(entries) == len(rows):
+            return dict(self._staging.stack(entries, len(entries)))
+        stacked: dict[str, Array] = {}
+        for name, array in entries[0].inputs.items():
+            is_text = self._spec.inputs[name].datatype is BYTES
+            values = np.full((len(rows), *array.shape[1:]), b"" if is_text else 0, array.dtype)
+            for row, entry in enumerate(rows):
+                if entry is not None:
+                    values[row] = np.asarray(entry.inputs[name])[0]
+            stacked[name] = values
+        return stacked
+
+    def _controls(self, rows: Sequence[Entry | None]) -> dict[str, Array]:
+        return {control.name: control_rows(control, rows, self._batched) for control in self._policy.controls}

@@ -1,0 +1,504 @@
+"""Live sequences of a model version, their slots on the instances, and the backlog of sequences that wait for a slot.
+
+    START -> slot -> (request, request, ...) -> END, idle time over, a queued request cancelled, or instance lost -> slot is free
+      |                                                                                                             |
+      +-> backlog, in the order of arrival ------------------------------------------------------------------------+
+
+`SequenceTable` neither locks nor reads a clock nor settles a completion: tests drive it in virtual time. Its invariants:
+
+- A slot has at most one sequence, and a sequence at most one slot, from its first request to its end.
+- At most one request of a sequence runs at a time, in the order of arrival.
+- At most one of the sequences with one correlation id has a slot: a later one waits until the earlier one has ended.
+- A request that leaves the queue without running ends its sequence: later requests would read a state that lacks it.
+
+The rules are those of Triton's sequence batcher where they are documented; docs/sequences.md lists the others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from heapq import heappop, heappush, nsmallest
+from operator import attrgetter
+
+from headrace.core.clock import NS_PER_US
+from headrace.core.completion import Completion
+from headrace.core.errors import BadRequest, HeadraceError, Unavailable
+from headrace.core.request import InferRequest
+from headrace.scheduling.batching import CloseReason, WaitUntil
+from headrace.scheduling.policy import QueueLimits, SequencePolicy
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.scheduler import Batch, queue_full
+
+CorrelationId = int | str
+
+# Ended sequences whose reason is kept for the error of a later request.
+_MAX_REASONS = 4096
+_ENDED = "it has ended"
+
+
+class SequenceEntry(Entry):
+    """A request of a sequence, from its arrival to its outcome.
+
+    Attributes:
+        correlation_id: id of the sequence.
+        is_start, is_end: first and last request of its sequence.
+        sequence: the sequence, once it is queued.
+        slot: slot of the sequence on its instance while the request runs.
+        number: order of arrival among all requests of the version.
+    """
+
+    __slots__ = ("correlation_id", "is_end", "is_start", "number", "sequence", "slot")
+
+    def __init__(
+        self,
+        request: InferRequest,
+        completion: Completion,
+        enqueued_ns: int,
+        correlation_id: CorrelationId,
+        is_start: bool = False,
+        is_end: bool = False,
+    ) -> None:
+        super().__init__(request, completion, 0, enqueued_ns)
+        self.correlation_id = correlation_id
+        self.is_start, self.is_end = is_start, is_end
+        self.sequence: LiveSequence | None = None
+        self.slot = self.number = 0
+
+
+class LiveSequence:
+    """A sequence from its START to its end.
+
+    Attributes:
+        correlation_id: id of the sequence.
+        waiting: queued requests, in the order of arrival.
+        running: the request in the running batch of the instance; None without one.
+        instance: instance with its slot; None while it waits for one.
+        slot: number of the slot on the instance.
+        is_closed: it accepts no more requests, and ends once its queued ones have run.
+        is_over: it has ended.
+        heir: the next sequence of the same id, which waits for the end of this one.
+        before: the sequence whose heir this one is; None without one.
+        keeps_slot: as an heir it takes over a slot from the sequence before it, which had no END; else it joins the backlog.
+        idle_since_ns: monotonic time since which it has no request.
+    """
+
+    __slots__ = (
+        "before",
+        "correlation_id",
+        "heir",
+        "idle_since_ns",
+        "instance",
+        "is_closed",
+        "is_over",
+        "keeps_slot",
+        "running",
+        "slot",
+        "waiting",
+    )
+
+    def __init__(self, correlation_id: CorrelationId) -> None:
+        self.correlation_id = correlation_id
+        self.waiting: deque[SequenceEntry] = deque()
+        self.running: SequenceEntry | None = None
+        self.instance: InstanceSlots | None = None
+        self.slot = 0
+        self.is_closed = self.is_over = self.keeps_slot = False
+        self.heir: LiveSequence | None = None
+        self.before: LiveSequence | None = None
+        self.idle_since_ns = 0
+
+
+class InstanceSlots:
+    """Slots of one instance.
+
+    Args:
+        index: index of the instance.
+        count: number of slots.
+
+    Attributes:
+        sequences: the sequence of each slot; None for a free one.
+        used: number of slots with a sequence.
+        ready: sequences with a queued request and none that runs, in the order in which they became so.
+        running: sequences with a request in the running batch.
+        is_open: False once the instance has ended.
+    """
+
+    __slots__ = ("_free", "index", "is_open", "ready", "running", "sequences", "used")
+
+    def __init__(self, index: int, count: int) -> None:
+        self.index = index
+        self.sequences: list[LiveSequence | None] = [None] * count
+        self._free = list(range(count))  # a heap: low slots keep the batches of the direct strategy short
+        self.used = 0
+        self.ready: dict[LiveSequence, None] = {}
+        self.running: list[LiveSequence] = []
+        self.is_open = True
+
+    @property
+    def has_free(self) -> bool:
+        """True if a slot is free."""
+        return bool(self._free)
+
+    def assign(self, sequence: LiveSequence) -> None:
+        """Give a sequence the lowest free slot."""
+        slot = heappop(self._free)
+        assert self.sequences[slot] is None, "a slot has at most one live sequence"
+        self.sequences[slot] = sequence
+        sequence.instance, sequence.slot = self, slot
+        self.used += 1
+
+    def release(self, sequence: LiveSequence) -> None:
+        """Free the slot of a sequence."""
+        slot = sequence.slot
+        assert self.sequences[slot] is sequence, "a slot is released once, by its own sequence"
+        self.sequences[slot] = None
+        heappush(self._free, slot)
+        self.ready.pop(sequence, None)
+        sequence.instance = None
+        self.used -= 1
+
+
+class SequenceTable:
+    """Decides which request of which sequence runs when and where; see the module.
+
+    Args:
+        policy: rules of the model.
+        limits: bounds of all queued requests.
+        retry_s: returns the delay in seconds after which a client should retry if the queue is full.
+
+    Attributes:
+        count: queued requests.
+        size_bytes: memory of the queued requests.
+        live: sequences between START and end.
+        idle_expiries: sequences that ended because they had no request for the idle time.
+        refused: queued requests that will not run, with their errors; the caller settles them.
+        ended: sequences that have ended since the caller has set it to 0.
+        touched: indices of instances with new work; the caller wakes and clears them.
+        is_draining: no sequence starts any more, and those without a queued request have ended.
+    """
+
+    def __init__(self, policy: SequencePolicy, limits: QueueLimits, retry_s: Callable[[], float] = lambda: 1.0) -> None:
+        self.policy, self.limits, self._retry_s = policy, limits, retry_s
+        self.count = self.size_bytes = self.live = self.idle_expiries = self.ended = 0
+        self.refused: list[tuple[SequenceEntry, HeadraceError]] = []
+        self.touched: set[int] = set()
+        self.is_draining = False
+        self._sequences: dict[CorrelationId, LiveSequence] = {}  # the latest sequence of each id
+        self._instances: dict[int, InstanceSlots] = {}
+        self._backlog: dict[LiveSequence, None] = {}
+        self._idle: OrderedDict[LiveSequence, None] = OrderedDict()  # in the order of `idle_since_ns`
+        self._reasons: OrderedDict[CorrelationId, str] = OrderedDict()
+        self._numbers = 0
+
+    # Requests
+
+    def accepts(self, correlation_id: CorrelationId) -> bool:
+        """Return True if a request without START may follow for this id."""
+        sequence = self._sequences.get(correlation_id)
+        return sequence is not None and not sequence.is_closed
+
+    def add(self, entry: SequenceEntry, now_ns: int) -> None:
+        """Queue a request of a sequence.
+
+        Raises:
+            BadRequest: the sequence is not live, and the request has no START.
+            Overloaded: the queue is full; the sequence is as before.
+            Unavailable: the version is being unloaded, and the request would start a sequence.
+        """
+        self.expire(now_ns)
+        sequence = self._sequences.get(entry.correlation_id)
+        if entry.is_start:
+            if self.is_draining:
+                raise Unavailable(
+                    "the model is being unloaded and starts no sequences: start it again once the model is loaded"
+                )
+        elif sequence is None or sequence.is_closed:
+            raise BadRequest(self._not_live(entry.correlation_id))
+        limits = self.limits
+        if self.count >= limits.max_count or (
+            self.count and self.size_bytes + entry.size_bytes > limits.max_size_bytes
+        ):
+            raise queue_full(self.count, self.size_bytes, limits.max_count, limits.max_size_bytes, self._retry_s())
+        if entry.is_start or sequence is None:
+            sequence = self._begin(entry.correlation_id, sequence)
+        sequence.is_closed = entry.is_end
+        self._numbers += 1
+        entry.sequence, entry.queued, entry.number = sequence, True, self._numbers
+        sequence.waiting.append(entry)
+        self.count += 1
+        self.size_bytes += entry.size_bytes
+        self._idle.pop(sequence, None)
+        self._mark_ready(sequence)
+
+    def discard(self, entry: SequenceEntry) -> None:
+        """End the sequence of a queued request that was cancelled or timed out; a no-op once the request runs."""
+        if entry.queued:
+            assert entry.sequence is not None, "a queued request has a sequence"
+            self._abort(entry.sequence, "a queued request of it was cancelled or timed out", entry)
+
+    def expire(self, now_ns: int) -> None:
+        """End the sequences that had no request for the idle time."""
+        idle = self._idle
+        while idle:
+            sequence = next(iter(idle))
+            if now_ns - sequence.idle_since_ns < self.policy.idle_ns:
+                return
+            self.idle_expiries += 1
+            self._finish(sequence, f"it had no request for {self.policy.idle_ns // NS_PER_US} us")
+
+    @property
+    def next_expiry_ns(self) -> int | None:
+        """Monotonic time at which the next idle sequence ends; None without an idle one."""
+        return next(iter(self._idle)).idle_since_ns + self.policy.idle_ns if self._idle else None
+
+    # Instances
+
+    def open_instance(self, index: int) -> None:
+        """Add the free slots of an instance."""
+        self._instances[index] = InstanceSlots(index, self.policy.slots)
+        self._fill()
+
+    def close_instance(self, index: int, reason: str) -> None:
+        """Remove an instance with its slots; its sequences end."""
+        instance = self._instances.pop(index, None)
+        if instance is not None:
+            instance.is_open = False
+            self._end_all(instance, reason)
+
+    def lose_state(self, index: int, reason: str) -> None:
+        """End the sequences of an instance that has lost their state; it stays open for new ones."""
+        self._end_all(self._instances[index], reason)
+
+    def take(self, index: int, now_ns: int, closed: bool = False) -> Batch | WaitUntil | None:
+        """Return the next batch of an idle instance.
+
+        Args:
+            index: the instance.
+            now_ns: monotonic.
+            closed: True if no request will arrive, so that waiting gains nothing.
+
+        Returns:
+            The batch, of one request each of several sequences; the time at which to call again; None without work.
+        """
+        instance = self._instances[index]
+        assert not instance.running, "an instance runs one batch at a time"
+        while instance.ready:
+            answer = self._select(instance, now_ns, closed)
+            if isinstance(answer, WaitUntil):
+                return answer
+            sequences, reason = answer
+            entries: list[Entry] = []
+            for sequence in sequences:
+                entry = sequence.waiting[0]
+                if entry.completion.is_settled:  # cancelled just now
+                    self.discard(entry)
+                    continue
+                sequence.waiting.popleft()
+                entry.queued, entry.slot = False, sequence.slot
+                self.count -= 1
+                self.size_bytes -= entry.size_bytes
+                sequence.running = entry
+                instance.running.append(sequence)
+                instance.ready.pop(sequence, None)
+                entries.append(entry)
+            if entries:
+                return Batch(entries, reason, now_ns, len(entries))
+        return None
+
+    def finish_batch(self, index: int, now_ns: int) -> None:
+        """Record the end of the running batch of an instance; a no-op without one."""
+        instance = self._instances.get(index)
+        if instance is None:
+            return
+        finished, instance.running = instance.running, []
+        for sequence in finished:
+            sequence.running = None
+            if sequence.waiting:
+                self._mark_ready(sequence)
+            elif sequence.is_closed or self.is_draining:
+                self._finish(sequence, _ENDED)
+            else:
+                sequence.idle_since_ns = now_ns
+                self._idle[sequence] = None
+
+    # The version
+
+    def drain(self) -> None:
+        """Start no sequence any more; sequences end once they have no queued request, without an END."""
+        self.is_draining = True
+        for sequence in list(self._idle):
+            self._finish(sequence, "the model was unloaded")
+
+    def clear(self, reason: str) -> list[SequenceEntry]:
+        """End all sequences; return the queued requests for the caller to settle. Running ones run to their end."""
+        before, self.refused = self.refused, []
+        for latest in list(self._sequences.values()):
+            same_id = [latest]
+            while (earlier := same_id[-1].before) is not None:
+                same_id.append(earlier)
+            for sequence in same_id:
+                self._abort(sequence, reason)
+        entries = [entry for entry, _ in self.refused]
+        self.refused = before
+        return entries
+
+    @property
+    def backlog(self) -> int:
+        """Sequences that wait for a slot."""
+        return len(self._backlog)
+
+    @property
+    def slots(self) -> int:
+        """Slots of all open instances."""
+        return len(self._instances) * self.policy.slots
+
+    # Steps of a sequence
+
+    def _begin(self, correlation_id: CorrelationId, latest: LiveSequence | None) -> LiveSequence:
+        sequence = self._sequences[correlation_id] = LiveSequence(correlation_id)
+        self._reasons.pop(correlation_id, None)
+        self.live += 1
+        if latest is None:
+            self._backlog[sequence] = None
+            self._fill()
+            return sequence
+        sequence.keeps_slot = not latest.is_closed
+        latest.heir, sequence.before, latest.is_closed = sequence, latest, True
+        if not latest.waiting and latest.running is None:
+            self._finish(latest, _ENDED)
+        return sequence
+
+    def _fill(self) -> None:
+        """Give free slots to the sequences of the backlog, on the instance with the fewest sequences first."""
+        while self._backlog:
+            free = [instance for instance in self._instances.values() if instance.has_free]
+            if not free:
+                return
+            sequence = next(iter(self._backlog))
+            del self._backlog[sequence]
+            min(free, key=attrgetter("used", "index")).assign(sequence)
+            self._mark_ready(sequence)
+
+    def _mark_ready(self, sequence: LiveSequence) -> None:
+        instance = sequence.instance
+        if instance is not None and sequence.running is None and sequence.waiting:
+            instance.ready[sequence] = None
+            self.touched.add(instance.index)
+
+    def _abort(self, sequence: LiveSequence, reason: str, cause: SequenceEntry | None = None) -> None:
+        """Refuse the queued requests of a sequence and end it, after its running one; `cause` is settled already."""
+        text = f"sequence {_quoted(sequence.correlation_id)} has ended: {reason}; start it again with sequence_start"
+        for entry in sequence.waiting:
+            entry.queued = False
+            self.count -= 1
+            self.size_bytes -= entry.size_bytes
+            if entry is not cause:
+                self.refused.append((entry, Unavailable(text)))
+        sequence.waiting.clear()
+        sequence.is_closed = True
+        if sequence.instance is not None:
+            sequence.instance.ready.pop(sequence, None)
+        if sequence.running is None:
+            self._finish(sequence, reason)
+        else:
+            self._remember(sequence, reason)
+
+    def _end_all(self, instance: InstanceSlots, reason: str) -> None:
+        instance.running = []
+        for sequence in [each for each in instance.sequences if each is not None]:
+            sequence.running = None  # settled by the instance
+            self._abort(sequence, reason)
+
+    def _finish(self, sequence: LiveSequence, reason: str) -> None:
+        """End a sequence without requests: its slot goes to its heir or to the backlog."""
+        if sequence.is_over:
+            return
+        sequence.is_over = sequence.is_closed = True
+        self.live -= 1
+        self.ended += 1
+        self._idle.pop(sequence, None)
+        self._remember(sequence, reason)
+        instance, heir, before = sequence.instance, sequence.heir, sequence.before
+        self._backlog.pop(sequence, None)
+        if instance is not None:
+            instance.release(sequence)
+        sequence.heir = sequence.before = None
+        if before is not None:  # it never had a slot: the sequence before it has
+            before.heir = heir
+        if heir is not None:
+            heir.before = before
+        elif before is not None:
+            self._sequences[sequence.correlation_id] = before
+        elif self._sequences.get(sequence.correlation_id) is sequence:
+            del self._sequences[sequence.correlation_id]
+        if heir is not None and before is None:
+            self._succeed(heir, instance)
+        self._fill()
+
+    def _succeed(self, heir: LiveSequence, instance: InstanceSlots | None) -> None:
+        """Give an heir a slot of the instance if it keeps it, else a place in the backlog."""
+        if heir.keeps_slot and instance is not None and instance.is_open:
+            instance.assign(heir)
+            self._mark_ready(heir)
+        else:
+            self._backlog[heir] = None
+
+    def _select(
+        self, instance: InstanceSlots, now_ns: int, closed: bool
+    ) -> WaitUntil | tuple[list[LiveSequence], CloseReason]:
+        """Return the sequences of the next batch, or the time until which it waits for more."""
+        policy, ready = self.policy, list(instance.ready)
+        oldest = min(ready, key=_head_number)
+        shape_key = oldest.waiting[0].shape_key
+        alike = [sequence for sequence in ready if sequence.waiting[0].shape_key == shape_key]
+        count = min(len(alike), policy.max_rows)
+        reason = CloseReason.IDLE
+        if count == policy.max_rows:
+            reason = CloseReason.FULL
+        elif preferred := [rows for rows in policy.preferred_rows if rows <= count]:
+            count, reason = max(preferred), CloseReason.PREFERRED
+        elif self._is_held(len(alike)):
+            until_ns = oldest.waiting[0].enqueued_ns + policy.max_delay_ns
+            if closed or self.is_draining:
+                reason = CloseReason.DRAIN
+            elif now_ns < until_ns:
+                return WaitUntil(until_ns)
+            else:
+                reason = CloseReason.DELAY
+        return nsmallest(count, alike, key=_head_number), reason
+
+    def _is_held(self, ready: int) -> bool:
+        """Return True if a batch of `ready` sequences waits for more."""
+        policy = self.policy
+        if not policy.max_delay_ns:
+            return False
+        if not policy.is_direct:
+            return True
+        return policy.min_utilization > 0 and ready < policy.min_utilization * policy.slots
+
+    # Errors
+
+    def _remember(self, sequence: LiveSequence, reason: str) -> None:
+        if reason is _ENDED or sequence.heir is not None:
+            return
+        self._reasons.setdefault(sequence.correlation_id, reason)
+        if len(self._reasons) > _MAX_REASONS:
+            self._reasons.popitem(last=False)
+
+    def _not_live(self, correlation_id: CorrelationId) -> str:
+        reason = self._reasons.get(correlation_id)
+        detail = f" has ended: {reason}" if reason else " is not live: it was not started, or has ended"
+        # The middle is Triton's text, which clients search for.
+        return (
+            f"inference request for sequence {_quoted(correlation_id)} must specify the START flag on the first request of the "
+            f"sequence: sequence {_quoted(correlation_id)}{detail}; send its first request with sequence_start"
+        )
+
+
+def _head_number(sequence: LiveSequence) -> int:
+    return sequence.waiting[0].number
+
+
+def _quoted(correlation_id: CorrelationId) -> str:
+    return str(correlation_id) if isinstance(correlation_id, int) else repr(correlation_id[:128])
