@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -302,6 +304,31 @@ def process(client: Any, sequence_id: int, model: str, start: bool = False, end:
     kind = triton_grpc if isinstance(client, triton_grpc.InferenceServerClient) else triton_http
     result = client.infer(model, [tensor(kind, 1)], sequence_id=sequence_id, sequence_start=start, sequence_end=end)
     return int(result.as_numpy("OUTPUT")[0, 0]), int(result.as_numpy("PROCESS")[0, 0])
+
+
+def test_a_process_that_dies_between_requests_takes_its_sequences_along(client: Any) -> None:
+    model = "crashing"
+
+    def begin() -> int:
+        try:
+            return process(client, 85, model, start=True)[1]
+        except InferenceServerException:  # the process of the test before is being replaced
+            return 0
+
+    until(begin)
+    os.kill(process(client, 85, model)[1], signal.SIGKILL)
+    refusals = []
+
+    def is_refused() -> bool:
+        with pytest.raises(InferenceServerException) as refused:
+            process(client, 85, model)
+        refusals.append(str(refused.value))
+        return "START flag" in refusals[-1]
+
+    until(is_refused)
+    assert "the instance that has its state died" in refusals[-1]
+    until(begin)
+    assert process(client, 85, model, end=True)[0] == 2
 
 
 def test_reload_with_a_live_sequence(client: Any, repository: Path) -> None:

@@ -146,7 +146,7 @@ PUBLIC: Mapping[str, tuple[onnx.ModelProto, str]] = {
         output [ { name: "IDS" data_type: TYPE_INT64 dims: [ -1 ] } ]
         parameters: { key: "EXECUTION_ENV_PATH", value: {string_value: "/opt/env.tar.gz"} }"""),
     "token_stream": (classifier(), f"max_batch_size: 8 {IO} model_transaction_policy {{ decoupled: True }}"),
-    "stateful": (classifier(), f"max_batch_size: 8 {IO} sequence_batching {{ direct {{ }} }}"),
+    "stateful": (classifier(), f"max_batch_size: 8 {IO} sequence_batching {{ iterative_sequence: true }}"),
     "cached": (classifier(), f"max_batch_size: 8 {IO} response_cache {{ enable: true }}"),
     "operators": (classifier(), f'{IO} model_operations: {{ op_library_filename: ["/opt/libortextensions.so"] }}'),
     "torchscript": (classifier(), f'platform: "pytorch_libtorch" max_batch_size: 8 {IO}'),

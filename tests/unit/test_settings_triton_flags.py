@@ -299,7 +299,7 @@ def test_every_listed_feature_is_a_refused_field() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"sequence_batching": {"direct": {}}}, "sequences of requests with a state on the server"),
+        ({"sequence_batching": {"iterative_sequence": True}}, "requests that are scheduled again by the model"),
         ({"platform": "tensorflow_graphdef"}, "a TensorFlow GraphDef"),
         ({"platform": "tensorflow_savedmodel"}, "a TensorFlow SavedModel"),
         ({"model_transaction_policy": {"decoupled": True}}, "any number of answers to a request"),

@@ -8,6 +8,7 @@ from headrace.config.completion import REFUSED, bind
 from headrace.config.documents import Document, read_pbtxt, read_yaml
 from headrace.core.errors import Finding
 from headrace.core.model_config import ModelConfig, is_headrace_field
+from headrace.core.sequence_config import SequenceBatching
 
 from tests.support.models import read_config_text
 
@@ -127,9 +128,11 @@ def test_an_ensemble_is_read_with_its_steps() -> None:
     assert config.ensemble_scheduling.step[1].input_map == {"data_0": "pixels"}
 
 
-@pytest.mark.parametrize("field", ["sequence_batching"])
-def test_an_empty_scheduler_block_is_no_default(field: str) -> None:
-    assert f'"{field}" is not supported' in findings_of(f"{field} {{ }}", read_pbtxt)[0]
+def test_an_empty_block_turns_sequences_on() -> None:
+    config, findings = bind(read_pbtxt("sequence_batching { }", "config.pbtxt"))
+    assert findings == []
+    assert config is not None
+    assert config.sequence_batching == SequenceBatching()
 
 
 def test_refused_fields_at_their_defaults_are_passed_over() -> None:
