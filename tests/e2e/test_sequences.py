@@ -80,6 +80,14 @@ def tensor(kind: Any, value: int, rows: int = 1) -> Any:
     return made
 
 
+def padding(size_bytes: int) -> list[Any]:
+    if not size_bytes:
+        return []
+    made = triton_grpc.InferInput("PADDING", (1, size_bytes), "UINT8")
+    made.set_data_from_numpy(np.zeros((1, size_bytes), np.uint8))
+    return [made]
+
+
 def send(
     client: Any,
     value: int,
@@ -158,7 +166,9 @@ def test_flags_are_booleans(server: Server) -> None:
     assert "'sequence_start' is 1, it must be true or false" in json.loads(error.value.read())["error"]
 
 
-def test_pipelined_sequences_on_one_stream(grpc: triton_grpc.InferenceServerClient) -> None:
+@pytest.mark.parametrize("large_bytes", [0, 1 << 20])
+def test_pipelined_sequences_on_one_stream(grpc: triton_grpc.InferenceServerClient, large_bytes: int) -> None:
+    # Large requests are decoded on other threads, and reach the engine of a front end in pieces.
     answers: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
     grpc.start_stream(lambda result, error: answers.put((result, error)))
     count, ids = 20, (101, 102, 103)
@@ -166,7 +176,7 @@ def test_pipelined_sequences_on_one_stream(grpc: triton_grpc.InferenceServerClie
         for sequence_id in ids:
             grpc.async_stream_infer(
                 "sums",
-                [tensor(triton_grpc, sequence_id + step)],
+                [tensor(triton_grpc, sequence_id + step), *padding(0 if step % 3 else large_bytes)],
                 request_id=f"{sequence_id} {step}",
                 sequence_id=sequence_id,
                 sequence_start=step == 0,
@@ -175,7 +185,7 @@ def test_pipelined_sequences_on_one_stream(grpc: triton_grpc.InferenceServerClie
     sums: dict[tuple[int, int], int] = {}
     for _ in range(count * len(ids)):
         result, error = answers.get(timeout=60)
-        assert error is None
+        assert error is None, error
         sequence_id, step = map(int, result.get_response().id.split())
         sums[sequence_id, step] = int(result.as_numpy("OUTPUT")[0, 0])
     grpc.stop_stream()
@@ -212,8 +222,8 @@ def test_onnx_with_the_strategy_oldest_and_without_batches(http: triton_http.Inf
 
 
 def test_control_inputs_are_not_inputs_of_clients(http: triton_http.InferenceServerClient) -> None:
-    for model, name in (("echo", "X"), ("sums", "INPUT")):
-        assert [each["name"] for each in http.get_model_metadata(model)["inputs"]] == [name]
+    for model, names in (("echo", ["X"]), ("sums", ["INPUT", "PADDING"])):
+        assert [each["name"] for each in http.get_model_metadata(model)["inputs"]] == names
         assert len(http.get_model_config(model)["sequence_batching"]["control_input"]) == 4
 
 

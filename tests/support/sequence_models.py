@@ -12,7 +12,8 @@ from loadtest.onnx_models import onnx_model
 from tests.support.models import add_model
 from tests.support.python_models import add_python_model
 
-# OUTPUT is the sum since START. A value of 1000 kills the process, 1001 is refused, 1002 raises, 1003 waits for the file "go".
+# OUTPUT is the sum since START, PADDING makes a request large.
+# A value of 1000 kills the process, 1001 is refused, 1002 raises, 1003 waits for the file "go".
 ACCUMULATOR = """
 import os
 import pathlib
@@ -39,7 +40,7 @@ class TritonPythonModel:
                 pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START * int(start)
                 + pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END * int(end)
             )
-            assert request.parameters() == "{}"
+            assert "headrace" not in request.parameters()
             if value == 1000:
                 os.kill(os.getpid(), 9)
             if value == 1001:
@@ -87,7 +88,8 @@ def accumulator_config(
     return f"""
 backend: "python"
 max_batch_size: {batch}
-input [ {{ name: "INPUT" data_type: TYPE_INT32 dims: [ 1 ] }} ]
+input [ {{ name: "INPUT" data_type: TYPE_INT32 dims: [ 1 ] }},
+        {{ name: "PADDING" data_type: TYPE_UINT8 dims: [ -1 ] optional: true }} ]
 output [ {{ name: "OUTPUT" data_type: TYPE_INT32 dims: [ 1 ] }}, {{ name: "PROCESS" data_type: TYPE_INT64 dims: [ 1 ] }},
          {{ name: "BATCH" data_type: TYPE_INT32 dims: [ 1 ] }} ]
 instance_group [ {{ count: {count} kind: KIND_CPU }} ]

@@ -13,7 +13,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.limits import ClientLimits
 from headrace.front_ends.proxy import GrpcProxy, HttpProxy, engine_gone
 from headrace.front_ends.remote_models import RemoteHandle, RemoteModels
-from headrace.grpc.codec import Envelope, scan
+from headrace.grpc.codec import Envelope, scan, sequence_of
 from headrace.grpc.infer import GrpcInference
 from headrace.grpc.methods import GrpcCall, Message, StreamCall
 from headrace.http.infer_endpoint import InferEndpoint, Receive, Scope, Send
@@ -211,6 +211,10 @@ class StreamForwarder:
         """See `Forwarder`: as the engine sends the responses."""
         is_decoupled = self._models.is_decoupled(envelope.model_name, envelope.model_version)
         return is_decoupled or UNORDERED_PARAMETER.encode() in envelope.header
+
+    def sequence_of(self, envelope: Envelope) -> object:
+        """See `Forwarder`: name of the model and `sequence_id`."""
+        return sequence_of(envelope)
 
     def responses(self, message: bytes, call: StreamCall) -> AsyncGenerator[Message]:
         """See `Forwarder`."""

@@ -324,6 +324,17 @@ class GrpcCodec(Codec[bytes, Envelope, Message]):
         return builder.finish(outputs, True, parameters, "")
 
 
+def sequence_of(envelope: Envelope) -> object:
+    """Return the model and the `sequence_id` of a request; None without one, and for a header that does not parse."""
+    if b"sequence_id" not in envelope.header:
+        return None
+    try:
+        parameters = service_pb2.ModelInferRequest.FromString(envelope.header).parameters
+    except DecodeError:  # it is refused where it is served
+        return None
+    return envelope.model_name, parameters["sequence_id"].SerializeToString()
+
+
 def _parameters(parameters: Any) -> dict[str, bool | int | float | str]:
     """Convert a map of InferParameter to Python values; raises BadRequest."""
     if len(parameters) > _MAX_PARAMETERS:

@@ -279,6 +279,9 @@ class Forwarder(Protocol):
     def is_unordered(self, envelope: Envelope) -> bool:
         """Return True if the responses to a request need not have its place in the order."""
 
+    def sequence_of(self, envelope: Envelope) -> object:
+        """Return the sequence of a request, whose requests are sent one after the other; None without one."""
+
     def responses(self, message: bytes, call: StreamCall) -> AsyncGenerator[Message]:
         """Send a request; yields each ModelStreamInferResponse.
 
@@ -378,6 +381,7 @@ class _Stream:
         self._in_flight_bytes = 0
         self._queued: set[PendingRequest] = set()
         self._forwarded: set[asyncio.Task[None]] = set()
+        self._sequences: dict[object, asyncio.Task[None]] = {}  # the last forwarded request of each sequence
         self._ordered: deque[_StreamEntry] = deque()  # in order of arrival, without unordered requests
         self._ready: deque[_StreamEntry] = deque()  # responses that can be sent now
         self._anything_ready = asyncio.Event()
@@ -640,17 +644,32 @@ class _Stream:
         is_unordered = forwarder.is_unordered(envelope)
         if not is_unordered:
             self._ordered.append(entry)
-        responses = forwarder.responses(message, self._call)
-        task = asyncio.ensure_future(self._await_forwarded(entry, responses, envelope.id, is_unordered))
+        responses, sequence = forwarder.responses(message, self._call), forwarder.sequence_of(envelope)
+        before = self._sequences.get(sequence)
+        task = asyncio.ensure_future(self._await_forwarded(entry, responses, envelope.id, is_unordered, before))
         self._forwarded.add(task)
         task.add_done_callback(self._forwarded.discard)
+        if sequence is not None:
+            self._sequences[sequence] = task
+            task.add_done_callback(partial(self._end_forwarded, sequence))
         return True
 
+    def _end_forwarded(self, sequence: object, task: asyncio.Task[None]) -> None:
+        if self._sequences.get(sequence) is task:
+            del self._sequences[sequence]
+
     async def _await_forwarded(
-        self, entry: _StreamEntry, responses: AsyncGenerator[Message], request_id: str, is_unordered: bool
+        self,
+        entry: _StreamEntry,
+        responses: AsyncGenerator[Message],
+        request_id: str,
+        is_unordered: bool,
+        before: asyncio.Task[None] | None,
     ) -> None:
         """Send the responses of another process to a request: without an order as they come, else the last one in its place."""
         last: StreamResponse | None = None
+        if before is not None:  # calls of their own may overtake each other
+            await asyncio.wait([before])
         try:
             async with aclosing(responses):
                 async for response in responses:
