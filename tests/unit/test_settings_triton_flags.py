@@ -185,6 +185,25 @@ SAMPLES |= {
     "batch_output[].target_name": ["y"],
     "batch_output[].kind": "BATCH_SCATTER_WITH_INPUT_SHAPE",
 }
+CONTROL = "sequence_batching.control_input[].control"
+START = {"kind": "CONTROL_SEQUENCE_START", "int32_false_true": [0, 1]}
+SAMPLES |= {
+    "sequence_batching.control_input": [{"name": "s", "control": [START]}],
+    CONTROL: [START],
+    f"{CONTROL}[].int32_false_true": [0, 1],
+    f"{CONTROL}[].fp32_false_true": [0, 1],
+    f"{CONTROL}[].bool_false_true": [False, True],
+    f"{CONTROL}[].data_type": "TYPE_UINT64",
+    f"{CONTROL}[].kind": "CONTROL_SEQUENCE_END",
+    "sequence_batching.control_input[].name": "s",
+}
+
+
+def control(**fields: Any) -> dict[str, Any]:
+    """A configuration with one control input."""
+    return {"sequence_batching": {"control_input": [{"name": "s", "control": [fields]}]}}
+
+
 # What must be written beside a field for it to mean anything.
 BESIDE: dict[str, dict[str, Any]] = {
     "instance_group": {"backend": "tensorrt", "instance_group": [{"kind": "KIND_GPU"}]},
@@ -199,6 +218,10 @@ BESIDE: dict[str, dict[str, Any]] = {
         "optimization": {"execution_accelerators": {"cpu_execution_accelerator": [{"name": "openvino"}]}}
     },
     "batch_input[]": {"batch_input": [COMPUTED]},
+    "sequence_batching.control_input[].name": control(**START),
+    "sequence_batching.control_input[].control": {"sequence_batching": {"control_input": [{"name": "s"}]}},
+    f"{CONTROL}[].kind": control(int32_false_true=[0, 1]),
+    f"{CONTROL}[].data_type": control(kind="CONTROL_SEQUENCE_CORRID"),
     "batch_output[]": {"batch_output": [SCATTERED]},
     "model_warmup": {
         "model_warmup": [{"name": "w", "batch_size": 1, "inputs": {"x": {"data_type": "TYPE_FP32", "dims": [2], **DATA}}}]
