@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from headrace.core.errors import Cancelled, HeadraceError, Unavailable
-from headrace.grpc.codec import Envelope
+from headrace.grpc.codec import Envelope, sequence_of
 from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.grpc.methods import Message
 from headrace.grpc.status import ErrorStatus, StatusError
@@ -33,6 +33,9 @@ class Elsewhere:
 
     def is_unordered(self, envelope: Envelope) -> bool:
         return self.unordered
+
+    def sequence_of(self, envelope: Envelope) -> object:
+        return sequence_of(envelope)
 
     async def responses(self, content: bytes, call: Any) -> AsyncGenerator[Message]:
         request_id = pb.ModelInferRequest.FromString(content).id
@@ -84,6 +87,29 @@ def test_a_forwarded_request_keeps_its_place() -> None:
         await serving
         assert ids(call) == ["a", "b", "c"]
         assert (model.leases, call.reservation.held_bytes) == (0, 0)
+
+    run(test)
+
+
+def of_sequence(request_id: str, sequence_id: int) -> bytes:
+    request = pb.ModelInferRequest.FromString(message(request_id, "other"))
+    request.parameters["sequence_id"].int64_param = sequence_id
+    return bytes(request.SerializeToString())
+
+
+def test_requests_of_a_sequence_are_sent_one_after_the_other() -> None:
+    async def test() -> None:
+        model, elsewhere = Model(), Elsewhere()
+        call, serving = open_stream(model, elsewhere)
+        send(call, of_sequence("a", 1), of_sequence("b", 1), of_sequence("c", 2), message("d", "other"), None)
+        await until(lambda: set(elsewhere.queues) == {"a", "c", "d"})
+        for request_id in ("d", "c", "a"):
+            elsewhere.put(request_id, request_id, None)
+        await until(lambda: "b" in elsewhere.queues)
+        assert set(elsewhere.ended) == {"a", "c", "d"}
+        elsewhere.put("b", "b", None)
+        await serving
+        assert ids(call) == ["a", "b", "c", "d"]
 
     run(test)
 
