@@ -156,6 +156,12 @@ MODEL = Dashboard(
                       kind="heatmap", width=12),
                 Panel("p99 of each phase", [
                     Query(_quantile(0.99, f"headrace_{phase}_seconds", M), phase) for phase in _PHASES], "s", width=12),
+                Panel("First response of a decoupled model", [
+                    Query(_quantile(q, "headrace_first_response_seconds", M), f"p{q * 100:g}") for q in (0.5, 0.95, 0.99)],
+                    "s", "From the arrival of a request.", width=12),
+                Panel("Between responses of a decoupled model", [
+                    Query(_quantile(q, "headrace_inter_response_seconds", M), f"p{q * 100:g}") for q in (0.5, 0.95, 0.99)],
+                    "s", "For a language model: the time between two tokens.", width=12),
             ],
         ),
         Row(

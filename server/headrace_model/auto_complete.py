@@ -63,15 +63,17 @@ class AutoCompleteConfig:
         """Set the transaction policy.
 
         Raises:
-            ValueError: a property is unknown, or the policy is decoupled, which is not served here.
+            ValueError: a property is unknown, or the policy is not that of the file.
         """
         unknown = [name for name in policy if name != "decoupled"]
         if unknown:
             raise ValueError(
                 "model_transaction_policy has the property decoupled only, not {}".format(", ".join(unknown))
             )
-        if policy.get("decoupled"):
-            raise ValueError("a decoupled model is not served here: it comes with a later release")
+        decoupled = bool(policy.get("decoupled", False))
+        if not decoupled and self._document.get("model_transaction_policy", {}).get("decoupled"):
+            raise ValueError("the configuration has decoupled: true, auto_complete_config sets false")
+        self._document["model_transaction_policy"] = {"decoupled": decoupled}
 
     def _add(self, field: str, tensor: dict[str, Any], allowed: Iterable[str]) -> None:
         unknown = [name for name in tensor if name not in allowed]

@@ -171,7 +171,7 @@ class Calls:
             "outputs": list(request._output_names),
             "parameters": request._parameters,
             "timeout_us": request._timeout,
-            "batch": python_backend.runtime.batch,
+            "batch": python_backend.runtime.calling_batch(),
             "member": -1 if trace is None else trace._member,
         }
         if request._correlation_id:

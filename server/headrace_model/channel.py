@@ -20,15 +20,16 @@ class Frames:
 
     Args:
         end: the socket, blocking; owned.
+        max_bytes: longest frame.
 
     Attributes:
         end: see above.
         buffer: bytes of the last received frame.
     """
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, max_bytes: int = FRAME_BYTES) -> None:
         self.end = end
-        self.buffer = bytearray(FRAME_BYTES + 1)
+        self.buffer = bytearray(max_bytes + 1)
 
     def send(self, kind: int, slot: int, number: int, count: int, body: bytes, flags: int = 0) -> None:
         """Send a frame; raises OSError if the other end is closed."""
@@ -37,6 +38,10 @@ class Frames:
     def send_now(self, kind: int, number: int) -> None:
         """Send a frame without a body, without waiting; raises BlockingIOError if the socket is full."""
         self.end.send(HEADER.pack(VERSION, kind, 0, 0, number, 0, 0), socket.MSG_DONTWAIT)
+
+    def send_frame(self, frame: bytes, descriptor: int) -> None:
+        """Send a frame with a file descriptor; raises OSError if the other end is closed."""
+        self.end.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))])
 
     def share(self, kind: int, first: int, descriptors: Sequence[int]) -> None:
         """Send a frame with file descriptors; `first` is the index of the first one."""
@@ -67,7 +72,7 @@ class Frames:
                     numbers = array.array("i")
                     numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
                     descriptors.extend(numbers)
-        if size and (size < HEADER.size or size > FRAME_BYTES or buffer[0] != VERSION):
+        if size and (size < HEADER.size or size >= len(buffer) or buffer[0] != VERSION):
             raise ProtocolError(f"a frame of {size} bytes and version {buffer[0]}")
         return size
 

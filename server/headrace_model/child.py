@@ -36,6 +36,7 @@ from headrace_model.requests import (
     failed,
 )
 from headrace_model.slots import Slot
+from headrace_model.streams import ResponseSocket
 
 # The kernel ends this process first if the machine runs out of memory.
 _OOM_SCORE = "500"
@@ -53,9 +54,10 @@ class ModelServer:
         frames: socket of the batches.
         form: the loaded model.
         order: load request of the server.
+        descriptor: socket of responses that are sent one by one; None without one.
     """
 
-    def __init__(self, frames: Frames, form: Any, order: Message) -> None:
+    def __init__(self, frames: Frames, form: Any, order: Message, descriptor: int | None = None) -> None:
         self._frames = frames
         self._form = form
         self._order = {name: index for index, (name, *_) in enumerate(order["inputs"])}
@@ -64,6 +66,14 @@ class ModelServer:
         self._slots: list[Slot] = []
         self._model = order["model"]
         self._process = os.getpid()
+        self._streams: ResponseSocket | None = None
+        if descriptor is not None and form.by_request:
+            bounds = order.get("responses", {})
+            self._streams = ResponseSocket(
+                descriptor, self._writer, bool(bounds.get("decoupled")), bounds.get("count", 1), bounds.get("bytes", 0)
+            )
+        self._decoupled = self._streams is not None and self._streams.decoupled
+        python_backend.runtime.responses = self._streams
 
     def serve(self) -> None:
         """Run batches until the server closes its end."""
@@ -129,21 +139,31 @@ class ModelServer:
         finally:
             runtime.batch = 0
 
-    def _execute(self, batch: ReceivedBatch) -> tuple[list[MemberOutputs | MemberError], dict[int, str]]:
-        """Run a batch; return the result of each member, and the parameters of responses by index of their member."""
+    def _execute(self, batch: ReceivedBatch) -> tuple[list[MemberOutputs | MemberError | None], dict[int, str]]:
+        """Run a batch; return the result of each member, and the parameters of responses by index of their member.
+
+        The result of a member whose sender answers it is None.
+        """
+        if self._decoupled:  # a thread of the model may read them when the next batch is in the slot
+            batch.inputs = {name: array.copy() for name, array in batch.inputs.items()}
         requests = self._requests(batch)
         members, refused = batch.members, batch.refused
         if refused:
             requests = [request for index, request in enumerate(requests) if index not in refused]
             members = [member for index, member in enumerate(members) if index not in refused]
-        responses = self._form.execute(requests) if requests else []
-        if responses is None or len(responses) != len(requests):
-            count = "nothing" if responses is None else f"{len(responses)} responses"
-            raise WrongResultError(f"the model returned {count} for {len(requests)} requests")
+        try:
+            responses = self._responses(requests, self._form.execute(requests) if requests else [])
+        except BaseException:
+            if self._streams is not None:
+                self._streams.abandon([request._reference for request in requests])
+            raise
         declared = self._writer.declared
-        results: list[MemberOutputs | MemberError] = []
+        results: list[MemberOutputs | MemberError | None] = []
         parameters: dict[int, str] = {}
         for response, member in zip(responses, members):
+            if response is None:
+                results.append(None)
+                continue
             if not isinstance(response, python_backend.InferenceResponse):
                 raise WrongResultError(f"the model returned {type(response).__name__} in its list of responses")
             error = response._error
@@ -163,6 +183,38 @@ class ModelServer:
             results.insert(index, refused[index])
             parameters = {number + (number >= index): text for number, text in parameters.items()}
         return results, parameters
+
+    def _responses(self, requests: list[Any], responses: Any) -> list[Any]:
+        """Check what `execute` has returned; return the response of each request, None for one that its sender answers.
+
+        Raises:
+            WrongResultError: a request has neither a response nor a sender, or both.
+        """
+        count = len(requests)
+        if responses is not None and len(responses) != count:
+            raise WrongResultError(f"the model returned {len(responses)} responses for {count} requests")
+        results = [None] * count if responses is None else list(responses)
+        if self._decoupled:
+            if any(response is not None for response in results):
+                raise WrongResultError(
+                    "the model is decoupled, and its execute returned responses: send them with request.get_response_sender(), "
+                    "and return None"
+                )
+            return results
+        for request, response in zip(requests, results):
+            reference = request._reference
+            if reference is None:
+                if response is None:
+                    came = f"nothing for {count} requests" if responses is None else "None in its list of responses"
+                    raise WrongResultError(f"the model returned {came}, without a response sender")
+            elif response is not None:
+                raise WrongResultError(
+                    "the model returned a response for a request that has a response sender: return None"
+                )
+        for index, request in enumerate(requests):
+            if request._reference is not None and self._streams is not None:
+                results[index] = self._streams.take_buffered(request._reference.state)
+        return results
 
     def _requests(self, batch: ReceivedBatch) -> list[Any]:
         """Create the request objects of a batch; their arrays are views of the slot."""
@@ -195,6 +247,9 @@ class ModelServer:
             request._slot = slot
             request._batch = batch.number
             request._member = index
+            if self._decoupled and self._streams is not None:
+                request._reference = reference = self._streams.open(batch.number, index, member.output_names, slot)
+                request._slot = reference.state
             requests.append(request)
         if batch.separate:
             self._add_separate(batch, requests)
@@ -286,8 +341,14 @@ def refusal(order: Message, error: BaseException, step: str) -> Message:
     return {"refused": [path, line, f"{step} raised {text[:_MAX_LOAD_TEXT]}", "the server's log has the traceback"]}
 
 
-def run(frames: Frames, control: Messages, calls: int | None) -> int:
+def run(frames: Frames, control: Messages, calls: int | None, responses: int | None = None) -> int:
     """Load the model, serve until the server closes the socket, and finalize the model.
+
+    Args:
+        frames: socket of the batches.
+        control: socket of the control messages.
+        calls: descriptor of the socket for calls to other models; None without calls.
+        responses: descriptor of the socket of responses that are sent one by one; None without it.
 
     Returns:
         The exit status of the process.
@@ -316,6 +377,9 @@ def run(frames: Frames, control: Messages, calls: int | None) -> int:
             step = "auto_complete_config"
             send({"described": form.describe(order["config"])})
             return 0
+        if order.get("responses", {}).get("decoupled") and not form.by_request:
+            cure = "write a class TritonPythonModel, or remove decoupled"
+            raise forms.Refused("is of a form with one response to a request, and decoupled is true", cure)
         step = "initialize"
         form.initialize(order["args"])
     except BaseException as error:  # also SystemExit, KeyboardInterrupt and a panic of a library in Rust
@@ -330,7 +394,7 @@ def run(frames: Frames, control: Messages, calls: int | None) -> int:
         threading.Thread(
             target=answer_probes, args=(control, form, send), name=protocol.PROBE_THREAD, daemon=True
         ).start()
-    ModelServer(frames, form, order).serve()
+    ModelServer(frames, form, order, responses).serve()
     try:
         form.finalize()
     except BaseException:

@@ -8,11 +8,22 @@ processes share (`headrace_model.slots`). All numbers are little-endian.
     header   version u8, kind u8, flags u16, slot u32, number u64, count u32, body_bytes u32
     RUN      server -> model   u16 tensors, each `TENSOR`, its dims (i64), and `REGION` if it lies on a GPU; then `count` members:
                                each `MEMBER`, id, parameters
-    DONE     model -> server   `count` codes (u8) of members; u32 length and text for each code that is not OK; u16 tensors, each
+    DONE     model -> server   `count` codes (u8) of members; u32 length and text for each code of an error; u16 tensors, each
                                `OUTPUT` and its dims; up to the end `PARAMETERS` and JSON of members whose responses have them
     FAILED   model -> server   code u8, u32 length and text for the client, then the traceback for the log
     SHARE    server -> model   `count` slots follow as file descriptors (SCM_RIGHTS); `slot` is the index of the first
     CLOSE    server -> model   the region of GPU memory with the number `number` is not used any more
+
+Responses of requests that outlive their batch, or have any number of them, come on a socket of their own. `number` is the batch,
+`slot` the index of the request in it:
+
+    RESPONSE model -> server   `RESPONSE_HEAD`, its tensors: `OUTPUT` and dims, the text of an error, parameters (JSON), the
+                               values of the tensors. With the flag `SPILLED` these are in a memory file (SCM_RIGHTS), from
+                               `headrace_model.slots.START` on. Flags: `FINAL`: the last frame of the request, `EMPTY`: it has no
+                               response, `DROPPED`: the model has dropped the sender without a final flag
+    WANT     model -> server   `send` waits for credit
+    CREDIT   server -> model   `count` responses of `CREDIT_BYTES` bytes are consumed
+    CANCEL   server -> model   nothing waits for the responses any more
 
 A body of more than `SPILL_BYTES` is in the slot: the frame has the flag `SPILLED`, and its body is `SPILL` (offset, size). The
 kernel limits a message to the socket's buffer of about 200 KB.
@@ -29,8 +40,9 @@ VERSION = 1
 # Thread of a child that runs `is_ready`.
 PROBE_THREAD = "is_ready"
 
-RUN, DONE, FAILED, SHARE, CALL, REPLY, CANCEL, CLOSE = 1, 2, 3, 4, 5, 6, 7, 8
-SPILLED = 1
+RUN, DONE, FAILED, SHARE, CALL, REPLY, CANCEL, CLOSE, RESPONSE, WANT, CREDIT = range(1, 12)
+# Flags of frames. OPEN_MEMBERS: of a DONE that has requests without a result yet.
+SPILLED, FINAL, EMPTY, DROPPED, OPEN_MEMBERS = 1, 2, 4, 8, 16
 
 HEADER = struct.Struct("<BBHIQII")
 # Index of the input, datatype code, number of dims, flags, member (`SEPARATE`), offset in the slot or region, size in bytes.
@@ -46,12 +58,19 @@ SPILL = struct.Struct("<QQ")
 PARAMETERS = struct.Struct("<HI")
 COUNT = struct.Struct("<H")
 LENGTH = struct.Struct("<I")
+# Code, tensors, bytes of the error's text, bytes of the parameters, bytes of the values.
+RESPONSE_HEAD = struct.Struct("<BxHIIQ")
+CREDIT_BYTES = struct.Struct("<Q")
 
 SPILL_BYTES = 32 * 1024
 # Parameters of one response, as JSON.
 MAX_PARAMETER_BYTES = 64 * 1024
 # A received frame is never longer: header, and a body of at most SPILL_BYTES.
 FRAME_BYTES = HEADER.size + SPILL_BYTES
+# The same on the socket of responses: their parameters are never in a slot.
+RESPONSE_FRAME_BYTES = 128 * 1024
+# Values of a response up to this size are in its frame.
+MAX_INLINE_BYTES = 16 * 1024
 ALL_MEMBERS = 0xFFFF
 # The slot has a cancel flag for each member.
 MAX_MEMBERS = 4032
@@ -62,6 +81,8 @@ RAGGED, TEXT, SEPARATE, DEVICE = 1, 2, 4, 8
 
 # Codes of a member's result; 1 to 8 are the codes of Triton's TritonError, less one for OK.
 OK, UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(9)
+# Code of a member in DONE that is answered by a RESPONSE.
+OPEN = 9
 
 # Numbers of Triton's `DataType` -> name in the protocol, dtype in memory. BF16 has no dtype in NumPy: its bit patterns.
 DATATYPES: dict[int, tuple[str, np.dtype[Any]]] = {

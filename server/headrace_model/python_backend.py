@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import struct
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ import numpy as np
 from headrace_model import device, protocol
 from headrace_model.auto_complete import AutoCompleteConfig
 from headrace_model.metrics import Metric, MetricFamily, reporter_for
+from headrace_model.requests import WrongResultError
+from headrace_model.streams import SenderError
 
 __all__ = ["Metric", "MetricFamily", "ModelConfig"]
 
@@ -54,6 +57,7 @@ class ModelRuntime:
     Attributes:
         send: sends a control message to the server.
         calls: calls other models of the server; None without a connection.
+        responses: sends responses one by one; None before the model serves, and in a model of our own form.
         metrics: collects custom metrics for the server.
         model_name: name of the model.
         model_version: version of the model.
@@ -64,11 +68,20 @@ class ModelRuntime:
     def __init__(self) -> None:
         self.send: Callable[[dict[str, Any]], None] = lambda _message: None
         self.calls: Any = None
+        self.responses: Any = None
         self.metrics = reporter_for(lambda message: self.send(message))
         self.model_name = ""
         self.model_version = ""
         self.model_dir = ""
         self.batch = 0
+
+    def calling_batch(self) -> int:
+        """Return the number of the batch for which a call is made; 0 for none.
+
+        Threads of a decoupled model serve requests of any batch: their calls have no deadline and client of the running one.
+        """
+        is_execute = threading.current_thread() is threading.main_thread()
+        return self.batch if is_execute or self.responses is None or not self.responses.decoupled else 0
 
 
 runtime = ModelRuntime()
@@ -301,6 +314,7 @@ class InferenceRequest:
     _slot: Any = None
     _batch = 0
     _member = 0
+    _reference: Any = None
 
     def __init__(
         self,
@@ -385,7 +399,7 @@ class InferenceRequest:
         """Call the model of this request and wait for its response.
 
         Args:
-            decoupled: must be False: models with any number of responses come with a later release.
+            decoupled: must be False: a call has one response.
         """
         return self._calls(decoupled).infer(self)  # type: ignore[no-any-return]
 
@@ -398,16 +412,75 @@ class InferenceRequest:
             raise TritonModelException("a call needs the name of a model: InferenceRequest(model_name=...)")
         return _calls(decoupled)
 
-    def get_response_sender(self) -> Any:
-        """Raise TritonModelException: decoupled models are not served."""
-        raise TritonModelException(
-            "get_response_sender is not served here: decoupled models, which give any number of responses to a request, "
-            "come with a later release"
-        )
+    def get_response_sender(self) -> InferenceResponseSender:
+        """Return a sender for the responses of this request, which any thread may use after `execute` has returned None for it.
+
+        Raises:
+            TritonModelException: the request is one that this model has created, or its response has been returned.
+        """
+        responses = runtime.responses
+        if self._reference is None:
+            if not self._batch or responses is None:
+                raise TritonModelException(
+                    "get_response_sender is for requests that execute has received: a request of the model's own has its "
+                    "response from exec"
+                )
+            if runtime.batch != self._batch:
+                raise TritonModelException(
+                    "get_response_sender was called after execute had returned the response of the request: call it before, and "
+                    "return None for the request"
+                )
+            self._reference = responses.open(self._batch, self._member, self._output_names, self._slot)
+        return InferenceResponseSender(self._reference)
 
     def set_release_flags(self, flags: int) -> None:
         """Raise TritonModelException: requests are released when `execute` returns."""
         raise TritonModelException("set_release_flags is not served here: a request is released when execute returns")
+
+
+class InferenceResponseSender:
+    """Sends the responses of one request; from `InferenceRequest.get_response_sender`. Any thread may use it.
+
+    A request whose senders are all dropped without the final flag ends with an error.
+
+    Args:
+        reference: keeps the request open.
+    """
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, reference: Any) -> None:
+        self._reference = reference
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        """Send a response.
+
+        Blocks while the client has not read enough of the responses before. Responses of a request that is cancelled are dropped.
+
+        Args:
+            response: the response; None with the final flag: no other response follows.
+            flags: 0, or TRITONSERVER_RESPONSE_COMPLETE_FINAL with the last response.
+
+        Raises:
+            TritonModelException: the response cannot be sent, or the final flag was sent before.
+        """
+        if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL) or isinstance(flags, bool):
+            raise TritonModelException(f"flags are 0 or TRITONSERVER_RESPONSE_COMPLETE_FINAL, not {flags!r}")
+        if response is None and not flags:
+            raise TritonModelException(
+                "send() has no response: pass one, or flags=TRITONSERVER_RESPONSE_COMPLETE_FINAL"
+            )
+        if response is not None and not isinstance(response, InferenceResponse):
+            raise TritonModelException(f"a response is an InferenceResponse, not {type(response).__name__}")
+        try:
+            runtime.responses.send(self._reference.state, response, bool(flags))
+        except (SenderError, WrongResultError, TypeError) as error:
+            raise TritonModelException(str(error)) from None
+
+    def is_cancelled(self) -> bool:
+        """Return True once nothing waits for the responses: the client has disconnected, or the deadline has passed."""
+        state = self._reference.state
+        return bool(state.is_cancelled())
 
 
 def _parameters(parameters: str | dict[str, Any]) -> dict[str, Any]:
@@ -446,7 +519,8 @@ def _is_parameter(value: Any) -> bool:
 def _calls(decoupled: bool) -> Any:
     if decoupled:
         raise TritonModelException(
-            "exec(decoupled=True) is not served here: decoupled models come with a later release"
+            "exec(decoupled=True) is not served: a call has one response, and a decoupled model returns any number. Call models "
+            "with one response by exec(), and let the client call the decoupled one"
         )
     if runtime.calls is None:
         raise TritonModelException("other models can only be called while the model is served")
@@ -630,8 +704,7 @@ def get_model_dir() -> str:
 
 
 _REFUSED = {
-    "InferenceResponseSender": "decoupled models come with a later release",
-    "ResponseIterator": "decoupled models come with a later release",
+    "ResponseIterator": "a call has one response, decoupled models cannot be called by models",
     "RawData": "inputs are NumPy arrays, read them with as_numpy()",
     "TRITONSERVER_REQUEST_RELEASE_ALL": "a request is released when execute returns",
     "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE": "a request cannot be run again: execute answers every request",

@@ -25,6 +25,8 @@ from headrace_model.protocol import (
     INVALID_ARG,
     LENGTH,
     MEMBER,
+    OPEN,
+    OPEN_MEMBERS,
     OUTPUT,
     PARAMETERS,
     REGION,
@@ -43,7 +45,7 @@ from headrace_model.slots import START, Slot, aligned
 _Array = Any
 # Index and datatype code of an output, by its name.
 Declared = Dict[str, Tuple[int, int]]
-# Outputs of one member by index; or its error: code and text.
+# Outputs of one member by index; or its error: code and text. None in their place: the member is answered later.
 MemberOutputs = Dict[int, _Array]
 MemberError = Tuple[int, str]
 
@@ -262,14 +264,14 @@ class ResultWriter:
     def done_members(
         self,
         batch: ReceivedBatch,
-        results: Sequence[MemberOutputs | MemberError],
+        results: Sequence[MemberOutputs | MemberError | None],
         parameters: dict[int, str] | None = None,
     ) -> tuple[bytes, int]:
         """Encode the results of the members.
 
         Args:
             batch: the batch.
-            results: of each member, arrays by output index, or code and text of an error.
+            results: of each member, arrays by output index, or code and text of an error; None for one that is answered later.
             parameters: of responses, as JSON, by index of their member; None for none.
 
         Returns:
@@ -283,6 +285,9 @@ class ResultWriter:
         texts: list[bytes] = []
         by_output: dict[int, list[tuple[int, _Array]]] = {}
         for member, result in enumerate(results):
+            if result is None:
+                codes[member] = OPEN
+                continue
             if isinstance(result, tuple):
                 codes[member] = result[0]
                 text = result[1].encode("utf-8", "replace")[:_MAX_TEXT]
@@ -298,7 +303,8 @@ class ResultWriter:
         for index, entries in by_output.items():
             self._write_output(batch, writer, index, entries)
         tail = [PARAMETERS.pack(member, len(text)) + text.encode() for member, text in (parameters or {}).items()]
-        return self._finish(batch, bytes(codes) + b"".join(texts), writer, tail)
+        body, flags = self._finish(batch, bytes(codes) + b"".join(texts), writer, tail)
+        return body, flags | OPEN_MEMBERS if OPEN in codes else flags
 
     def _write_output(
         self, batch: ReceivedBatch, writer: _Outputs, index: int, entries: list[tuple[int, _Array]]
@@ -325,6 +331,11 @@ class ResultWriter:
                 return
         for number, array in entries:
             writer.add(number, index, self._code(self._names[index], array), array)
+
+    def checked(self, name: str, array: Any) -> tuple[_Array, int]:
+        """Return an output as an array, and its datatype code; raises WrongResultError if it has none."""
+        array = _as_array(name, array)
+        return array, self._code(name, array)
 
     def _code(self, name: str, array: _Array) -> int:
         """Return the datatype code of an output."""

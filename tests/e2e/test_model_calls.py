@@ -306,5 +306,5 @@ def test_arguments_and_errors_of_a_call(relays: Server) -> None:
     assert re.match(r"3 .*version.*7", version), version
     assert re.match(r"4 .*no output 'NONE': \['FACTS'\]", output), output
     assert re.match(r"3 .*missing", missing), missing
-    assert "exec(decoupled=True) is not served here" in decoupled
+    assert "exec(decoupled=True) is not served" in decoupled
     assert "needs the name of a model" in nameless

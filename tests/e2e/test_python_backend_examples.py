@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
-from tests.support import python_models
+from tests.support import decoupled_models, python_models
 from tests.support.python_models import add_python_model
 from tests.support.serving import Server, serving
 from tests.support.waiting import until
@@ -34,6 +35,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     add_python_model(repository, "function", python_models.OWN_FUNCTION)
     add_python_model(repository, "words", python_models.OWN_CLASS, python_models.OWN_CLASS_CONFIG)
     add_python_model(repository, "decoupled", python_models.DECOUPLED, 'backend: "python"')
+    add_python_model(repository, "square", decoupled_models.SQUARE, decoupled_models.SQUARE_CONFIG)
+    add_python_model(repository, "repeat", decoupled_models.REPEAT, decoupled_models.REPEAT_CONFIG)
     add_python_model(repository, "nothing", "x = 1\n")
     add_python_model(repository, "metrics", python_models.CUSTOM_METRICS, python_models.CUSTOM_METRICS_CONFIG)
     with serving(repository, repository.parent, "--profile-s", "0") as running:
@@ -138,16 +141,70 @@ def test_a_class_in_our_own_form_is_served(client: triton_http.InferenceServerCl
     assert [text.decode() for text in result.as_numpy("upper").reshape(-1)] == ["ABwords", "Äwords"]
 
 
-@pytest.mark.parametrize(
-    ("model", "words"), [("decoupled", "a decoupled model is not served here"), ("nothing", "has no model")]
-)
-def test_a_model_that_cannot_be_served_has_a_reason(
-    client: triton_http.InferenceServerClient, model: str, words: str
-) -> None:
-    (row,) = [row for row in client.get_model_repository_index() if row["name"] == model]
+def test_a_model_that_cannot_be_served_has_a_reason(client: triton_http.InferenceServerClient) -> None:
+    (row,) = [row for row in client.get_model_repository_index() if row["name"] == "nothing"]
     assert row["state"] == "UNAVAILABLE"
-    assert words in row["reason"]
+    assert "has no model" in row["reason"]
     assert "model.py" in row["reason"]
+
+
+def test_code_may_make_its_model_decoupled(server: Server, client: triton_http.InferenceServerClient) -> None:
+    assert client.get_model_config("decoupled")["model_transaction_policy"] == {"decoupled": True}
+    status, _, body = server.request(
+        "POST",
+        "/v2/models/decoupled/infer",
+        b'{"inputs": [{"name": "IN", "datatype": "INT32", "shape": [1], "data": [3]}]}',
+    )
+    assert status == 400
+    assert b"decoupled: it returns any number of responses, the request takes exactly one" in body
+    status, _, body = server.request("POST", "/v2/models/decoupled/generate_stream", b'{"IN": 3}')
+    assert status == 200
+    events = [json.loads(line[6:]) for line in body.decode().splitlines() if line.startswith("data: ")]
+    assert [event["OUT"] for event in events] == [3, 3, 3]
+
+
+def test_square_and_repeat_over_streams(server: Server) -> None:
+    answers: SimpleQueue[Any] = SimpleQueue()
+    with triton_grpc.InferenceServerClient(server.grpc_address) as client:
+        client.start_stream(lambda result, error: answers.put(error or result))
+        for number in (4, 0, 2):
+            tensor = triton_grpc.InferInput("IN", [1], "INT32")
+            tensor.set_data_from_numpy(np.array([number], np.int32))
+            client.async_stream_infer("square", [tensor], request_id=str(number), enable_empty_final_response=True)
+        inputs = []
+        for name, datatype, array in (
+            ("IN", "INT32", np.array([5, 0, 7], np.int32)),
+            ("DELAY", "UINT32", np.zeros(3, np.uint32)),
+            ("WAIT", "UINT32", np.zeros(1, np.uint32)),
+        ):
+            inputs.append(triton_grpc.InferInput(name, list(array.shape), datatype))
+            inputs[-1].set_data_from_numpy(array)
+        client.async_stream_infer("repeat", inputs, request_id="repeat", enable_empty_final_response=True)
+        values: dict[str, list[int]] = {"4": [], "0": [], "2": [], "repeat": []}
+        waiting = set(values)
+        while waiting:
+            result = answers.get(timeout=60)
+            response = result.get_response()
+            if response.parameters["triton_final_response"].bool_param:
+                waiting.remove(response.id)
+                assert not response.outputs
+            else:
+                values[response.id] += result.as_numpy("OUT").tolist()
+        client.stop_stream()
+    assert values == {"4": [4] * 4, "0": [], "2": [2, 2], "repeat": [5, 0, 7]}
+
+
+def test_a_stream_of_many_responses_arrives_whole(server: Server) -> None:
+    answers: SimpleQueue[Any] = SimpleQueue()
+    with triton_grpc.InferenceServerClient(server.grpc_address) as client:
+        client.start_stream(lambda result, error: answers.put(error or result))
+        tensor = triton_grpc.InferInput("IN", [1], "INT32")
+        tensor.set_data_from_numpy(np.array([3000], np.int32))
+        client.async_stream_infer("square", [tensor], enable_empty_final_response=True)
+        for _ in range(3000):
+            assert answers.get(timeout=60).as_numpy("OUT").tolist() == [3000]
+        assert answers.get(timeout=60).get_response().parameters["triton_final_response"].bool_param
+        client.stop_stream()
 
 
 def test_custom_metrics_are_on_the_metrics_page(server: Server, client: triton_http.InferenceServerClient) -> None:

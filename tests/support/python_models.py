@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from headrace_model import protocol
 
@@ -147,10 +148,17 @@ class TritonPythonModel:
     @staticmethod
     def auto_complete_config(config):
         config.set_model_transaction_policy({"decoupled": True})
+        config.add_input({"name": "IN", "data_type": "TYPE_INT32", "dims": [1]})
+        config.add_output({"name": "OUT", "data_type": "TYPE_INT32", "dims": [1]})
         return config
 
     def execute(self, requests):
-        return None
+        for request in requests:
+            number = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()
+            sender = request.get_response_sender()
+            for _ in range(int(number[0])):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", number)]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 
 
@@ -420,6 +428,7 @@ def load_order(
     inputs: Sequence[tuple[str, int]],
     outputs: Sequence[tuple[str, int]],
     memory_bytes: int = 0,
+    responses: Mapping[str, object] = MappingProxyType({}),
     **args: str,
 ) -> Mapping[str, object]:
     """The order with which the process of an instance loads model `m`.
@@ -428,6 +437,7 @@ def load_order(
         file: its `model.py`.
         inputs, outputs: name and datatype code of each tensor.
         memory_bytes: limit of its memory; 0 for none.
+        responses: {"decoupled", "count", "bytes"} of a decoupled model.
         args: entries of `initialize`'s argument, besides the model's name and configuration.
     """
     return {
@@ -439,6 +449,7 @@ def load_order(
         "form": "python",
         "config": {},
         "memory_bytes": memory_bytes,
+        "responses": dict(responses),
         "inputs": [list(tensor) for tensor in inputs],
         "outputs": [list(tensor) for tensor in outputs],
         "args": {"model_name": "m", "model_config": "{}", **args},

@@ -325,7 +325,6 @@ def test_every_listed_feature_is_a_refused_field() -> None:
         ({"sequence_batching": {"iterative_sequence": True}}, "requests that are scheduled again by the model"),
         ({"platform": "tensorflow_graphdef"}, "a TensorFlow GraphDef"),
         ({"platform": "tensorflow_savedmodel"}, "a TensorFlow SavedModel"),
-        ({"model_transaction_policy": {"decoupled": True}}, "any number of answers to a request"),
         ({"backend": "dali"}, "a DALI pipeline"),
         ({"backend": "openvino"}, "an OpenVINO model"),
         ({"backend": "fil"}, "a forest of trees (FIL)"),

@@ -16,6 +16,7 @@ An execution that can overlap batches implements `PipelinedExecution`; one batch
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from headrace.core.completion import Completion
 from headrace.core.errors import BadRequest, HeadraceError
-from headrace.core.request import ParameterValue, Probe
+from headrace.core.request import ParameterValue, Probe, Responses
 from headrace.core.tensor import Array, ResidentRows
 
 
@@ -148,6 +149,28 @@ class PipelinedExecution(Execution, Protocol):
 NO_INPUTS: Mapping[str, Array] = MappingProxyType({})
 
 
+class ResponseSink(Protocol):
+    """Takes the responses of one request of a decoupled model from its backend; from any thread, one call at a time.
+
+    Attributes:
+        responses: stream of the request; the backend sets its `on_consumed`.
+    """
+
+    responses: Responses
+
+    def send(self, result: dict[str, Array] | HeadraceError, size_bytes: int, is_final: bool) -> None:
+        """Check a response and pass it on; after the end of the request it is dropped.
+
+        Args:
+            result: outputs by name, a `MemberOutputs` if it has parameters; or the error of the model in their place.
+            size_bytes: memory of the response.
+            is_final: no response follows; `end` is called next.
+        """
+
+    def end(self, error: HeadraceError | None) -> None:
+        """End the request; a second call has no effect."""
+
+
 class BatchMember(NamedTuple):
     """One request of a batch, for an execution that runs requests as a list.
 
@@ -163,6 +186,8 @@ class BatchMember(NamedTuple):
         client: name of the client, "" without one.
         call: call of a Python model that sent the request; None for any other.
         inputs: inputs that are not in the arrays of the batch: they lie in the memory of a GPU for some of its members.
+        responses: stream of a request of a decoupled model; None for any other.
+        sink: takes the responses of a request of a decoupled model; None for any other.
     """
 
     rows: int
@@ -176,6 +201,8 @@ class BatchMember(NamedTuple):
     client: str = ""
     call: object = None
     inputs: Mapping[str, Array] = NO_INPUTS
+    responses: Responses | None = None
+    sink: ResponseSink | None = None
 
 
 class MemberOutputs(dict[str, Array]):
@@ -191,8 +218,38 @@ class MemberOutputs(dict[str, Array]):
         self.parameters = parameters
 
 
-MemberResult = dict[str, Array] | HeadraceError
-"""Outputs of one member by name, or its error."""
+class LateResult:
+    """Result of a member that comes after its batch has returned: outputs or an error, set once. Any thread may call.
+
+    Attributes:
+        outcome: the result; None until `set`.
+    """
+
+    def __init__(self) -> None:
+        self.outcome: dict[str, Array] | HeadraceError | None = None
+        self._lock = threading.Lock()  # guards all attributes; no callback runs under it
+        self._callback: Callable[[dict[str, Array] | HeadraceError], object] | None = None
+
+    def set(self, outcome: dict[str, Array] | HeadraceError) -> bool:
+        """Set the result and call the callback; False if it was set before."""
+        with self._lock:
+            if self.outcome is not None:
+                return False
+            self.outcome, callback = outcome, self._callback
+        if callback is not None:
+            callback(outcome)
+        return True
+
+    def then(self, callback: Callable[[dict[str, Array] | HeadraceError], object]) -> None:
+        """Set the callback, once; it is called at once if the result is there."""
+        with self._lock:
+            self._callback, outcome = callback, self.outcome
+        if outcome is not None:
+            callback(outcome)
+
+
+MemberResult = dict[str, Array] | HeadraceError | LateResult | None
+"""Outputs of one member by name, or its error; a late result; None for a member with a sink, which takes its responses."""
 
 
 class MemberExecution(Execution, Protocol):
@@ -224,6 +281,9 @@ class MemberExecution(Execution, Protocol):
         Args:
             stopped: returns True once the instance must end.
         """
+
+    def give_up(self, error: HeadraceError) -> None:
+        """Settle the requests with `error` that are open since a batch that has returned; any thread may call."""
 
 
 class HasBatchMemory(Protocol):
@@ -294,6 +354,11 @@ class WrappedExecution:
     def discard(self, batch: InFlightBatch) -> None:
         """Discard the inner batch."""
         self._pipelined().discard(self._inner_batch(batch))
+
+    def give_up(self, error: HeadraceError) -> None:
+        """Settle the open requests of the wrapped execution with an error; see `MemberExecution`."""
+        if runs_by_member(self._inner):
+            self._inner.give_up(error)
 
     def close(self) -> None:
         """Close the wrapped execution."""

@@ -54,7 +54,6 @@ REFUSED: dict[str, str] = {
     "instance_group.*.host_policy": "remove it; start the server under numactl or taskset instead",
     "cc_model_filenames": "remove it; one file serves every GPU, named by default_model_filename",
     "model_operations.op_library_filename": "custom operators are not loaded; export the model with standard ones",
-    "model_transaction_policy.decoupled": "remove it if a request has one answer; else it comes with a later release",
     "model_repository_agents": "remove it; prepare the files before the server sees them",
     **PENDING_CURES,
 }
@@ -64,7 +63,6 @@ FEATURES: dict[str, str] = {
     "sequence_batching.iterative_sequence": "requests that are scheduled again by the model",
     "instance_group.*.rate_limiter": "a rate limiter for instances",
     "model_operations.op_library_filename": "custom operators",
-    "model_transaction_policy.decoupled": "a decoupled model, which gives any number of answers to a request",
     "model_repository_agents": "agents that change the model's files",
     **PENDING_FEATURES,
 }
@@ -118,7 +116,7 @@ _DEFAULTS: tuple[object, ...] = (None, False, 0, "", [], {})
 # Blocks that an empty value turns on.
 _ON_WHEN_EMPTY = ("ensemble_scheduling", "pipeline", "pad")
 # Blocks whose fields are all refused: an empty one is dropped.
-_ONLY_REFUSED = ("model_operations", "model_transaction_policy")
+_ONLY_REFUSED = ("model_operations",)
 _DEFAULT_WORDS = ("default", "auto", "cpu", "model")
 
 

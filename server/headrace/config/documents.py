@@ -646,6 +646,8 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
         document["ensemble_scheduling"] = _plain(config.ensemble_scheduling)
     if config.response_cache is not None:
         document["response_cache"] = _plain(config.response_cache)
+    if config.model_transaction_policy is not None:
+        document["model_transaction_policy"] = _plain(config.model_transaction_policy)
     document |= {
         "instance_group": [_group(group) for group in config.instance_group],
         "default_model_filename": config.default_model_filename,

@@ -30,7 +30,7 @@ from headrace.config.completion import (
 )
 from headrace.config.documents import MAX_CONFIG_BYTES, Document, open_regular_file, read_pbtxt, read_yaml, refuse
 from headrace.config.onnx_model import OnnxSignature, read_signature
-from headrace.config.python_rules import python_problems
+from headrace.config.python_rules import decoupled_problems, python_problems
 from headrace.config.ragged_rules import is_ragged
 from headrace.core.command_line import did_you_mean
 from headrace.core.config_base import Location, Problem
@@ -570,6 +570,7 @@ class _FolderReader:
         """Complete the configuration from the newest served version, then compare it with the others."""
         signatures = self._read_signatures(config, served)
         self._stop_if_fatal()
+        self._report(list(decoupled_problems(config)))
         if config.kind in ("python", "pipeline"):
             if config.kind == "python":
                 self._report(list(python_problems(config)))

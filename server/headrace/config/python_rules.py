@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from headrace.config.completion import incomplete, problems_of
 from headrace.core.config_base import Problem
 from headrace.core.errors import ConfigError, Finding
-from headrace.core.model_config import DynamicBatching, ModelConfig
+from headrace.core.model_config import DynamicBatching, ModelConfig, ModelTransactionPolicy
 from headrace.core.tensor_config import ModelInput, ModelOutput
 
 OPTION = "--allow-python-uploads"
@@ -48,6 +48,30 @@ def python_problems(config: ModelConfig) -> Iterator[Problem]:
     if value not in ("yes", "no"):
         message = f'the parameter {CPU_INPUTS_PARAMETER} is "yes" or "no", not "{value[:80]}"'
         yield Problem(("parameters", CPU_INPUTS_PARAMETER), message, 'write "no" for inputs in the memory of a GPU')
+
+
+def decoupled_problems(config: ModelConfig) -> Iterator[Problem]:
+    """Yield the problems of a configuration with any number of responses to a request.
+
+    Args:
+        config: configuration, identity completed.
+    """
+    loc = ("model_transaction_policy", "decoupled")
+    if not config.is_decoupled:
+        return
+    if config.kind != "python" or config.backend != "python":
+        kind = "a pipeline" if config.kind == "pipeline" else f'a model of the backend "{config.backend}"'
+        message = f"decoupled is true, and {kind} has one response to a request; Python models have any number"
+        yield Problem(loc, message, "remove it, or write the model as model.py with request.get_response_sender()")
+    if config.response_cache is not None and config.response_cache.enable:
+        message = "response_cache is for models with one response to a request, and decoupled is true"
+        yield Problem(("response_cache",), message, "remove response_cache")
+    if config.sequence_batching is not None:
+        message = "sequence_batching is for models with one response to a request, and decoupled is true"
+        yield Problem(("sequence_batching",), message, "remove one of them")
+    if config.dynamic_batching is not None and config.dynamic_batching.preserve_ordering:
+        message = "preserve_ordering is for models with one response to a request, and decoupled is true"
+        yield Problem(("dynamic_batching", "preserve_ordering"), message, "remove preserve_ordering")
 
 
 def reads_device_rows(config: ModelConfig) -> bool:
@@ -102,7 +126,7 @@ def complete_from_code(config: ModelConfig, document: Mapping[str, Any], path: s
     """
     try:
         completed = _merge(config, document)
-        problems = incomplete(completed)
+        problems = incomplete(completed) or list(decoupled_problems(completed))
     except ValidationError as error:
         problems = problems_of(error)
     if problems:
@@ -122,6 +146,9 @@ def _merge(config: ModelConfig, document: Mapping[str, Any]) -> ModelConfig:
     }
     if "max_batch_size" in document:
         update["max_batch_size"] = document["max_batch_size"]
+    policy = document.get("model_transaction_policy")
+    if isinstance(policy, dict) and policy.get("decoupled") is True:
+        update["model_transaction_policy"] = ModelTransactionPolicy(decoupled=True)
     has_scheduler = config.dynamic_batching is not None or config.sequence_batching is not None
     if not has_scheduler and isinstance(document.get("dynamic_batching"), dict):
         update["dynamic_batching"] = DynamicBatching.model_validate(document["dynamic_batching"])

@@ -167,6 +167,12 @@ class VersionPolicy(ConfigPart):
 LATEST_VERSION = VersionPolicy(latest=LatestVersions())
 
 
+class ModelTransactionPolicy(ConfigPart):
+    """Number of responses to a request."""
+
+    decoupled: bool = option(False, "`true`: a request has any number of responses. Python models only.")
+
+
 _CLIENT = re.compile(CLIENT_PATTERN)
 # The time between two requests at a lower rate exceeds the counters of nanoseconds.
 _MIN_RATE_HZ = 1e-6
@@ -384,6 +390,7 @@ class ModelConfig(ConfigPart):
     )
     model_warmup: tuple[ModelWarmup, ...] = option((), "Requests that run before the model is ready.")
     response_cache: ResponseCache | None = option(None, "Caches the model's responses.")
+    model_transaction_policy: ModelTransactionPolicy | None = option(None, "Number of responses to a request.")
     metric_tags: dict[str, ParameterText] = option({}, "Labels for the model's metrics.")
     oversize: Annotated[Literal["split", "reject"], *one_of(("split", "reject"))] = option(
         "split",
@@ -462,6 +469,11 @@ class ModelConfig(ConfigPart):
         "Of a Python model: seconds after which a batch counts as hung and its process is killed and restarted. If "
         "absent, `isolation_timeout_s`.",
     )
+    max_open_requests: Annotated[int, Field(strict=True, ge=1, le=65536)] = option(
+        256,
+        "Of a Python model: requests of an instance that `execute` has returned without their last response. With as many "
+        "the instance takes no further batch.",
+    )
     pipeline: PipelineConfig | None = option(None, "Steps over other models and built-in steps.")
     pad: Padding | None = option(None, "Pads inputs, so that requests of different length share a batch.")
     cache: CacheLimits | None = option(None, "Limits of the model in the response cache.")
@@ -472,6 +484,11 @@ class ModelConfig(ConfigPart):
         if self.is_pipeline:
             return "pipeline"
         return BACKENDS[self.backend].kind if self.backend in BACKENDS else "onnx"
+
+    @property
+    def is_decoupled(self) -> bool:
+        """True if a request has any number of responses."""
+        return self.model_transaction_policy is not None and self.model_transaction_policy.decoupled
 
     @property
     def is_pipeline(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from headrace.core.errors import HeadraceError
 from headrace.core.tensor import Array
 
 ParameterValue = str | int | float | bool
@@ -37,8 +38,8 @@ class Responses(Protocol):
 
     on_consumed: Callable[[int, int], object] | None
 
-    def send(self, response: InferResponse, size_bytes: int) -> None:
-        """Append a response of `size_bytes` bytes; any thread, one at a time."""
+    def send(self, response: InferResponse | HeadraceError, size_bytes: int) -> None:
+        """Append a response, or an error in place of one, of `size_bytes` bytes; any thread, one at a time."""
 
 
 class SequenceFields(NamedTuple):

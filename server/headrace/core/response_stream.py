@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from headrace.core.completion import LoopCompletion, Mailbox
+from headrace.core.errors import HeadraceError
 from headrace.core.request import InferResponse
 
 MAX_RESPONSES = 64
@@ -42,16 +43,16 @@ class ResponseStream:
         self.on_consumed: Callable[[int, int], object] | None = None
         self.sent = 0
         self._mailbox = mailbox
-        self._arrived: deque[InferResponse] = deque()
+        self._arrived: deque[InferResponse | HeadraceError] = deque()
         self._sizes: deque[int] = deque()  # of the responses that are not consumed, in order
         self._callback: Callable[[], object] | None = None
         self._is_posted = False
 
-    def send(self, response: InferResponse, size_bytes: int = 0) -> None:
+    def send(self, response: InferResponse | HeadraceError, size_bytes: int = 0) -> None:
         """Append a response and wake the reader; any thread. After the end of the request it has no effect for the caller.
 
         Args:
-            response: the response.
+            response: the response; or an error in place of one, after which others may follow.
             size_bytes: its memory, which `on_consumed` returns.
         """
         self._sizes.append(size_bytes)
@@ -74,20 +75,21 @@ class ResponseStream:
         if self._callback is not None:
             self._callback()
 
-    def take(self) -> InferResponse | None:
+    def take(self) -> InferResponse | HeadraceError | None:
         """Return the next response; None if there is none now. The request has ended if its completion is woken, too."""
         return self._arrived.popleft() if self._arrived else None
 
     def consumed(self, count: int = 1) -> None:
         """Let the model send more, in place of the `count` oldest responses from `take` that are written or dropped."""
         size_bytes = sum([self._sizes.popleft() for _ in range(count)])
-        if self.on_consumed is not None:
-            self.on_consumed(count, size_bytes)
+        on_consumed = self.on_consumed  # another thread removes it at the end of the request
+        if on_consumed is not None:
+            on_consumed(count, size_bytes)
 
-    async def until(self, completion: LoopCompletion) -> AsyncIterator[InferResponse]:
+    async def until(self, completion: LoopCompletion) -> AsyncIterator[InferResponse | HeadraceError]:
         """Iterate over the responses until the end of the request. Each one is consumed when the next is read.
 
-        An error of the request is not raised here: await the completion afterwards.
+        The error that ends the request is not raised here: await the completion afterwards.
 
         Args:
             completion: of the request; nothing else may have called its `then`.

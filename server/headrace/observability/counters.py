@@ -269,6 +269,8 @@ class Totals:
         sizes: executions by batch size in rows.
         reasons: batches by the reason why they were closed.
         phases: histograms by phase.
+        first_response: times from arrival to the first response, of requests of a decoupled model.
+        inter_response: times between responses of one request.
     """
 
     requests: int = 0
@@ -299,6 +301,8 @@ class Totals:
     sizes: dict[int, SizeTotals] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
     phases: dict[str, Histogram] = field(default_factory=lambda: {phase: Histogram() for phase in TIMES})
+    first_response: Histogram = field(default_factory=Histogram)
+    inter_response: Histogram = field(default_factory=Histogram)
 
     SUMS: ClassVar[tuple[str, ...]] = (
         "requests", "undelivered", "undelivered_ns", "request_ns", "failure_ns", "rows", "executions", "queue_ns", "assemble_ns",
@@ -332,6 +336,8 @@ class Totals:
             setattr(copy, name, getattr(self, name))
         for phase, histogram in self.phases.items():
             copy.phases[phase].add(histogram)
+        copy.first_response.add(self.first_response)
+        copy.inter_response.add(self.inter_response)
         return copy
 
 
@@ -412,9 +418,12 @@ def _difference(now: Totals, earlier: Totals) -> Totals:
     )
     for name in Totals.SUMS:
         setattr(difference, name, getattr(now, name) - getattr(earlier, name))
-    for phase, histogram in difference.phases.items():
-        histogram.fine = now.phases[phase].fine - earlier.phases[phase].fine
-        histogram.sum_ns = now.phases[phase].sum_ns - earlier.phases[phase].sum_ns
+    pairs = [(difference.phases[phase], now.phases[phase], earlier.phases[phase]) for phase in difference.phases]
+    pairs.append((difference.first_response, now.first_response, earlier.first_response))
+    pairs.append((difference.inter_response, now.inter_response, earlier.inter_response))
+    for histogram, last, first in pairs:
+        histogram.fine = last.fine - first.fine
+        histogram.sum_ns = last.sum_ns - first.sum_ns
     return difference
 
 
@@ -475,6 +484,7 @@ class Recorder:
         self._batches_ns: list[int] = []  # four of each batch: assemble, compute, split, and the number of its requests
         self._scraped_successes = self._scraped_ns = 0
         self._codecs_ns: list[int] = []  # two of each response: decode, encode
+        self._responses_ns: deque[int] = deque()  # of each response of a decoupled model
 
     def record_batch(self, batch: BatchRecord) -> None:
         """Count a successful batch."""
@@ -551,6 +561,51 @@ class Recorder:
                 self._batches_ns += (assemble_ns, compute_ns, split_ns, 1)
                 if len(self._queue_ns) >= _FOLD_AT:
                     self._fold()
+
+    def record_open_request(self, rows: int, queue_ns: int, total_ns: int, times: BatchTimes) -> None:
+        """Count a successful request that ended after its batch, which `record_batch` has counted without it.
+
+        Args:
+            rows: rows of the request.
+            queue_ns: its time in the queue.
+            total_ns: time from arrival to its end.
+            times: those of its batch up to the start of the computation, and the end of the request.
+        """
+        taken_ns, assembled_ns, computed_ns, done_ns = times
+        parts_ns = assembled_ns - taken_ns, computed_ns - assembled_ns, done_ns - computed_ns
+        second = done_ns // NS_PER_S
+        with self._lock:
+            totals = self._totals
+            if second > self._snapshots.second:
+                self._snapshots.put(second, self._copy())
+            totals.requests += 1
+            totals.rows += rows
+            totals.queue_ns += queue_ns
+            totals.request_ns += total_ns
+            totals.assemble_ns += parts_ns[0]
+            totals.compute_ns += parts_ns[1]
+            totals.split_ns += parts_ns[2]
+            totals.last_ms = time.time_ns() // NS_PER_MS
+            if self._histograms:
+                self._queue_ns.append(queue_ns)
+                self._total_ns.append(total_ns)
+                self._batches_ns += (*parts_ns, 1)
+                if len(self._queue_ns) >= _FOLD_AT:
+                    self._fold()
+
+    def record_response(self, time_ns: int, is_first: bool) -> None:
+        """Count a response of a decoupled model.
+
+        Args:
+            time_ns: from the arrival of the request, or from its response before.
+            is_first: it is the first response of its request.
+        """
+        if self._histograms:
+            # `append` needs no lock, as that of the codec times; the sign says which histogram.
+            self._responses_ns.append(-time_ns - 1 if is_first else time_ns)
+            if len(self._responses_ns) >= _FOLD_AT:
+                with self._lock:
+                    self._fold_responses()
 
     def record_wasted(self, wasted_ns: int) -> None:
         """Count the compute time of steps of a pipeline request that got an error later."""
@@ -702,6 +757,7 @@ class Recorder:
         """Copy the totals; pending durations are sorted into the histograms first."""
         self._collect_failures()
         self._fold()
+        self._fold_responses()
         return self._totals.copy()
 
     def _collect_failures(self) -> None:
@@ -709,6 +765,13 @@ class Recorder:
             for reason, count, time_ns in self.collect_failures():
                 self._totals.failures[reason] += count
                 self._totals.failure_ns += time_ns
+
+    def _fold_responses(self) -> None:
+        """Sort pending times of responses of a decoupled model into their histograms."""
+        pending = [self._responses_ns.popleft() for _ in range(len(self._responses_ns))]
+        if pending:
+            self._totals.first_response.observe([-value - 1 for value in pending if value < 0])
+            self._totals.inter_response.observe([value for value in pending if value >= 0])
 
     def _fold(self) -> None:
         """Sort pending durations into the histograms."""
@@ -727,44 +790,3 @@ class Recorder:
         counts = (requests, requests, batches, batches, batches, responses, responses)
         _observe([self._totals.phases[phase] for phase in phases], counts, values_ns, weights)
         self._queue_ns, self._total_ns, self._batches_ns = [], [], []
-
-
-def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:
-    """Return the statistics of one model version under Triton's names.
-
-    As in Triton, `inference_count` counts rows, `execution_count` batches, and all others requests; `batch_stats` has one entry
-    for each batch size that occurred. Requests that the response cache answered count in `success` and `queue` only. A
-    request that failed after its answer counts in `fail`, with its time, and in the phases that it ran through.
-    """
-    requests = totals.requests
-    failed = sum(totals.failures.values())
-    return {
-        "name": name,
-        "version": version,
-        "last_inference": totals.last_ms,
-        "inference_count": totals.rows,
-        "execution_count": totals.executions,
-        "inference_stats": {
-            "success": _duration(totals.successes, totals.success_ns),
-            "fail": _duration(failed, totals.failure_ns),
-            "queue": _duration(requests + totals.cache_hits, totals.queue_ns),
-            "compute_input": _duration(requests, totals.assemble_ns),
-            "compute_infer": _duration(requests, totals.compute_ns),
-            "compute_output": _duration(requests, totals.split_ns),
-            "cache_hit": _duration(totals.cache_hits, totals.cache_hit_ns),
-            "cache_miss": _duration(totals.cache_misses, totals.cache_miss_ns),
-        },
-        "batch_stats": [
-            {
-                "batch_size": rows,
-                "compute_input": _duration(size.count, size.assemble_ns),
-                "compute_infer": _duration(size.count, size.compute_ns),
-                "compute_output": _duration(size.count, size.split_ns),
-            }
-            for rows, size in sorted(totals.sizes.items())
-        ],
-    }
-
-
-def _duration(count: int, time_ns: int) -> dict[str, int]:
-    return {"count": count, "ns": time_ns}

@@ -62,6 +62,7 @@ class Row:
         totals: a copy of its counts.
         has_cache: True if a response cache is in front of it.
         is_padded: True if its requests may be padded.
+        is_decoupled: True if a request has any number of responses.
     """
 
     labels: list[str]
@@ -69,6 +70,7 @@ class Row:
     totals: Totals
     has_cache: bool = False
     is_padded: bool = False
+    is_decoupled: bool = False
 
 
 class TritonModels:
@@ -229,10 +231,10 @@ def _failures(rows: Sequence[Row]) -> Metric:
 
 
 def _first_response(rows: Sequence[Row]) -> Metric:
-    """Collect the time to the first response. Every request has one response, so it equals the total time."""
+    """Collect the time to the first response. It is the total time of a request with one response."""
     family = table.TRITON_FIRST_RESPONSE.histogram()
     for row in table.stepwise(rows):
-        histogram = row.totals.phases["total"]
+        histogram = row.totals.first_response if row.is_decoupled else row.totals.phases["total"]
         buckets: list[tuple[str, float]] = [
             (str(bound), histogram.count_to(int(bound * NS_PER_MS))) for bound in FIRST_RESPONSE_MS
         ]
@@ -372,6 +374,7 @@ class ModelCollector(table.ScrapeCollector):
                 source.recorder.scraped_totals(),
                 source.cache is not None,
                 source.spec.padded is not None,
+                source.spec.decoupled,
             )
             for labels, source in table.stepwise(sources)
         ]
@@ -379,6 +382,7 @@ class ModelCollector(table.ScrapeCollector):
         yield from _counts(rows)
         yield _batch_sizes(rows)
         yield from _padding([row for row in rows if row.is_padded])
+        yield from _responses([row for row in rows if row.is_decoupled])
         yield from _load(sources)
         yield from _lives(sources)
         yield from _processes(sources)
@@ -413,6 +417,15 @@ def _latencies(rows: Sequence[Row]) -> Iterator[Metric]:
         for row in table.stepwise(rows):
             family.add(row.labels, row.totals.phases[phase])
         yield family
+
+
+def _responses(rows: Sequence[Row]) -> Iterator[Metric]:
+    """Collect the times of responses of decoupled models."""
+    first, inter = table.FIRST_RESPONSE.durations(), table.INTER_RESPONSE.durations()
+    for row in table.stepwise(rows):
+        first.add(row.labels, row.totals.first_response)
+        inter.add(row.labels, row.totals.inter_response)
+    yield from (first, inter)
 
 
 def _counts(rows: Sequence[Row]) -> Iterator[Metric]:

@@ -179,6 +179,20 @@ PHASE_SECONDS = {
         "total": "Time from the arrival of a request to its response.",
     }.items()
 }
+FIRST_RESPONSE = _requests(
+    "headrace_first_response_seconds",
+    "Time from the arrival of a request to its first response.",
+    kind="histogram",
+    native=True,
+    when="Only for decoupled models.",
+)
+INTER_RESPONSE = _requests(
+    "headrace_inter_response_seconds",
+    "Time between two responses of a request.",
+    kind="histogram",
+    native=True,
+    when="Only for decoupled models.",
+)
 REQUESTS = _requests("headrace_requests_total", "Successful requests.")
 ROWS = _requests("headrace_rows_total", "Rows of successful requests.")
 FAILURES = _requests(

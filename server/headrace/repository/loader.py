@@ -65,7 +65,6 @@ from headrace.repository.warmup import (
     arrange_warmups,
     make_warmups,
 )
-from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.policy import (
@@ -80,6 +79,7 @@ from headrace.scheduling.policy import (
     Sharing,
 )
 from headrace.scheduling.ragged import PaddedLayout
+from headrace.scheduling.reshaping import ReshapingExecution
 from headrace.scheduling.sequences.controls import ControlledExecution
 from headrace.scheduling.sequences.directory import SequenceDirectory
 from headrace.scheduling.sequences.handle import SequenceHandle
@@ -591,6 +591,7 @@ def model_spec(folder: ModelFolder, version: int) -> ModelSpec:
         config.max_batch_size,
         ragged=frozenset() if ragged is None else ragged.inputs,
         padded=None if padding is None else padding.inputs,
+        decoupled=config.is_decoupled,
     )
 
 

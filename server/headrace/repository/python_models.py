@@ -21,6 +21,7 @@ from headrace.config.model_folder import ModelFolder
 from headrace.config.python_rules import reads_device_rows
 from headrace.config.serving_plan import ServingPlan
 from headrace.core.model_config import ModelConfig
+from headrace.core.response_stream import MAX_RESPONSE_BYTES, MAX_RESPONSES
 from headrace.core.tensor import BY_CONFIG_NAME
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.cuda import devices as gpus
@@ -116,6 +117,7 @@ def load_order(folder: ModelFolder, version: int, file: Path, place: InstancePla
         "form": config.backend,
         "config": document,
         "memory_bytes": config.isolation_memory_limit or 0,
+        "responses": {"decoupled": config.is_decoupled, "count": MAX_RESPONSES, "bytes": MAX_RESPONSE_BYTES},
         "inputs": _tensors(config.model_input),
         "outputs": _tensors(config.output),
         "args": {
@@ -169,7 +171,7 @@ def open_python_model(
     interpreter = OwnInterpreter() if interpreters is None else interpreters.python_for(folder, version)
     command = program_command(interpreter)
     orders = [load_order(folder, version, plan.file, place) for place in instance_places(config, instances)]
-    tensors = ModelTensors(config.name, _codes(config.model_input), _codes(config.output), config.max_batch_size > 0)
+    tensors = _model_tensors(config)
 
     def on_message(message: Message) -> None:
         report = message.get("metric")
@@ -211,6 +213,11 @@ def folder_digest(folder: ModelFolder, version: int) -> str:
                 content = hashlib.file_digest(stream, "sha256").hexdigest()
             digest.update(f"{path.relative_to(folder.path)} {content}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
+
+
+def _model_tensors(config: ModelConfig) -> ModelTensors:
+    inputs, outputs, is_batched = _codes(config.model_input), _codes(config.output), config.max_batch_size > 0
+    return ModelTensors(config.name, inputs, outputs, is_batched, config.is_decoupled, config.max_open_requests)
 
 
 def _codes(tensors: tuple[ModelInput, ...] | tuple[ModelOutput, ...]) -> tuple[tuple[str, int], ...]:

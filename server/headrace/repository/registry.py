@@ -18,7 +18,7 @@ from typing import Literal
 from headrace.core.clock import NS_PER_MS, NS_PER_US, monotonic_ns, pause
 from headrace.core.errors import BadRequest, HeadraceError, NotFound, Unavailable
 from headrace.core.model_config import is_version, name_problem
-from headrace.observability.counters import to_triton
+from headrace.observability.statistics import to_triton
 from headrace.pipelines.handle import PipelineHandle
 from headrace.pipelines.step_totals import slowest_step
 from headrace.scheduling.bottlenecks import Bottleneck, LoadSnapshot, find_bottlenecks, snapshot_figures

@@ -72,7 +72,7 @@ class EntryFactory:
             entry = Entry(request, completion, level, now_ns, self._objective_ns)
             entry.remove = self.remove
             if self.policy.by_member:
-                entry.member = member_of(request, completion)
+                entry.member = member_of(request, completion, self.spec.decoupled)
             if self.queue_key is not None:
                 entry.shape_key = self.queue_key(request.shape_key)
             completion.after = entry.on_settled
@@ -92,7 +92,8 @@ class EntryFactory:
         max_rows = self._max_rows
         # On a CPU the largest batch may have fewer rows than max_batch_size, the most that one request may have.
         allowed = max(max_rows, self.spec.max_batch_size)
-        if self.spec.max_batch_size == 0 or (not self.policy.split_oversized and request.rows > allowed):
+        is_split = self.policy.split_oversized and not self.spec.decoupled
+        if self.spec.max_batch_size == 0 or self.spec.decoupled or (not is_split and request.rows > allowed):
             raise BadRequest(
                 f"the request has {request.rows} rows, model '{self.spec.name}' accepts at most {allowed}: send fewer rows in "
                 "one request, or set oversize: split in the model configuration if rows are independent"
@@ -132,8 +133,8 @@ class EntryFactory:
         return entries
 
 
-def member_of(request: InferRequest, completion: Completion) -> BatchMember:
-    """Return a request as a member of its batch."""
+def member_of(request: InferRequest, completion: Completion, decoupled: bool = False) -> BatchMember:
+    """Return a request as a member of its batch; `decoupled`: it has any number of responses."""
     return BatchMember(
         request.rows,
         request.id,
@@ -145,6 +146,7 @@ def member_of(request: InferRequest, completion: Completion) -> BatchMember:
         completion,
         request.client,
         request.call,
+        responses=request.responses if decoupled else None,
     )
 
 

@@ -2,8 +2,7 @@
 
 `SerialRunner` pulls, assembles, runs, splits and settles.
 `OutputCheck` compares output shapes with their declaration once a batch, before any caller gets rows. `BatchResults` settles
-members and counts. `ReshapingExecution` converts between the shapes of callers and of the model (`reshape` in the
-configuration).
+members and counts. `headrace.scheduling.open_requests` has requests that end after their batch.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import threading
 import uuid
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from time import process_time_ns, thread_time_ns
 from typing import cast
@@ -21,17 +21,16 @@ from headrace.backends.base import (
     BatchMember,
     Execution,
     ExecutionLost,
-    InFlightBatch,
+    LateResult,
     MemberExecution,
     MemberOutputs,
     MemberResult,
-    WrappedExecution,
     has_batch_memory,
     reads_device_rows,
     runs_by_member,
     runs_on_any_thread,
 )
-from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock
+from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.completion import Completion, Mailbox, Outcome
 from headrace.core.errors import DeadlineExceeded, HeadraceError, ModelFailed
 from headrace.core.limits import BodyMemory
@@ -41,10 +40,13 @@ from headrace.observability.counters import BatchRecord, Recorder
 from headrace.scheduling.admission import AdmissionController, InFlightWork
 from headrace.scheduling.assembly import BatchLayout, Staging, inputs_on_gpus
 from headrace.scheduling.latency_table import LatencyTable
+from headrace.scheduling.open_requests import Deliver, OpenEntry, StreamedEntry
 from headrace.scheduling.queue import FAR_NS, Entry
 from headrace.scheduling.scheduler import Batch, CallerThread, Scheduler
 
 _ROWS = attrgetter("rows")
+ANY_ROWS = -1
+"""Rows of outputs that may have any number of them."""
 _UNTIL_RELOADED = "Its requests run alone until it is loaded again"
 
 
@@ -84,7 +86,7 @@ class OutputCheck:
 
         Args:
             outputs: arrays by name, as the execution returned them.
-            rows: rows of the batch; ignored for a model without a batch dimension.
+            rows: rows of the batch, or `ANY_ROWS`; ignored for a model without a batch dimension.
             requested: names of the outputs that must be there; () for all.
             by_member: the outputs are those of one request: an error does not concern the others of its batch.
 
@@ -107,7 +109,9 @@ class OutputCheck:
                 # The fast path of nearly every batch: its rows, then fixed dimensions.
                 if shape and shape[0] == rows and (shape[1:] == row_dims or (not fixed and _fits(shape[1:], row_dims))):
                     continue
-                raise self._mismatch(name, shape, (rows, *row_dims), rows, by_member)
+                if rows == ANY_ROWS and _fits(shape, declared):
+                    continue
+                raise self._mismatch(name, shape, (rows, *row_dims), max(rows, 0), by_member)
             if shape != declared and not _fits(shape, declared):
                 raise self._mismatch(name, shape, declared, 0, by_member)
 
@@ -152,8 +156,6 @@ logger = logging.getLogger("headrace.instance")
 # Processor times of shorter batches are not measured: among those the largest batch is the best.
 _MIN_WORK_NS = 200 * NS_PER_US
 
-Deliver = Callable[[Iterable[tuple[Completion, Outcome]]], list[Completion]]
-
 
 @dataclass(eq=False, repr=False)
 class BatchResults:
@@ -170,6 +172,7 @@ class BatchResults:
         busy_runners: runners with a batch in flight; each removes itself.
         layout: assembles batches of requests of different shapes; None if the requests of a batch have equal shapes.
         observe_work: callback with the rows of a batch and the processor time of its thread for it, in nanoseconds.
+        clock: returns monotonic nanoseconds.
     """
 
     recorder: Recorder
@@ -181,6 +184,7 @@ class BatchResults:
     on_mismatch: Callable[[OutputMismatch], object]
     layout: BatchLayout | None = None
     observe_work: Callable[[int, int], object] = lambda _rows, _cpu_ns: None
+    clock: Clock = monotonic_ns
 
     def __post_init__(self) -> None:
         self.busy_runners: set[object] = set()
@@ -253,28 +257,54 @@ class BatchResults:
         batch_rows = batch.rows
         pairs: list[tuple[Completion, Outcome]] = []
         failed = 0
+        waiting = 0  # answered later, by `OpenEntry`
         for entry, outputs in zip(entries, results, strict=True):
             if type(outputs) is dict:
                 pairs.append((entry.completion, InferResponse(outputs, times, batch_rows, closed)))
             elif isinstance(outputs, MemberOutputs):
                 response = InferResponse(outputs, times, batch_rows, closed, parameters=outputs.parameters)
                 pairs.append((entry.completion, response))
+            elif outputs is None or isinstance(outputs, LateResult):
+                waiting += 1
+                if outputs is not None:
+                    outputs.then(self.open_entry(batch, entry, times.assembled_ns).finish)
             else:
                 failed += 1
                 pairs.append((entry.completion, cast("HeadraceError", outputs)))
         lost = self.deliver(pairs)
         answered = entries
         # Requests that failed, and those cancelled while the batch ran, do not count as success.
-        if lost or failed:
-            answered = [
-                entry
-                for entry, (completion, outcome) in zip(answered, pairs, strict=True)
-                if completion not in lost and type(outcome) is InferResponse
-            ]
+        if lost or failed or waiting:
+            succeeded = {completion for completion, outcome in pairs if type(outcome) is InferResponse}.difference(lost)
+            answered = [entry for entry in entries if entry.completion in succeeded]
         if defer is None:
             self._record(batch, answered, times, busy_ns)
         else:
             defer(self._record, batch, answered, times, busy_ns)
+
+    def open_entry(self, batch: Batch, entry: Entry, assembled_ns: int) -> OpenEntry:
+        """Return an entry whose request ends after its batch; `assembled_ns` is the monotonic start of its computation."""
+        member, check = entry.member, self.check
+        assert member is not None, "requests that end later are run as a list"
+        responses, outputs = member.responses, member.outputs
+        # A response of a decoupled model has any number of rows.
+        check_outputs = partial(
+            check.check, rows=ANY_ROWS if responses else entry.rows, requested=outputs, by_member=True
+        )
+        kind = OpenEntry if responses is None else StreamedEntry
+        closed, taken_ns, recorder = batch.reason.value, batch.taken_ns, self.recorder
+        return kind(
+            entry,
+            responses,
+            check_outputs,
+            recorder,
+            self.deliver,
+            self.clock,
+            batch.rows,
+            closed,
+            taken_ns,
+            assembled_ns,
+        )
 
     def _record(self, batch: Batch, answered: list[Entry], times: BatchTimes, busy_ns: int) -> None:
         """Record a batch; `answered` are its entries whose requests were not cancelled."""
@@ -562,6 +592,8 @@ class SerialRunner:
         running = self._running
         if running is not None:
             self.batch_results.give_up(running.entries, error)
+        if self._members is not None and isinstance(error, HeadraceError):
+            self._members.give_up(error)
 
     def in_flight_work(self) -> InFlightWork:
         """Return the running batch; any thread may call."""
@@ -616,6 +648,10 @@ class SerialRunner:
         else:
             inputs = self._staging.stack(batch.entries, batch.rows)
         assembled_ns = self.clock()
+        for index, (entry, member) in enumerate(zip(batch.entries, members, strict=True)):
+            if member.responses is not None:
+                sink = cast("StreamedEntry", self.batch_results.open_entry(batch, entry, assembled_ns))
+                members[index] = member._replace(sink=sink)
         results = execution.run_members(inputs, members)
         computed_ns = self.clock()
         self.batch_results.check_members(results, members)
@@ -661,101 +697,3 @@ def exceed_deadline(entry: Entry) -> None:
     """Settle an entry whose deadline has passed."""
     after_us = (entry.deadline_ns - entry.received_ns) // NS_PER_US
     entry.completion.settle(DeadlineExceeded(f"the request's deadline passed after {after_us} us"))
-
-
-class ReshapingExecution(WrappedExecution):
-    """Wraps an execution to apply `reshape`; pipelined if the wrapped one is. See `headrace.backends.base`.
-
-    Args:
-        inner: the wrapped execution.
-        inputs: shape in the model by input name, without the batch dimension, at most one size -1.
-        outputs: shape for clients by output name, without the batch dimension, at most one size -1.
-        batched: True if the first dimension is the batch.
-    """
-
-    def __init__(
-        self, inner: Execution, inputs: dict[str, tuple[int, ...]], outputs: dict[str, tuple[int, ...]], batched: bool
-    ) -> None:
-        super().__init__(inner)
-        self._inputs = inputs
-        self._outputs = outputs
-        self._batched = batched
-        self.by_member = runs_by_member(inner)
-        self.reads_device_rows = reads_device_rows(inner)
-        self._batch: dict[str, tuple[Array, Array]] = {}  # arrays of the next batch, in either shape
-
-    def wait_ready(self, stopped: Callable[[], bool]) -> None:
-        """Wait as the wrapped execution does."""
-        self._members().wait_ready(stopped)
-
-    def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Return the wrapped execution's arrays in the clients' shapes."""
-        if not has_batch_memory(self._inner):
-            return {}
-        arrays = self._inner.batch_arrays(self._to_model_shape(like), rows)
-        self._batch = {
-            name: (array.reshape((rows, *like[name].shape[1:]) if self._batched else like[name].shape), array)
-            for name, array in arrays.items()
-        }
-        return {name: outer for name, (outer, _inner) in self._batch.items()}
-
-    def run_members(self, inputs: dict[str, Array], members: Sequence[BatchMember]) -> list[MemberResult]:
-        """Run a batch; return all outputs in the clients' shapes."""
-        batch, self._batch = self._batch, {}
-        arrays = self._to_model_shape(inputs)
-        # The wrapped execution must get the arrays that it has provided, not views of them.
-        arrays |= {name: inner for name, (outer, inner) in batch.items() if inputs.get(name) is outer}
-        if members[0].inputs:
-            members = [member._replace(inputs=self._to_model_shape(member.inputs)) for member in members]
-        results = self._members().run_members(arrays, members)
-        for index, result in enumerate(results):
-            if isinstance(result, dict):
-                try:
-                    outputs = self._to_caller_shape(result)
-                    if isinstance(result, MemberOutputs):
-                        outputs = MemberOutputs(outputs, result.parameters)
-                    results[index] = outputs
-                except OutputMismatch as error:
-                    results[index] = error
-        return results
-
-    def _members(self) -> MemberExecution:
-        if not runs_by_member(self._inner):
-            raise TypeError("the wrapped execution runs batches as a whole: call run() instead of run_members()")
-        return self._inner
-
-    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
-        """Run a batch; return all outputs in the clients' shapes."""
-        return self._to_caller_shape(self._inner.run(self._to_model_shape(inputs)))
-
-    def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
-        """Begin a batch whose input buffers are views of the wrapped execution's, in the clients' shapes."""
-        inner = self._pipelined().begin(self._to_model_shape(like), rows)
-        inputs = {
-            name: array.reshape((rows, *like[name].shape[1:]) if rows else like[name].shape)
-            for name, array in inner.inputs.items()
-        }
-        # Rows that are resident have the same bytes in either shape.
-        return InFlightBatch(inputs, rows, inner, inner.device, inner.resident_inputs)
-
-    def finish(self, batch: InFlightBatch) -> dict[str, Array]:
-        """Finish a batch; return all outputs in the clients' shapes."""
-        return self._to_caller_shape(self._pipelined().finish(self._inner_batch(batch)))
-
-    def _to_model_shape(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        return {name: self._reshaped(array, self._inputs.get(name)) for name, array in inputs.items()}
-
-    def _to_caller_shape(self, outputs: dict[str, Array]) -> dict[str, Array]:
-        try:
-            return {name: self._reshaped(array, self._outputs.get(name)) for name, array in outputs.items()}
-        except (IndexError, ValueError) as error:
-            shapes = ", ".join(f"'{name}' {list(array.shape)}" for name, array in outputs.items())
-            raise OutputMismatch(
-                f"the model returned outputs that do not have the shapes of its configuration's reshape: {shapes}. The model is "
-                "at fault, not the request: write the reshape and dims that the model returns, or max_batch_size: 0"
-            ) from error
-
-    def _reshaped(self, array: Array, shape: tuple[int, ...] | None) -> Array:
-        if shape is None:
-            return array
-        return array.reshape((array.shape[0], *shape) if self._batched else shape)

@@ -106,10 +106,10 @@ class ModelHandle(VersionHandle):
             self._stop_batching,
             layout,
             cost_model.thread_work.observe,
+            clock,
         )
-        self._timeouts = RequestTimeouts(policy, self._scheduler, clock)
+        self._timeouts, self._cost_model = RequestTimeouts(policy, self._scheduler, clock), cost_model
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
-        self._cost_model = cost_model
         self._rest = LoopRest(mailbox, policy.batch.objective_ns)
         self._restore_requested = False  # guarded by _lock, as the first mismatch of outputs
         self._instance_group = ModelInstances(

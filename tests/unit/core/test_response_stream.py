@@ -18,7 +18,8 @@ def response(value: int) -> InferResponse:
     return InferResponse({"y": np.array([value])})
 
 
-def value(answer: InferResponse) -> int:
+def value(answer: object) -> int:
+    assert isinstance(answer, InferResponse)
     return int(answer.outputs["y"][0])  # type: ignore[index,call-overload]
 
 

@@ -243,7 +243,7 @@ def test_the_log_gets_levels(sent: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("InferenceResponseSender", "decoupled"), ("RawData", "as_numpy"), ("NoSuchName", "docs/")]
+    ("name", "reason"), [("ResponseIterator", "decoupled"), ("RawData", "as_numpy"), ("NoSuchName", "docs/")]
 )
 def test_other_names_are_refused_with_a_reason(name: str, reason: str) -> None:
     with pytest.raises(AttributeError, match=f"triton_python_backend_utils.{name} is not served here: .*{reason}"):
@@ -252,9 +252,12 @@ def test_other_names_are_refused_with_a_reason(name: str, reason: str) -> None:
 
 def test_decoupled_calls_are_refused_by_name() -> None:
     request = pb_utils.InferenceRequest(model_name="m")
-    for call in (request.get_response_sender, lambda: request.exec(decoupled=True)):
-        with pytest.raises(pb_utils.TritonModelException, match=r"decoupled models.*later release"):
-            call()
+    with pytest.raises(
+        pb_utils.TritonModelException, match=r"exec\(decoupled=True\) is not served.*one response.*exec\(\)"
+    ):
+        request.exec(decoupled=True)
+    with pytest.raises(pb_utils.TritonModelException, match="requests that execute has received"):
+        request.get_response_sender()
     with pytest.raises(pb_utils.TritonModelException, match="set_release_flags is not served"):
         request.set_release_flags(1)
     with pytest.raises(pb_utils.TritonModelException, match="while the model is served"):
@@ -324,6 +327,10 @@ def test_a_configuration_is_completed_but_not_contradicted() -> None:
         config.add_output({"name": "c", "data_type": "TYPE_FP32", "dims": [1], "dim": [1]})
     with pytest.raises(ValueError, match="has max_batch_size 8, auto_complete_config sets 4"):
         config.set_max_batch_size(4)
-    with pytest.raises(ValueError, match="decoupled model is not served here"):
-        config.set_model_transaction_policy({"decoupled": True})
     config.set_model_transaction_policy({"decoupled": False})
+    config.set_model_transaction_policy({"decoupled": True})
+    assert pb_utils.using_decoupled_model_transaction_policy(config.as_dict())
+    with pytest.raises(ValueError, match="has decoupled: true, auto_complete_config sets false"):
+        config.set_model_transaction_policy({"decoupled": False})
+    with pytest.raises(ValueError, match="has the property decoupled only, not other"):
+        config.set_model_transaction_policy({"other": True})

@@ -16,9 +16,9 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ModelFailed, Unavailable
 from headrace.core.tensor import BYTES, FP32, ModelSpec, TensorSpec
 from headrace.observability.counters import Recorder
-from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
+from headrace.scheduling.reshaping import ReshapingExecution
 
 from tests.support.fake_pipeline import DIES, RAISES, FakePipeline
 from tests.support.fakes import SPEC, infer_request

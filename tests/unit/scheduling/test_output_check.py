@@ -17,9 +17,10 @@ from headrace.core.request import InferResponse
 from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
 from headrace.observability.counters import Recorder
 from headrace.pipelines.execution import PictureExecution, Steps
-from headrace.scheduling.executor import OutputCheck, OutputMismatch, ReshapingExecution
+from headrace.scheduling.executor import OutputCheck, OutputMismatch
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
+from headrace.scheduling.reshaping import ReshapingExecution
 
 from tests.support.fake_pipeline import FakePipeline
 from tests.support.fakes import SPEC, FakeModel, infer_request

@@ -15,8 +15,8 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest
 from headrace.core.request import InferRequest
 from headrace.core.tensor import NOWHERE, PINNED, Array, ResidentRows, as_input
-from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.policy import BatchPolicy
+from headrace.scheduling.reshaping import ReshapingExecution
 
 from tests.support.fake_pipeline import RAISES, FakePipeline
 from tests.support.fakes import FakeModel, infer_request

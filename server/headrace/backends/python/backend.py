@@ -10,6 +10,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from headrace_model import protocol
 from headrace_model.protocol import HEADER, ProtocolError
 from headrace_model.slots import SlotLease
 
-from headrace.backends.base import BatchMember, MemberResult, ProcessStatus
+from headrace.backends.base import BatchMember, LateResult, MemberResult, ProcessStatus
 from headrace.backends.python.outputs import (
     ModelTensors,
     PreparedBatch,
     RequestWriter,
+    ResponseOutputs,
     ResultReader,
     error_of,
     prepare,
@@ -30,7 +32,7 @@ from headrace.backends.python.process import InstanceProcess, ProcessConnection,
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import Completion
 from headrace.core.errors import BatchLost, HeadraceError, ModelFailed
-from headrace.core.request import NO_PARAMETERS, Probe
+from headrace.core.request import NO_PARAMETERS, InferResponse, Probe, Responses
 from headrace.core.tensor import Array
 
 logger = logging.getLogger("headrace.python")
@@ -126,9 +128,9 @@ class PythonModel:
         process = self._processes[index]
         # The other form gets arrays of the whole batch.
         has_requests = process.versions.get("form") == TRITON_FORM
-        return PythonExecution(
-            self._tensors, process, lambda: self.process_status.refusal, self._reads_device_rows and has_requests
-        )
+        # A region of a client may be closed at the end of a request, while the model's thread still reads it.
+        reads_device_rows = self._reads_device_rows and has_requests and not self._tensors.decoupled
+        return PythonExecution(self._tensors, process, lambda: self.process_status.refusal, reads_device_rows)
 
     def probes(self) -> list[Probe]:
         """Start the readiness check of every serving instance; see `headrace.backends.base.HasProbes`."""
@@ -166,6 +168,8 @@ class PythonExecution:
         self._process = process
         self._refusal = refusal
         self._batched = tensors.batched
+        self._tensors = tensors
+        self._responses = ResponseOutputs(tensors)
         self._writer = RequestWriter(tensors)
         self._reader = ResultReader(tensors)
         self._prepared: tuple[ProcessConnection, PreparedBatch] | None = None
@@ -183,10 +187,22 @@ class PythonExecution:
         return is_lost
 
     def wait_ready(self, stopped: Callable[[], bool]) -> None:
-        """Block while the process is being restarted and another instance serves."""
+        """Block while the process is being restarted and another instance serves, or has as many open requests as allowed."""
         process = self._process
-        while process.connection is None and not stopped() and not self._refusal():
-            process.wait_change(_READY_POLL_S)
+        while not stopped():
+            connection = process.connection
+            if connection is None:
+                if self._refusal():
+                    return
+                process.wait_change(_READY_POLL_S)
+            elif connection.open.wait_below(self._tensors.max_open, _READY_POLL_S):
+                return
+
+    def give_up(self, error: HeadraceError) -> None:
+        """Settle the open requests of the process with an error."""
+        connection = self._process.connection
+        if connection is not None:
+            connection.open.fail(error)
 
     def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
         """Return views of a free slot for the next batch."""
@@ -199,10 +215,20 @@ class PythonExecution:
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Run one request, for warm-ups."""
         rows = next(iter(inputs.values())).shape[0] if self._batched else 1
-        member = BatchMember(rows, "", NO_PARAMETERS, (), 0, 0, {}, Completion())
+        discard = _DiscardedResponses() if self._tensors.decoupled else None
+        member = BatchMember(rows, "", NO_PARAMETERS, (), 0, 0, {}, Completion(), sink=discard)
         (result,) = self.run_members(inputs, [member])
+        if discard is not None or isinstance(result, LateResult):
+            late = result if isinstance(result, LateResult) else discard.late if discard is not None else LateResult()
+            done: Future[dict[str, Array] | HeadraceError] = Future()
+            late.then(done.set_result)
+            try:
+                result = done.result(self._process.limit_s)
+            except TimeoutError:
+                result = ModelFailed(f"a warm-up request was not answered within {self._process.limit_s:g} s")
         if isinstance(result, HeadraceError):
             raise result
+        assert isinstance(result, dict), "a late result has a dict or an error"
         return {name: array.copy() for name, array in result.items()}
 
     def run_members(self, inputs: dict[str, Array], members: Sequence[BatchMember]) -> list[MemberResult]:
@@ -219,9 +245,15 @@ class PythonExecution:
             number = self._send(connection, batch.lease, members, body, flags)
             is_answered = self._receive(connection, batch, number, members)
             connection.running = None
-            if is_answered:
-                return self._read(connection, batch.lease, number, members)
+            try:
+                if is_answered:
+                    return self._read(connection, batch.lease, number, members)
+            except BaseException:
+                connection.open.discard(number)
+                raise
             connection.ended.wait()
+            connection.open.wait_drained()
+            connection.open.discard(number)
             if batch.lease.slot.begun == number:
                 break
         raise BatchLost(
@@ -241,6 +273,8 @@ class PythonExecution:
         self, connection: ProcessConnection, lease: SlotLease, members: Sequence[BatchMember], body: bytes, flags: int
     ) -> int:
         connection.batches = number = connection.batches + 1
+        connection.open.tensors, connection.open.decoupled = self._responses, self._tensors.decoupled
+        connection.open.begin(number, members, lease)
         connection.running = RunningBatch(number, members)  # before the process can make a call
         frames = connection.frames
         try:
@@ -270,6 +304,7 @@ class PythonExecution:
                         slot.cancel(index)
                 if connection.calls is not None:
                     connection.calls.abandon()
+                limit_ns = max(limit_ns, self._progress_limit_ns(connection, now_ns))
                 if now_ns >= limit_ns:
                     connection.kill_hanging(f"it did not answer within {self._process.limit_s:g} s")
                     return False
@@ -280,18 +315,24 @@ class PythonExecution:
             connection.kill("it closed its socket")
         return size > 0
 
+    def _progress_limit_ns(self, connection: ProcessConnection, now_ns: int) -> int:
+        """Return the limit of a batch whose model sends responses while `execute` runs, or waits for their reader; 0 for none."""
+        progress_ns = now_ns if connection.open.is_waiting else connection.open.progress_ns
+        return progress_ns + int(self._process.limit_s * NS_PER_S) if self._tensors.decoupled and progress_ns else 0
+
     def _read(
         self, connection: ProcessConnection, lease: SlotLease, number: int, members: Sequence[BatchMember]
     ) -> list[MemberResult]:
         frames = connection.frames
         frame = memoryview(frames.buffer)
-        _version, kind, _flags, slot, answered, _count, size = HEADER.unpack_from(frame)
+        _version, kind, flags, slot, answered, _count, size = HEADER.unpack_from(frame)
         frame = frame[: HEADER.size + size]
         try:
             if (slot, answered) != (lease.index, number):
                 raise ProtocolError(f"an answer to batch {answered} in slot {slot}")
             if kind == protocol.DONE:
-                return self._reader.done(frame, lease, members, connection.slots.is_exhausted)
+                results = self._reader.done(frame, lease, members, connection.slots.is_exhausted)
+                return self._returned(connection, number, results, bool(flags & protocol.OPEN_MEMBERS))
             if kind != protocol.FAILED:
                 raise ProtocolError(f"an answer of the kind {kind}")
             code, text, traceback = self._reader.failed(frame)
@@ -302,6 +343,17 @@ class PythonExecution:
                 f"the process of model '{self._process.model}' sent an answer that does not follow the protocol"
             ) from error
         raise self._failure(code, text, traceback)
+
+    def _returned(
+        self, connection: ProcessConnection, number: int, results: list[MemberResult], has_open: bool
+    ) -> list[MemberResult]:
+        """Record the return of a batch; return its results, None for requests of a decoupled model."""
+        if self._tensors.decoupled:
+            if not all(isinstance(result, LateResult) for result in results):
+                raise ProtocolError("a response of a decoupled model in the result of its batch")
+            results = [None] * len(results)
+        connection.open.returned(number, results, has_open)
+        return results
 
     def _failure(self, code: int, text: str, traceback: str) -> HeadraceError:
         reference = uuid.uuid4().hex[:12]
@@ -316,3 +368,37 @@ class PythonExecution:
     def close(self) -> None:
         """Release nothing: the model ends its processes."""
         self._prepared = None
+
+
+class _NoReader:
+    """Stream of a warm-up request: its responses are consumed at once."""
+
+    def __init__(self) -> None:
+        self.on_consumed: Callable[[int, int], object] | None = None
+
+    def send(self, response: InferResponse | HeadraceError, size_bytes: int) -> None:
+        """Drop a response."""
+
+
+class _DiscardedResponses:
+    """Sink of a warm-up request of a decoupled model.
+
+    Attributes:
+        responses: stream of the request.
+        late: the end of the request.
+    """
+
+    def __init__(self) -> None:
+        self.responses: Responses = _NoReader()
+        self.late = LateResult()
+
+    def send(self, result: dict[str, Array] | HeadraceError, size_bytes: int, is_final: bool) -> None:
+        """Consume a response."""
+        if isinstance(result, HeadraceError):
+            self.end(result)
+        if self.responses.on_consumed is not None:
+            self.responses.on_consumed(1, size_bytes)
+
+    def end(self, error: HeadraceError | None) -> None:
+        """Record the end."""
+        self.late.set({} if error is None else error)

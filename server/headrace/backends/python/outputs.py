@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from headrace_model import protocol
@@ -34,7 +34,7 @@ from headrace_model.protocol import (
 )
 from headrace_model.slots import START, Slot, SlotLease, aligned
 
-from headrace.backends.base import BatchMember, InputRefused, MemberOutputs, MemberResult
+from headrace.backends.base import BatchMember, InputRefused, LateResult, MemberOutputs, MemberResult
 from headrace.core.errors import (
     Cancelled,
     Conflict,
@@ -44,8 +44,11 @@ from headrace.core.errors import (
     Unavailable,
     Unsupported,
 )
+from headrace.core.request import ParameterValue
 from headrace.core.tensor import Array, IpcMemory, ipc_memory
 
+# Open requests of an instance without a setting, as `max_open_requests` of a configuration has it.
+MAX_OPEN_REQUESTS = 256
 # Slots of an instance; while all are in use by responses, outputs are copied.
 MAX_SLOTS = 8
 _MOST_DIMS = 32
@@ -110,12 +113,16 @@ class ModelTensors:
         model: name of the model, for errors.
         inputs, outputs: names and datatype codes (`headrace_model.protocol`) in the order of the configuration.
         batched: the first dimension is the batch.
+        decoupled: a request has any number of responses.
+        max_open: open requests of an instance, above which it takes no further batch.
     """
 
     model: str
     inputs: tuple[tuple[str, int], ...]
     outputs: tuple[tuple[str, int], ...]
     batched: bool
+    decoupled: bool = False
+    max_open: int = MAX_OPEN_REQUESTS
 
 
 @dataclass(slots=True, eq=False)
@@ -347,6 +354,9 @@ class ResultReader:
                 if code == protocol.OK:
                     results.append({})
                     continue
+                if code == protocol.OPEN:
+                    results.append(LateResult())
+                    continue
                 text, at = _text(body, at)
                 results.append(_ERRORS.get(code, ModelFailed)(text or "the model returned an error without a text"))
         at = self._read_outputs(body, at, lease, members, results, copy)
@@ -431,10 +441,7 @@ class ResultReader:
 
     def _refuse(self, results: list[MemberResult], member: int, name: str, code: int, declared: int) -> None:
         """Put an error in the place of results whose output has another datatype than the configuration."""
-        error = ModelFailed(
-            f"model '{self._model}' returned output '{name}' as {protocol.DATATYPES[code][0]}, its configuration declares "
-            f"{protocol.DATATYPES[declared][0]}. The model is at fault, not the request: convert the output in its code"
-        )
+        error = wrong_datatype(self._model, name, code, declared)
         for index in range(len(results)) if member == protocol.ALL_MEMBERS else (member,):
             if index < len(results):
                 results[index] = error
@@ -448,6 +455,83 @@ class ResultReader:
         return body[0], text, body[at:].decode("utf-8", "replace")
 
 
+class ResponseOutputs:
+    """Decodes the outputs of a RESPONSE frame; they are copied.
+
+    Args:
+        tensors: tensors of the model.
+    """
+
+    def __init__(self, tensors: ModelTensors) -> None:
+        self._model = tensors.model
+        self._outputs = tensors.outputs
+
+    def read(
+        self, body: bytes, at: int, count: int, memory: Slot | bytes, start: int, size_bytes: int
+    ) -> tuple[dict[str, Array], HeadraceError | None, int]:
+        """Read outputs.
+
+        Args:
+            body: the frame.
+            at: offset of the first output in it.
+            count: number of outputs.
+            memory: memory with the values: a slot, or the frame.
+            start: offset of the values in the memory.
+            size_bytes: bytes of the values.
+
+        Returns:
+            The outputs by name, the error of an output with another datatype than the configuration or None, and the offset
+            behind the outputs.
+
+        Raises:
+            ProtocolError: the frame does not follow the protocol.
+        """
+        outputs: dict[str, Array] = {}
+        error: HeadraceError | None = None
+        for _ in range(count):
+            if at + OUTPUT.size > len(body):
+                raise ProtocolError("a response ends within an output")
+            _member, index, code, ndim, _memory, offset, size = OUTPUT.unpack_from(body, at)
+            at += OUTPUT.size
+            if index >= len(self._outputs) or ndim > _MOST_DIMS or code not in protocol.DTYPES:
+                raise ProtocolError(f"output {index} of the datatype {code} with {ndim} dims")
+            if at + 8 * ndim > len(body) or offset + size > size_bytes:
+                raise ProtocolError(f"output {index} of {size} bytes at {offset} exceeds its response")
+            shape = _checked(dims_struct(ndim).unpack_from(body, at))
+            at += 8 * ndim
+            name, declared = self._outputs[index]
+            if code != declared:
+                error = wrong_datatype(self._model, name, code, declared)
+                continue
+            outputs[name] = _copied(memory, start + offset, size, code, shape)
+        return outputs, error, at
+
+
+def _copied(memory: Slot | bytes, offset: int, size: int, code: int, shape: tuple[int, ...]) -> Array:
+    """Return a copy of a tensor in a slot or a frame; raises ProtocolError if its size is not that of its shape."""
+    if code == protocol.BYTES:
+        if size > MAX_TEXT_BYTES:
+            raise ProtocolError(f"an output has {size} bytes of text, at most {MAX_TEXT_BYTES} are allowed")
+        content = memory[offset : offset + size] if isinstance(memory, bytes) else memory.read(offset, size)
+        return protocol.unpack_texts(content, shape)
+    dtype = protocol.DTYPES[code]
+    if size != dtype.itemsize * math.prod(shape):
+        raise ProtocolError(f"an output of {size} bytes with the shape {shape}")
+    if isinstance(memory, bytes):
+        return np.ndarray(shape, dtype, memory, offset).copy()
+    memory.reach(offset, size)
+    memory.check_written(size)
+    return np.ndarray(shape, dtype, memory.memory, offset).copy()
+
+
+def wrong_datatype(model: str, name: str, code: int, declared: int) -> ModelFailed:
+    """Return the error of an output with another datatype than the configuration; datatypes as codes."""
+    return ModelFailed(
+        f"model '{model}' returned output '{name}' as {protocol.DATATYPES[code][0]}, its configuration declares "
+        f"{protocol.DATATYPES[declared][0]}. The model is at fault, not the request: convert the output in its code"
+    )
+
+
 def _read_parameters(body: bytes, at: int, results: list[MemberResult]) -> int:
     """Read the parameters of one response into its result; returns the offset behind them."""
     if at + PARAMETERS.size > len(body):
@@ -457,13 +541,18 @@ def _read_parameters(body: bytes, at: int, results: list[MemberResult]) -> int:
     if member >= len(results) or size > protocol.MAX_PARAMETER_BYTES or at + size > len(body):
         raise ProtocolError(f"{size} bytes of parameters of the response {member}")
     parameters = json.loads(body[at : at + size])
-    if not isinstance(parameters, dict) or not all(map(_is_parameter, [*parameters, *parameters.values()])):
+    if not is_parameters(parameters):
         raise ProtocolError(f"parameters of the response {member} that are none")
     result = results[member]
     if isinstance(result, dict):
         results[member] = MemberOutputs(result, parameters)
     end: int = at + size
     return end
+
+
+def is_parameters(value: object) -> TypeGuard[dict[str, ParameterValue]]:
+    """Return True for parameters of a response."""
+    return isinstance(value, dict) and all(map(_is_parameter, [*value, *value.values()]))
 
 
 def _is_parameter(value: object) -> bool:

@@ -29,6 +29,7 @@ from headrace_model.protocol import ProtocolError
 from headrace.backends.base import BatchMember, ExecutionLost
 from headrace.backends.process.lifetime import LOAD_LIMIT_S, TAIL_LINES, Supervisor, exit_cause, load_error
 from headrace.backends.process.output import OutputLines
+from headrace.backends.python.open_requests import OpenRequests
 from headrace.backends.python.outputs import SentRegions, SlotPool
 from headrace.backends.python.readiness import ReadinessProbes
 from headrace.core.clock import NS_PER_S, monotonic_ns
@@ -116,9 +117,18 @@ class ProcessConnection:
         probes: readiness checks of the model's code; None if the code has none.
         calls: its socket for calls to other models; None without one.
         running: the batch that it runs; None between batches. The instance's thread sets it, any thread reads it.
+        open: its requests that end after their batch.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], frames: Frames, control: Messages, slots: SlotPool) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        frames: Frames,
+        control: Messages,
+        slots: SlotPool,
+        responses: socket.socket,
+        name: str,
+    ) -> None:
         self.process = process
         self.frames = frames
         self.control = control
@@ -135,6 +145,7 @@ class ProcessConnection:
         self.last_lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._reaping = threading.Lock()
         self._reaped = False
+        self.open = OpenRequests(responses, name, self.kill, self.ended, lambda: self.cause)
 
     def kill(self, why: str) -> None:
         """Kill the process; from any thread."""
@@ -312,8 +323,9 @@ class InstanceProcess:
 
     def _start_process(self) -> ProcessConnection | None:
         """Start a process; return None while closing."""
-        pairs = [socket.socketpair(socket.AF_UNIX, kind) for kind in (socket.SOCK_SEQPACKET, socket.SOCK_STREAM)]
-        (batches, child_batches), (control, child_control) = pairs
+        kinds = (socket.SOCK_SEQPACKET, socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
+        pairs = [socket.socketpair(socket.AF_UNIX, kind) for kind in kinds]
+        (batches, child_batches), (control, child_control), (responses, child_responses) = pairs
         open_calls = self._options.open_calls
         calls, child_calls = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) if open_calls else (None, None)
         batches.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, _POLL_US))
@@ -322,7 +334,7 @@ class InstanceProcess:
                 if self._supervisor.closing.is_set():
                     return None
                 calls_end = -1 if child_calls is None else child_calls.fileno()
-                ends = (child_batches.fileno(), calls_end, child_control.fileno())
+                ends = (child_batches.fileno(), calls_end, child_control.fileno(), child_responses.fileno())
                 process = subprocess.Popen(
                     [*self._options.command, str(os.getpid()), *map(str, ends)],
                     stdin=subprocess.DEVNULL,
@@ -333,12 +345,14 @@ class InstanceProcess:
                     process_group=0,  # Ctrl-C reaches only the server
                 )
                 slots = SlotPool(self.name, self._options.slot_bytes)
-                self._current = connection = ProcessConnection(process, Frames(batches), Messages(control), slots)
+                self._current = connection = ProcessConnection(
+                    process, Frames(batches), Messages(control), slots, responses, self.name
+                )
                 if open_calls is not None and calls is not None:
                     connection.calls = open_calls(calls, lambda: connection.running)
                 return connection
         finally:
-            for end in (child_batches, child_control, child_calls):
+            for end in (child_batches, child_control, child_calls, child_responses):
                 if end is not None:
                     end.close()
 
@@ -418,6 +432,7 @@ class InstanceProcess:
         if connection is not None:
             connection.slots.close()
             connection.shut()
+            connection.open.shut()
             connection.close_calls()
             connection.control.close()
             if connection.probes is not None:
@@ -440,6 +455,7 @@ class InstanceProcess:
             connection.cause = "it is no longer supervised"
             connection.signal(signal.SIGKILL)
             connection.shut()
+            connection.open.shut()
             connection.close_calls()
             connection.ended.set()
 
