@@ -208,6 +208,8 @@ class PythonExecution:
         """Return views of a free slot for the next batch."""
         connection = self._process.enter()
         self._prepared = None
+        if self._keeps_state:  # before a slot is taken: the process gets a new one with its first batch
+            self._check_state(connection)
         batch = prepare(connection.slots.take(), like, rows, self._batched)
         self._prepared = connection, batch
         return {name: array for name, (array, _offset) in batch.arrays.items()}

@@ -73,6 +73,18 @@ class SequenceScheduler(Scheduler):
 
     def enqueue(self, entries: Sequence[Entry], at_once: bool = False) -> None:
         """Queue the entry of one request of a sequence; raises as `SequenceTable.add`. `at_once` has no effect."""
+        self._add(entries)
+        with self._lock:
+            waking, self._waking = self._waking, True
+        if not waking:
+            self._defer(self._wake_instances)
+
+    def run(self, entries: Sequence[Entry], caller_waits: bool) -> None:
+        """Queue the entry of one request, and wake its instance at once; `caller_waits` has no effect."""
+        self._add(entries)
+        self._wake_instances()
+
+    def _add(self, entries: Sequence[Entry]) -> None:
         (entry,) = entries
         assert isinstance(entry, SequenceEntry), "a model with sequences queues their requests only"
         try:
@@ -80,16 +92,8 @@ class SequenceScheduler(Scheduler):
                 if self._closed:
                     raise self._failure or Unavailable(_UNLOADING)
                 self._table.add(entry, self._clock())
-                waking, self._waking = self._waking, True
         finally:
             self._settle()
-        if not waking:
-            self._defer(self._wake_instances)
-
-    def run(self, entries: Sequence[Entry], caller_waits: bool) -> None:
-        """Queue the entry of one request, and wake its instance at once; `caller_waits` has no effect."""
-        self.enqueue(entries)
-        self._wake_instances()
 
     def discard(self, entry: Entry) -> None:
         """End the sequence of a queued request that was cancelled or timed out; a no-op once the request runs."""
