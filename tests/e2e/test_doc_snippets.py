@@ -29,6 +29,7 @@ import onnx
 import pytest
 import yaml
 from headrace.access.keys_file import parse_keys
+from headrace_engines.demo.build import CATALOGUE, build_demo_model
 from PIL import Image
 
 from loadtest.onnx_models import transformer
@@ -74,7 +75,7 @@ SHORTER = (
 FRAMEWORKS = frozenset({"keras", "tensorflow", "torch", "torchvision"})
 # Followed from its first line to its last by tests/e2e/test_first_repository.py.
 FOLLOWED = "docs/first-repository.md"
-SERVED = ("add_sub", "classify", "digits", "efficientnet_lite0", "resnet50", "tiny")
+SERVED = ("add_sub", "classify", "digits", "efficientnet_lite0", "markov_text", "resnet50", "tiny")
 COMMAND_TIMEOUT_S = 60.0
 
 
@@ -232,6 +233,8 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     shutil.copytree(ROOT / "model_repository", folder / "model_repository", copy_function=os.link)
     if not (folder / "model_repository" / "digits" / "1" / "model.onnx").exists():
         pytest.skip("the demo models are not built: make models")
+    # Built in half a second: a folder of earlier demo models does for the others.
+    build_demo_model(CATALOGUE["markov_text"], folder / "model_repository", None, False, lambda *_: None)
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "docs").symlink_to(ROOT / "docs")
     # A small stand-in for the reader's own models.

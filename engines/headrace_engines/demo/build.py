@@ -4,7 +4,7 @@ Up-to-date models are not written again. New ones appear complete or not at all.
 
 <output>/<name>/config.pbtxt | config.yaml, labels.txt     written if missing, never overwritten
 <output>/<name>/calibration[.npz], accuracy[.npz]          samples, written if missing
-<output>/<name>/1/model.onnx                               the model
+<output>/<name>/1/model.onnx | model.py                    the model
 <output>/<name>/1/recipe.json                              the stamp: recipe, weights, size, accuracy
 
 This module imports no NumPy and no ONNX: a recipe is named by module and function, and imported for its build.
@@ -113,13 +113,13 @@ class Artefact:
     """Built demo model.
 
     Attributes:
-        model: the graph with its weights.
+        model: the graph with its weights, or the text of a Python model.
         weights: origin of the weights: "seeded", "trained", "none", or "sha256:<hex>" of their file.
         accuracy: accuracy on held-out samples, 0..1; None without a measurement.
         extra_files: contents of additional files of the version, by name.
     """
 
-    model: onnx.ModelProto
+    model: onnx.ModelProto | bytes
     weights: str
     accuracy: float | None = None
     extra_files: dict[str, bytes] = field(default_factory=dict)
@@ -132,12 +132,13 @@ class DemoModel:
     Attributes:
         name: name of the model and of its folder.
         recipe: "module:function" in `headrace_engines.demo`; the function takes a `Report` and returns an `Artefact`.
-        sources: modules that define the model; a change of their text leads to a rebuild.
+        sources: modules, and files with their paths, that define the model; a change of their text leads to a rebuild.
         files: file in the model's folder -> file in the `files/` folder of this package that it is copied from.
         fetched_recipe: recipe for fetched weights, "" without one; it takes a `Report` and a `WeightsFile`.
         samples: "module:function" that returns the contents of calibration and accuracy samples by path, "" without one.
         sample_paths: files and folders in the model's folder that `samples` writes.
         equal_recipes: digests of earlier texts of `sources` that build the same model; no rebuild for these.
+        model_file: name of the model's file in its version.
     """
 
     name: str
@@ -148,12 +149,14 @@ class DemoModel:
     samples: str = ""
     sample_paths: tuple[str, ...] = ()
     equal_recipes: tuple[str, ...] = ()
+    model_file: str = "model.onnx"
 
     def recipe_digest(self) -> str:
         """Return the SHA-256, in hex, of the text of `sources`."""
         digest = hashlib.sha256()
         for source in self.sources:
-            digest.update(files("headrace_engines.demo").joinpath(f"{source}.py").read_bytes())
+            file = source if "/" in source else f"{source}.py"
+            digest.update(files("headrace_engines.demo").joinpath(file).read_bytes())
         return digest.hexdigest()
 
     def is_recipe(self, digest: object) -> bool:
@@ -188,6 +191,13 @@ CATALOGUE: dict[str, DemoModel] = {
                 ),
             )
             for name in ("tiny", "add_sub", "add_sub_fp32")
+        ),
+        DemoModel(
+            "markov_text",
+            "markov:build",
+            ("markov", "files/markov_text/model.py.txt"),
+            {"config.pbtxt": "markov_text/config.pbtxt"},
+            model_file="model.py",
         ),
         DemoModel(
             "efficientnet_lite0",
@@ -229,7 +239,6 @@ CATALOGUE: dict[str, DemoModel] = {
     )
 }
 VERSION = "1"
-MODEL_FILE = "model.onnx"
 STAMP_FILE = "recipe.json"
 # Former name of the stamp; now the name of the stamps of engines.
 OLD_STAMP_FILE = "build.json"
@@ -290,12 +299,12 @@ def choose_models(names: Sequence[str], fetched: WeightsFile | None) -> list[Dem
 def demo_state(model: DemoModel, output: Path, fetched: WeightsFile | None) -> DemoState:
     """Return the state of the model in `output` relative to its recipe, and to `fetched` if it uses published weights."""
     folder = output / model.name / VERSION
-    if not (folder / MODEL_FILE).is_file():
+    if not (folder / model.model_file).is_file():
         return DemoState.MISSING
     stamp = read_stamp(folder)
     if stamp is None:
         return DemoState.FOREIGN
-    if stamp.get("size_bytes") != (folder / MODEL_FILE).stat().st_size:
+    if stamp.get("size_bytes") != (folder / model.model_file).stat().st_size:
         return DemoState.OUTDATED
     if model.fetched_recipe and fetched:
         if stamp.get("weights") != f"sha256:{fetched.sha256}":
@@ -378,7 +387,7 @@ def build_demo_model(
 def _unchanged_outcome(model: DemoModel, output: Path, state: DemoState) -> DemoOutcome:
     folder = output / model.name / VERSION
     stamp = read_stamp(folder) or {}
-    size_bytes = (folder / MODEL_FILE).stat().st_size
+    size_bytes = (folder / model.model_file).stat().st_size
     return DemoOutcome(model.name, state, False, size_bytes, stamp.get("accuracy"), str(stamp.get("weights", "")))
 
 
@@ -429,8 +438,11 @@ def _write_version(model: DemoModel, folder: Path, artefact: Artefact, seconds: 
     import numpy as np
     import onnx
 
-    onnx.checker.check_model(artefact.model)
-    content = artefact.model.SerializeToString()
+    if isinstance(artefact.model, bytes):
+        content = artefact.model
+    else:
+        onnx.checker.check_model(artefact.model)
+        content = artefact.model.SerializeToString()
     stamp = {
         "model": model.name,
         "recipe": model.recipe_digest(),
@@ -441,7 +453,11 @@ def _write_version(model: DemoModel, folder: Path, artefact: Artefact, seconds: 
         "built_with": {"onnx": onnx.__version__, "numpy": np.__version__},
     }
     # The stamp is last: if files are replaced one by one, a new stamp means that all of them are new.
-    written = {**artefact.extra_files, MODEL_FILE: content, STAMP_FILE: (json.dumps(stamp, indent=2) + "\n").encode()}
+    written = {
+        **artefact.extra_files,
+        model.model_file: content,
+        STAMP_FILE: (json.dumps(stamp, indent=2) + "\n").encode(),
+    }
     with tempfile.TemporaryDirectory(prefix=f".{VERSION}.", dir=folder, ignore_cleanup_errors=True) as path:
         temporary = Path(path)
         temporary.chmod(0o755)  # a temporary folder is readable by its owner only; a server may run as another user

@@ -98,6 +98,9 @@ class StreamedEntry(OpenEntry):
             return
         response: InferResponse | HeadraceError
         if isinstance(result, HeadraceError):
+            if is_final:  # the outcome: no response follows
+                self.end(result)
+                return
             response = result
         else:
             try:
