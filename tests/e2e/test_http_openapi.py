@@ -139,7 +139,7 @@ def test_the_server_matches_its_openapi_page(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-2_000:]
     # All but the page itself, which it has read.
@@ -200,7 +200,15 @@ def test_every_example_is_accepted(tiny: Server) -> None:
                 answer = gzip.decompress(answer) if received.get("content-encoding") == "gzip" else answer
                 assert len(json.loads(answer)["outputs"][0]["data"]) == 16
                 assert "headrace-timing" in received
+            elif path.endswith("/generate"):
+                assert len(json.loads(answer)["output"]) == 16
+            elif path.endswith("/generate_stream"):
+                event = answer.removeprefix(b"data:")
+                assert event != answer
+                assert len(json.loads(event)["output"]) == 16
     finally:
         memory.close()
         memory.unlink()
-    assert bodies == 9, "load, unload, index, a region, two trace settings, log settings, inference on two paths"
+    assert bodies == 13, (
+        "load, unload, index, a region, two trace settings, log settings, inference and generate on two paths each"
+    )

@@ -391,9 +391,7 @@ _INFER_EXAMPLE = {
     "outputs": [{"name": "output"}],
     "parameters": {"headrace_timing": True},
 }
-
-
-_GENERATE_EXAMPLE = {"id": "42", "text_input": "It was", "parameters": {"max_tokens": 16}}
+_GENERATE_EXAMPLE = {"id": "42", "input": [0.5] * 16}
 _INFERENCE_STATUSES = (403, 404, 413, 429, 503, 504)
 
 
