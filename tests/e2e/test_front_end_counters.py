@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import signal
 import sys
@@ -145,14 +146,16 @@ def test_connections_are_limited_for_all_front_ends_together(tmp_path: Path) -> 
 
 
 def slow_request(server: Server) -> bytes:
-    """A request to `busy` that takes a fifth of a second or longer."""
+    """A request to `busy` that takes a fifth of a second or longer, also in its fastest run on a machine with other work."""
     steps, took_s = 1000, 0.0
     while took_s < 0.2:
         steps *= 2
         body = b'{"inputs": [{"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [%d]}]}' % steps
-        began_s = time.monotonic()
-        assert server.request("POST", "/v2/models/busy/infer", body)[0] == 200
-        took_s = time.monotonic() - began_s
+        took_s = math.inf
+        for _ in range(3):
+            began_s = time.monotonic()
+            assert server.request("POST", "/v2/models/busy/infer", body)[0] == 200
+            took_s = min(took_s, time.monotonic() - began_s)
     return body
 
 
