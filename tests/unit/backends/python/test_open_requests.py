@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from headrace.backends.base import BatchMember
 from headrace.backends.python.backend import PythonModel
+from headrace.backends.python.open_requests import OpenRequests
+from headrace.backends.python.outputs import ModelTensors, ResponseOutputs
 from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
-from headrace.core.completion import LoopCompletion, Mailbox
+from headrace.core.completion import LoopCompletion, Mailbox, ThreadCompletion
 from headrace.core.errors import (
     BatchLost,
     Cancelled,
@@ -24,6 +30,7 @@ from headrace.core.request import InferResponse
 from headrace.core.response_stream import ResponseStream
 from headrace.core.tensor import ModelSpec
 from headrace.scheduling.handle import ModelHandle
+from headrace_model import protocol
 
 from tests.support.decoupled_models import (
     ACTIONS,
@@ -270,9 +277,9 @@ def test_inputs_outlive_their_batch(tmp_path: Path) -> None:
 def test_a_slow_reader_blocks_its_own_sender_only(tmp_path: Path) -> None:
     async def scenario(client: Client) -> None:
         completion, stream = client.start(1, 500)
-        await until(lambda: stream.sent == 64)
-        numbers, _ = await client.state()
-        assert numbers[0] == 64, "the 65th send has not returned"
+        await until(lambda: is_blocked(client))
+        assert stream.sent == 64
+        assert await has_sent(client, 64), "the 65th send has not returned"
         assert (await client.ask(2, 300))[0] == counted(300), "other requests go on"
         assert stream.sent == 64
         assert not completion.is_settled
@@ -291,8 +298,9 @@ def test_a_slow_reader_bounds_the_bytes(tmp_path: Path) -> None:
     async def scenario(client: Client) -> None:
         elements = 500_000  # 2 MB each: two are allowed
         completion, stream = client.start(12, elements)
-        await until(lambda: stream.sent == 2)
-        assert (await client.state())[0][0] == 2
+        await until(lambda: is_blocked(client))
+        assert stream.sent == 2
+        assert await has_sent(client, 2)
         answers, end = await read(completion, stream)
         assert [(len(answer), answer[0], answer[-1]) for answer in answers] == [(elements, n, n) for n in range(4)]
         assert isinstance(end, InferResponse)
@@ -326,6 +334,13 @@ def test_the_model_sees_a_cancelled_request(tmp_path: Path) -> None:
 
 async def is_cancelled(client: Client, count: int) -> bool:
     return (await client.state())[0][1] == count
+
+
+def is_blocked(client: Client) -> bool:
+    """Return True while a `send` of the model waits for its reader."""
+    connection = client.model._processes[0].connection
+    assert connection is not None
+    return connection.open.is_waiting
 
 
 async def has_sent(client: Client, count: int) -> bool:
@@ -525,3 +540,36 @@ def test_a_warm_up_request_runs_to_its_end(tmp_path: Path) -> None:
             execution.run({"IN": np.array([3, 2], np.int32)})
     finally:
         model.close()
+
+
+def test_a_process_that_dies_with_unread_credit_loses_no_response() -> None:
+    server, process = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ended = threading.Event()
+    requests = OpenRequests(server, "m#0", lambda _why: None, ended, lambda: "by the test")
+    requests.tensors = ResponseOutputs(ModelTensors("m", (), (), batched=False, decoupled=True))
+    requests.decoupled = True
+    sink = Sink()
+    member = BatchMember(1, "", {}, (), 0, 0, {}, ThreadCompletion(), sink=sink)
+    body = protocol.RESPONSE_HEAD.pack(protocol.OK, 0, 0, 0, 0)
+    for _ in range(3):
+        process.send(protocol.HEADER.pack(protocol.VERSION, protocol.RESPONSE, 0, 0, 1, 0, len(body)) + body)
+    server.send(b"credit that the process does not read")
+    process.close()
+    requests.begin(1, [member], None)  # type: ignore[arg-type]
+    requests.wait_drained()
+    ended.set()
+    assert sink.count == 3
+
+
+class Sink:
+    """Counts responses."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.responses: Any = SimpleNamespace(on_consumed=None)
+
+    def send(self, result: object, size_bytes: int, is_final: bool) -> None:
+        self.count += 1
+
+    def end(self, error: HeadraceError | None) -> None:
+        raise AssertionError("the process has sent no end")
