@@ -537,6 +537,7 @@ class ModelConfig(ConfigPart):
         others = {
             "dynamic_batching": self.dynamic_batching is not None,
             "ensemble_scheduling": self.is_pipeline,
+            "model_transaction_policy": self.is_decoupled,
             "response_cache": self.response_cache is not None and self.response_cache.enable,
             "preprocess": self.preprocess is not None,
             "postprocess": self.postprocess is not None,

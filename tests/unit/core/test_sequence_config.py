@@ -47,6 +47,7 @@ def test_problems(text: str, message: str) -> None:
     ("text", "field"),
     [
         ("response_cache { enable: true }", "response_cache"),
+        ("model_transaction_policy { decoupled: true }", "model_transaction_policy"),
         ('parameters { key: "headrace.slo.p99_ms" value: { string_value: "5" } }', "slo"),
         ('parameters { key: "headrace.fair_sharing" value: { string_value: "{}" } }', "fair_sharing"),
     ],

@@ -243,6 +243,25 @@ def test_a_death_between_batches_costs_no_request(open_model: Open) -> None:
     assert run(execution, rows_of(0), [member()])[0]["y"].shape == (1, 4)
 
 
+def test_a_batch_of_sequences_runs_in_the_process_with_their_state_only(open_model: Open) -> None:
+    execution = open_model(ACTIONS, limit_s=20.0).execution(0)
+    assert not execution.renew_state()
+    inputs = rows_of(0)
+    assert len(run(execution, inputs, [member()])) == 1
+    instance = execution._process
+    dead = instance.connection
+    assert dead is not None
+    dead.kill("by the test")
+    dead.ended.wait()
+    until(lambda: instance.connection is not None)
+    with pytest.raises(BatchLost, match="the state of its sequences with it"):
+        run(execution, inputs, [member()])
+    assert execution.renew_state()
+    # The memory of the refused batch was not taken: the new process would wait for it.
+    assert len(run(execution, inputs, [member()])) == 1
+    assert not execution.renew_state()
+
+
 def test_neighbours_of_a_dead_instance_serve(open_model: Open) -> None:
     model = open_model(ACTIONS, instances=2)
     first, second = model.execution(0), model.execution(1)
