@@ -20,7 +20,7 @@ from onnx import TensorProto, helper
 from loadtest.onnx_models import onnx_model
 from tests.support import models
 
-Kind = Literal["onnx", "python", "ensemble", "decoupled", "sequence"]
+Kind = Literal["onnx", "python", "ensemble", "decoupled", "sequence", "iterative"]
 
 
 class PublicConfig(NamedTuple):
@@ -381,9 +381,10 @@ PUBLIC_CONFIGS: tuple[PublicConfig, ...] = (
         + "sequence_batching { max_sequence_idle_microseconds: 10000000 oldest { max_candidate_sequences: 1024"
         " max_queue_delay_microseconds: 10000 } control_input [ { name: \"CORRID\" control [ {"
         " kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } ] } ] }\n"
-        + ins("INPUT INT32 1") + outs("OUTPUT INT32 1") + group(2)),
+        + ins("INPUT INT32 1") + outs("OUTPUT INT32 1") + group(2),
+        'platform "custom" is not served', "a shared library of Triton"),
     PublicConfig("iterative_gpt2", f"{NVIDIA}/tutorials Conceptual_Guide/Part_7-iterative_scheduling/iterative-gpt2",
-        "sequence", PYTHON + "sequence_batching { iterative_sequence: true control_input: [{ name: \"correlation_id\""
+        "iterative", PYTHON + "sequence_batching { iterative_sequence: true control_input: [{ name: \"correlation_id\""
         " control [ { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } ] }] oldest {}"
         " max_sequence_idle_microseconds: 400000000 }\n" + group(1, "GPU")),
 )  # fmt: skip
@@ -472,6 +473,8 @@ def _declared(tensors: Any, batched: bool) -> dict[str, tuple[int, list[int | st
 def _zeros(message: Any) -> onnx.ModelProto:
     batched = message.max_batch_size > 0
     inputs, outputs = _declared(message.input, batched), _declared(message.output, batched)
+    for control in message.sequence_batching.control_input:  # those of the sample are INT32
+        inputs[control.name] = TensorProto.INT32, ["batch", 1]
     constants: dict[str, Any] = {"first": np.array([0]), "second": np.array([1])}
     nodes = [
         helper.make_node("Shape", [next(iter(inputs))], ["shape"]),

@@ -10,13 +10,13 @@ from pathlib import Path
 from tests.support.public_configs import PUBLIC_CONFIGS, Kind, PublicConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-triton.md"
-PENDING = {"sequence": "sequence"}
+PENDING = {"iterative": "iterative_sequence"}
 """Kinds of models that are not served yet, with a part of the finding."""
 _BEGIN = "<!-- score of public configurations: written by `make docs` -->\n"
 _END = "<!-- end of the score -->\n"
 _KINDS: dict[Kind, str] = {
     "onnx": "ONNX model", "python": "Python model", "ensemble": "ensemble", "decoupled": "decoupled model",
-    "sequence": "sequences",
+    "sequence": "sequences", "iterative": "iterative sequences",
 }  # fmt: skip
 
 
