@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,10 @@ class LoadFailed(RuntimeError):
     """`headrace bench` ended with an error, or some requests failed."""
 
 
+class TimeSpent(RuntimeError):
+    """The time of a part is over; its figures so far are reported."""
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     """Cores and folders of a run.
@@ -36,12 +42,14 @@ class Host:
         client_cores: cores of the clients; on a small machine the same ones.
         scratch: folder for logs and results of `headrace bench`.
         seconds: length of a sample.
+        deadline_s: time on the monotonic clock after which no further sample begins.
     """
 
     server_cores: tuple[int, ...]
     client_cores: tuple[int, ...]
     scratch: Path
     seconds: float
+    deadline_s: float = math.inf
 
     @contextmanager
     def serve(
@@ -79,8 +87,11 @@ class Host:
 
         Raises:
             LoadFailed: the command failed, or a request.
+            TimeSpent: the deadline of the part is over.
         """
         length_s = seconds or self.seconds
+        if time.monotonic() > self.deadline_s:
+            raise TimeSpent(f"no time was left for {model}: raise the part's limit, or measure less")
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             file = Path(folder) / "bench.json"
             command = [
@@ -151,18 +162,22 @@ def idle_cores(pids: Sequence[int], seconds: float, wait: Any) -> list[float]:
     return [(tree_cpu_s(pid) - first) / seconds for pid, first in zip(pids, before, strict=True)]
 
 
-def divide(cores: Sequence[int], siblings: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def divide(
+    cores: Sequence[int], siblings: Sequence[tuple[int, ...]], limit: int = 0
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Divide cores into those of the server and those of the clients; hardware threads of one core stay together.
 
     Args:
         cores: usable logical cores.
         siblings: hardware threads of each physical core.
+        limit: number of cores to use; 0 for all.
 
     Returns:
         Cores of the server and of the clients; twice the same core on a machine with one.
     """
     order = [core for group in siblings for core in group if core in cores]
     order += [core for core in cores if core not in order]
+    order = order[: limit or None]
     if len(order) < 2:
         return tuple(order), tuple(order)
     count = max(1, min(len(order) - 1, round(_SHARE_OF_SERVER * len(order))))

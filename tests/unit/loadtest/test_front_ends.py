@@ -11,7 +11,8 @@ import pytest
 from loadtest.front_ends import __main__ as front_ends
 from loadtest.front_ends import host, parts, ping_pong
 from loadtest.front_ends.parts import figures
-from loadtest.gpu import place
+from loadtest.gpu import place, subject
+from loadtest.gpu.setup import Setup
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,41 @@ def test_server_and_clients_have_cores_of_their_own(
     cores: list[int], siblings: list[tuple[int, ...]], server: tuple[int, ...], clients: tuple[int, ...]
 ) -> None:
     assert host.divide(list(cores), siblings) == (server, clients)
+
+
+def test_a_run_uses_some_of_the_cores() -> None:
+    siblings = [(core, core + 32) for core in range(32)]
+    server, clients = host.divide(list(range(64)), siblings, 16)
+    assert server == (0, 32, 1, 33, 2, 34, 3, 35, 4, 36)
+    assert clients == (5, 37, 6, 38, 7, 39)
+
+
+def test_no_sample_begins_after_the_deadline(tmp_path: Path) -> None:
+    late = host.Host((0,), (0,), tmp_path, 1.0, deadline_s=0.0)
+    with pytest.raises(host.TimeSpent, match="no time was left for tiny"):
+        late.bench("http://127.0.0.1:1", "tiny")
+
+
+def test_a_failed_build_is_reported_and_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cores = []
+
+    def prepare(setup: Setup, *_: object) -> None:
+        cores.append(os.sched_getaffinity(0))
+        if setup.precision == "int8":
+            raise subject.NotBuilt("no calibration")
+
+    monkeypatch.setattr(place, "describe", lambda _found: {})
+    monkeypatch.setattr(subject, "prepare_demo", lambda *_: None)
+    monkeypatch.setattr(subject, "prepare", prepare)
+    before = os.sched_getaffinity(0)
+    assert front_ends.main(["engines", "--backend", "onnxruntime", "--output", str(tmp_path / "out")]) == 2
+    lines = [json.loads(line) for line in (tmp_path / "out" / "front-ends.jsonl").read_text().splitlines()]
+    assert {"part": "engine", "precision": "int8", "failed": "NotBuilt: no calibration"} in lines
+    assert [line["precision"] for line in lines if "seconds" in line and line["part"] == "engine"] == ["fp16"]
+    assert len(cores) == 2
+    assert os.sched_getaffinity(0) == before  # only the builders are limited to some cores
 
 
 @pytest.mark.parametrize(("text", "cores"), [("0-3,8", (0, 1, 2, 3, 8)), ("7", (7,)), ("0,4-5", (0, 4, 5))])
