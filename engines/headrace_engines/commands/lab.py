@@ -107,6 +107,13 @@ def _add_extent(parser: argparse.ArgumentParser) -> None:
         help="cudnn, tensorrt, or none (default: both)",
     )
     parser.add_argument(
+        "--optimization-level",
+        type=int,
+        choices=range(6),
+        metavar="N",
+        help="effort of TensorRT's builder, 0 to 5: less is a shorter build (3)",
+    )
+    parser.add_argument(
         "--work",
         type=_list_of(lambda: _WORK),
         default=_WORK,
@@ -114,6 +121,11 @@ def _add_extent(parser: argparse.ArgumentParser) -> None:
         help="conv: the convolution alone, layer: with its epilogue (default: both)",
     )
     parser.add_argument("--kernel-sizes", type=_numbers, metavar="R,...", help="sweep of kernel sizes of one --shape")
+    _add_effort(parser)
+
+
+def _add_effort(parser: argparse.ArgumentParser) -> None:
+    """Add the options of rounds, time and output."""
     parser.add_argument(
         "--rounds", type=positive_count, default=_ROUNDS, metavar="N", help=f"samples at most (default: {_ROUNDS})"
     )
@@ -168,6 +180,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         rounds=options.rounds,
         budget_s=options.budget,
         threads=len(os.sched_getaffinity(0)),
+        tensorrt_level=options.optimization_level,
         prune=_prune(options),
     )
     if options.output is not None:

@@ -6,6 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from headrace_engines.lab.cudnn import Torch, cudnn_candidates, load_torch
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands, host_operands, l2_bytes
 from headrace_engines.lab.layers import PLAIN, ConvLayer
 from headrace_engines.lab.measure import Candidate, Timing, time_rounds, trial_us
-from headrace_engines.lab.own import OwnAlgorithms, estimate_us, families
+from headrace_engines.lab.own import Compilation, OwnAlgorithms, estimate_us, families
 from headrace_engines.lab.results import DTYPES, CandidateResult, Cell, ConvMap
 from headrace_engines.lab.roofline import measure_roofline
 from headrace_engines.lab.tensorrt import TensorRt, load_tensorrt
@@ -46,6 +47,7 @@ class MapOptions:
         prune: algorithms with a predicted time above this many times the roofline's are not measured; 0 measures all.
         budget_s: duration after which no other cell is measured; None without a limit.
         threads: threads that compile kernels.
+        tensorrt_level: effort of TensorRT's builder, 0 to 5; None for its default.
         device: number of the GPU.
     """
 
@@ -57,6 +59,7 @@ class MapOptions:
     rounds: int
     budget_s: float | None
     threads: int
+    tensorrt_level: int | None = None
     device: int = 0
     prune: float = 0.0
 
@@ -127,7 +130,7 @@ class ConvLab:
                 self._load_baselines(Path(folder))
                 memory_bytes = self._gpu.memory_bytes // 16
                 self._roofline = measure_roofline(self._torch, options.precisions, self._stream, memory_bytes)
-                self._compile(own, layers)
+                self._compilation = self._compile(own, layers)
                 self._before = self._reading()
                 cells = self._cells(own, layers)
             finally:
@@ -147,7 +150,7 @@ class ConvLab:
             self._notes.append(f"cuDNN is not measured: {torch}")
         tensorrt: TensorRt | str = ""
         if "tensorrt" in options.baselines:
-            tensorrt = load_tensorrt(self._gpu, options.device, self._stream, folder)
+            tensorrt = load_tensorrt(self._gpu, options.device, self._stream, folder, options.tensorrt_level)
         self._tensorrt = tensorrt if isinstance(tensorrt, TensorRt) else None
         if self._tensorrt is not None:
             self._versions["TensorRT"] = self._tensorrt.description
@@ -169,16 +172,15 @@ class ConvLab:
             after=self._reading(),
             rounds=self._options.rounds,
             seconds=time.monotonic() - self._started_s,
-            compile_seconds=self._compile_seconds,
+            compile_seconds=self._compilation.seconds,
         )
 
     def _reading(self) -> GpuReading | None:
         readings = self._nvml.readings()
         return next((reading for reading in readings if reading.gpu == self._options.device), None)
 
-    def _compile(self, own: OwnAlgorithms, layers: Sequence[ConvLayer]) -> None:
-        """Compile what the cells of the map need, as far as cost models do not leave it out."""
-        started_s = time.monotonic()
+    def _compile(self, own: OwnAlgorithms, layers: Sequence[ConvLayer]) -> Compilation:
+        """Start to compile what the cells of the map need, in their order, as far as cost models do not leave it out."""
         work = (
             (variants, replace(host, epilogue=epilogue))
             for precision, n, layer in self._order(layers)
@@ -187,9 +189,9 @@ class ConvLab:
             if not self._pruned(own, variants, host, precision)
             for epilogue in self._epilogues(layer)
         )
-        count = own.compile_ahead(work)
-        self._compile_seconds = time.monotonic() - started_s
-        self._report(f"compiled {count} variants for {len(layers)} layers in {self._compile_seconds:.1f} s")
+        compilation = own.compile_ahead(work)
+        self._report(f"compiling {compilation.variants} variants for {len(layers)} layers while they are measured")
+        return compilation
 
     def _operands(self, layer: ConvLayer, n: int, precision: str) -> HostOperands:
         """Operands of a layer in host memory, without an epilogue: one set of values for all batch sizes."""
@@ -228,27 +230,43 @@ class ConvLab:
                 for layer in layers:
                     yield precision, n, layer
 
+    def _work(self, layers: Sequence[ConvLayer]) -> Iterator[tuple[str, ConvLayer, HostOperands, ExactSums]]:
+        """Yield the cells with their operands and exact sums; the next cell's sums are computed while one is measured."""
+        work = list(self._order(layers))
+        with ThreadPoolExecutor(1, "lab-sums") as thread:
+
+            def prepare(number: int) -> tuple[HostOperands, Future[ExactSums]]:
+                precision, n, layer = work[number]
+                host = self._operands(layer, n, precision)
+                return host, thread.submit(sample, host, _SEED + number + 1)
+
+            following = prepare(0) if work else None
+            for number, (precision, _, layer) in enumerate(work):
+                assert following is not None, "each cell prepares the next one"
+                host, sums = following
+                samples = sums.result()
+                following = prepare(number + 1) if number + 1 < len(work) else None
+                yield precision, layer, host, samples
+
     def _cells(self, own: OwnAlgorithms, layers: Sequence[ConvLayer]) -> list[Cell]:
         options = self._options
         cells: list[Cell] = []
         saved_s = time.monotonic()
         total = len(layers) * len(options.batches) * len(options.precisions)
-        for number, (precision, n, layer) in enumerate(self._order(layers), 1):
+        for number, (precision, layer, host, samples) in enumerate(self._work(layers), 1):
             if options.budget_s is not None and time.monotonic() - self._started_s > options.budget_s:
                 self._notes.append(
                     f"{total - number + 1} of {total} layers and batch sizes are not measured: the budget of "
                     f"{options.budget_s:g} s is spent"
                 )
                 break
-            host = self._operands(layer, n, precision)
-            samples = sample(host, _SEED + number)
             try:
                 cells += [
                     self._cell(own, layer, replace(host, epilogue=epilogue), precision, samples)
                     for epilogue in self._epilogues(layer)
                 ]
             except HeadraceError as error:
-                self._notes.append(f"{layer.name} n {n} {precision} is not measured: {error}")
+                self._notes.append(f"{layer.name} n {host.shape.n} {precision} is not measured: {error}")
                 if not is_context_usable():
                     self._notes.append("the GPU refuses all further work: the other layers are not measured")
                     break

@@ -1,7 +1,12 @@
-"""Algorithms of our own as candidates: opened in parallel, each with the fastest of its variants."""
+"""Algorithms of our own as candidates: compiled in the background, opened in parallel, each with the fastest of its variants."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -101,6 +106,51 @@ class Opened:
     tried: int = 0
 
 
+# Added to the nice value of threads that compile: the thread that measures has the processor first.
+_COMPILER_NICE = 10
+
+
+class Compilation:
+    """Kernels that are compiled in the background.
+
+    Attributes:
+        variants: number of variants.
+    """
+
+    def __init__(self) -> None:
+        self.variants = 0
+        self._started_s = time.monotonic()
+        self._lock = threading.Lock()
+        self._open = 0
+        self._last_s = self._started_s
+
+    def add(self, job: Future[None]) -> None:
+        """Count a variant's job."""
+        self.variants += 1
+        with self._lock:
+            self._open += 1
+        job.add_done_callback(self._end)
+
+    def _end(self, job: Future[None]) -> None:
+        with self._lock:
+            self._open -= 1
+            if not job.cancelled():
+                self._last_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Duration until the last kernel was compiled; until now if some are missing."""
+        with self._lock:
+            return (time.monotonic() if self._open else self._last_s) - self._started_s
+
+
+def _lower_priority() -> None:
+    """Lower the priority of this thread alone, where the system has priorities of threads."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _COMPILER_NICE)
+
+
 class OwnAlgorithms:
     """Opens algorithms on one GPU; compiles in parallel threads.
 
@@ -115,24 +165,25 @@ class OwnAlgorithms:
         self._device = device
         self._capability = capability
         self._stream = stream
+        # A layer is opened while kernels of later ones are compiled: not behind them in one queue.
         self._threads = ThreadPoolExecutor(threads, "lab-open")
+        self._compilers = ThreadPoolExecutor(threads, "lab-compile", _lower_priority)
 
     def refusals(self, variants: Sequence[Algorithm], shape: ConvShape, dtype: npt.DTypeLike) -> list[str]:
         """Return the reasons of all variants; "" for one that supports the shape."""
         return [variant.refusal(shape, dtype, self._capability) for variant in variants]
 
-    def compile_ahead(self, work: Iterable[tuple[Sequence[Algorithm], HostOperands]]) -> int:
-        """Compile the kernels of algorithms for their layers, in parallel; the results stay in the compiler's cache.
+    def compile_ahead(self, work: Iterable[tuple[Sequence[Algorithm], HostOperands]]) -> Compilation:
+        """Start to compile the kernels of algorithms for their layers, in parallel and in order.
 
-        Nothing is loaded on the GPU. A variant that cannot be compiled fails when its layer is measured.
+        The code stays in the compiler's cache; nothing is loaded on the GPU. A kernel that `open` needs before its turn is
+        compiled there, once. A variant that cannot be compiled fails when its layer is measured.
 
         Args:
             work: variants of an algorithm, and operands of a layer; weights of Winograd's algorithm are part of its kernels.
-
-        Returns:
-            Number of variants.
         """
-        jobs: dict[tuple[object, ...], Future[None]] = {}
+        compilation = Compilation()
+        keys: set[tuple[object, ...]] = set()
         for variants, operands in work:
             shape, dtype = operands.shape, operands.dtype
             for variant in variants_for(variants, shape):
@@ -141,11 +192,10 @@ class OwnAlgorithms:
                 kernel_key = getattr(variant, "kernel_key", None)
                 depends_on = kernel_key(shape) if kernel_key is not None else (shape,)
                 key = variant.name, variant.variant, dtype, operands.epilogue, *depends_on
-                if key not in jobs:
-                    jobs[key] = self._threads.submit(self._compile, variant, operands)
-        for job in jobs.values():
-            job.result()
-        return len(jobs)
+                if key not in keys:
+                    keys.add(key)
+                    compilation.add(self._compilers.submit(self._compile, variant, operands))
+        return compilation
 
     def _compile(self, variant: Algorithm, operands: HostOperands) -> None:
         with compile_only():
@@ -217,7 +267,8 @@ class OwnAlgorithms:
         return candidates[min(near, key=lambda number: times[number])]
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads; kernels whose turn has not come are not compiled."""
+        self._compilers.shutdown(cancel_futures=True)
         self._threads.shutdown()
 
 

@@ -144,7 +144,7 @@ class ConvMap:
         rounds: rounds of each candidate.
         seconds: duration of everything.
         summary: sentences of `summarize_map`.
-        compile_seconds: duration of the compilation of kernels.
+        compile_seconds: duration of the compilation of kernels, which runs beside the measurements.
     """
 
     title: str

@@ -75,19 +75,24 @@ class TensorRt:
         device: its number.
         stream: stream of the layers.
         folder: folder for plans and the timing cache.
+        level: effort of the builder, 0 to 5; None for TensorRT's default, 3.
     """
 
-    def __init__(self, api: TensorRtApi, gpu: Gpu, device: int, stream: CudaStream, folder: Path) -> None:
+    def __init__(
+        self, api: TensorRtApi, gpu: Gpu, device: int, stream: CudaStream, folder: Path, level: int | None = None
+    ) -> None:
         self.api = api
         self._gpu = gpu
         self._device = device
         self._stream = stream
         self._folder = folder
+        self._level = level
 
     @property
     def description(self) -> str:
         """Version and settings, for reports."""
-        return f"TensorRT {self.api.version}, strongly typed, no TF32, free layouts"
+        level = "" if self._level is None else f", optimization level {self._level}"
+        return f"TensorRT {self.api.version}, strongly typed, no TF32, free layouts{level}"
 
     def open(self, host: HostOperands, operands: DeviceOperands) -> TensorRtCandidate:
         """Build the engine of a layer; the device must be current.
@@ -102,15 +107,15 @@ class TensorRt:
             # Blocks of channels would be padded; the buffers are not.
             formats = formats[:1]
         order = TargetSpec("fp16" if host.dtype.itemsize == 2 else "fp32", timing_cache=self._folder / "timing.cache")
-        options = BuilderOptions(tf32=False, formats=formats)
+        options = BuilderOptions(optimization_level=self._level, tf32=False, formats=formats)
         build_plan(self.api, layer_model(host), order, path, lambda *_: None, options, self._gpu)
         return TensorRtCandidate(self.api, path, host, operands, self._stream, (self._device, self._gpu.name))
 
 
-def load_tensorrt(gpu: Gpu, device: int, stream: CudaStream, folder: Path) -> TensorRt | str:
-    """Return TensorRT, or the reason why it cannot be used."""
+def load_tensorrt(gpu: Gpu, device: int, stream: CudaStream, folder: Path, level: int | None = None) -> TensorRt | str:
+    """Return TensorRT, or the reason why it cannot be used; arguments as for `TensorRt`."""
     missing = available(device)
-    return missing or TensorRt(load(), gpu, device, stream, folder)
+    return missing or TensorRt(load(), gpu, device, stream, folder, level)
 
 
 class TensorRtCandidate:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from headrace.cuda.kernels.convolution.base import ConvShape
 from headrace_engines.__main__ import main
 from headrace_engines.commands import lab
 from headrace_engines.lab import conv as module
@@ -123,6 +127,57 @@ def test_tensorrt_is_checked_and_timed_on_the_whole_layer(
     assert engine["variant"] == "fake_conv + fake_add + fake_relu (LINEAR to LINEAR)"
     assert "not TF32" in trt.state.config.flags
     assert document["versions"]["TensorRT"].startswith("TensorRT 10.6.0")
+
+
+def test_layers_are_measured_while_kernels_of_later_ones_are_compiled(
+    algorithms: list[Any], cuda: LateCuda, tmp_path: Path
+) -> None:
+    measured = threading.Event()
+    waited: list[bool] = []
+
+    class Slow(NumpyAlgorithm):
+        def open(self, device: int, shape: ConvShape, *rest: Any, **options: Any) -> Any:
+            if threading.current_thread().name.startswith("lab-compile") and shape.n == 2:
+                waited.append(measured.wait(20))
+            return super().open(device, shape, *rest, **options)
+
+        def reference(self, shape: ConvShape, *rest: Any, **options: Any) -> Any:
+            if shape.n == 1:
+                measured.set()
+            return super().reference(shape, *rest, **options)
+
+    algorithms.append(Slow(cuda, "slow"))
+    words = ("--precision", "fp32", "--batch", "1,2", "--work", "conv")
+    status, document = conv(tmp_path, "--shape", SHAPE, *words)
+    assert status == 0
+    assert [cell["shape"]["n"] for cell in document["cells"]] == [1, 2]
+    assert waited == [True]
+
+
+def test_kernels_of_layers_behind_the_budget_are_not_compiled(
+    algorithms: list[Any], cuda: LateCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+
+    class Counted(NumpyAlgorithm):
+        def open(self, device: int, shape: ConvShape, *rest: Any, **options: Any) -> Any:
+            opened.append(shape.n)
+            time.sleep(0.02)
+            return super().open(device, shape, *rest, **options)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    algorithms.append(Counted(cuda, "counted"))
+    batches = ",".join(map(str, range(1, 41)))
+    words = ["--baselines", "none", "--batch", batches, "--precision", "fp32", "--work", "conv", "--budget", "1e-9"]
+    assert main(["lab", "conv", "--shape", SHAPE, *words]) == 1
+    assert len(opened) < 40
+
+
+def test_the_effort_of_tensorrts_builder(algorithms: list[Any], trt: Any, cuda: LateCuda, tmp_path: Path) -> None:
+    options = ["--baselines", "tensorrt", "--precision", "fp32", "--work", "layer", "--optimization-level", "1"]
+    _, document = conv(tmp_path, "--shape", SHAPE, *options)
+    assert trt.state.config.builder_optimization_level == 1
+    assert document["versions"]["TensorRT"].endswith("optimization level 1")
 
 
 @pytest.mark.parametrize(
