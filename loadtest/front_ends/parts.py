@@ -134,7 +134,11 @@ def _overload_of(host: Host, report: Report, server: Running, objectives: dict[s
         words = ["--rate", f"{_OVERLOAD * capacity:.1f}", "--poisson", "--warm-up", "1.5", *_processes(host)]
         words += ["--connections", str(_CONNECTIONS), "--slo", str(slo_ms or _BOUND_MS)]
         model = _model_name(name)
-        point = host.loaded(server, server.url, model, *words, seconds=1.5 * host.seconds, failures=True)
+        try:
+            point = host.loaded(server, server.url, model, *words, seconds=1.5 * host.seconds, failures=True)
+        except LoadFailed as error:
+            report("overload", front_ends=front_ends, objective=name, failed=str(error)[-600:])
+            continue
         # Without an objective every answer counts; p99 shows whether the waits are bounded.
         good = point["goodput_per_s"] if slo_ms else point["throughput_per_s"]
         report(
@@ -147,6 +151,7 @@ def _overload_of(host: Host, report: Report, server: Running, objectives: dict[s
             sent_late=point["sent_late"],
             requests=point["requests"],
             errors=point["errors"],
+            error_texts=point["error_texts"] or None,
             **figures(point),
         )
 
