@@ -215,6 +215,25 @@ MODEL = Dashboard(
             ],
         ),
         Row(
+            "Sequences",
+            [
+                Panel("Sequences and slots", [
+                    Query(f"sum by (model) (headrace_sequences{{{M}}})", "{{model}} live"),
+                    Query(f"sum by (model) (headrace_sequence_slots_used{{{M}}})", "{{model}} slots in use"),
+                    Query(f"sum by (model) (headrace_sequence_slots{{{M}}})", "{{model}} slots")], "short",
+                    "Live sequences without a slot are in the backlog."),
+                Panel("Backlog", [Query(f"sum by (model) (headrace_sequence_backlog{{{M}}})", "{{model}}")], "short",
+                      "Sequences that wait for a slot."),
+                Panel("Ends", [
+                    Query(f"sum by (model, reason) (rate(headrace_sequence_ends_total{{{M}}}{RATE}))", "{{model}} {{reason}}")],
+                    "ops", "idle: no request for the idle time. cancelled: a queued request was cancelled or timed out. died: "
+                    "the instance with its state.", stacked=True),
+                Panel("Refused requests", [
+                    Query(f"sum by (model, reason) (rate(headrace_sequence_refusals_total{{{M}}}{RATE}))",
+                          "{{model}} {{reason}}")], "reqps", "not_live: no START, and the sequence has ended."),
+            ],
+        ),
+        Row(
             "Steps of a pipeline",
             [
                 Panel("p50 of each step", [

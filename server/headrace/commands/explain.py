@@ -81,6 +81,7 @@ def main(args: argparse.Namespace, console: Console | None = None, errors: Conso
     _numbers(console, document.get("numbers", {}))
     _cache(console, document.get("cache"))
     _padding(console, document.get("padding"))
+    _sequences(console, document.get("sequences"))
     return 0
 
 
@@ -175,6 +176,23 @@ def _padding(console: Console, padding: object) -> None:
     """Print the state of padding; prints nothing for a model without `pad`."""
     if isinstance(padding, Mapping):
         console.print(Text(printable(f"padding {padding.get('state')}: {padding.get('reason')}"), style="dim"))
+
+
+def _sequences(console: Console, sequences: object) -> None:
+    """Print sequences and slots; prints nothing for a model without sequences."""
+    if isinstance(sequences, Mapping):
+        slots = f"{sequences.get('used')} of {sequences.get('slots')} slots in use"
+        parts = [f"{sequences.get('live')} live", slots, f"{sequences.get('backlog')} in the backlog"]
+        for title, name in (("ended", "ends"), ("refused requests", "refusals")):
+            counts = sequences.get(name)
+            shown = (
+                [f"{reason} {count}" for reason, count in counts.items() if count]
+                if isinstance(counts, Mapping)
+                else []
+            )
+            if shown:
+                parts.append(f"{title}: {', '.join(shown)}")
+        console.print(Text(printable(f"sequences: {'; '.join(parts)}"), style="dim"))
 
 
 def _numbers(console: Console, numbers: Mapping[str, Any]) -> None:

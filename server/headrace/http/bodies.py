@@ -312,6 +312,17 @@ class ExplainFinding(_Closed):
     expected: str = Field(description="effect of the change as the latency table predicts it")
 
 
+class SequenceStatus(_Closed):
+    """Sequences of a version with `sequence_batching`."""
+
+    live: _Count = Field(description="sequences between START and end, those in the backlog included")
+    slots: _Count = Field(description="slots of the live instances")
+    used: _Count = Field(description="slots with a sequence")
+    backlog: _Count = Field(description="sequences that wait for a slot")
+    ends: dict[str, _Count] = Field(description="sequences that have ended, by reason")
+    refusals: dict[str, _Count] = Field(description="requests that were refused because of their sequence, by reason")
+
+
 class Explanation(_Closed):
     """Limits of one model version, measured over the last seconds."""
 
@@ -323,6 +334,9 @@ class Explanation(_Closed):
     numbers: dict[str, Any] = Field(description="figures of the last seconds and of the latency table")
     cache: dict[str, Any] = _optional(description="state and figures of the response cache, if the model has one")
     padding: dict[str, str] = _optional(description="state of padding and its reason, if the model has `pad`")
+    sequences: SequenceStatus = _optional(
+        description="sequences, slots and backlog, if the model has `sequence_batching`"
+    )
 
 
 class PriorityLoad(_Closed):
@@ -499,6 +513,7 @@ class ServingStatus(_Closed):
     )
     failures_per_s: list[_Time] = Field(description="failed requests, likewise")
     pipeline: PipelineStatus | None = Field(description="of a pipeline or ensemble, else null")
+    sequences: SequenceStatus | None = Field(description="of a model with `sequence_batching`, else null")
 
 
 class VersionStatus(IndexRow):

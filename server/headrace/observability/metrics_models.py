@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from prometheus_client.metrics_core import Metric
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
-from headrace.core.request import ModelLoad
+from headrace.core.request import ModelLoad, SequenceFigures
 from headrace.core.telemetry import TritonMetrics
 from headrace.core.tensor import ModelSpec
 from headrace.observability import metrics_table as table
@@ -339,6 +339,10 @@ class ScrapedModel(HandleStatus, Protocol):
         """Response cache; None without one."""
 
     @property
+    def sequence_figures(self) -> SequenceFigures | None:
+        """Figures of the sequences; None for a version without sequences."""
+
+    @property
     def latency_table(self) -> LatencySummary:
         """Compute times by batch size."""
 
@@ -384,6 +388,7 @@ class ModelCollector(table.ScrapeCollector):
         yield from _padding([row for row in rows if row.is_padded])
         yield from _responses([row for row in rows if row.is_decoupled])
         yield from _load(sources)
+        yield from _sequences(sources)
         yield from _lives(sources)
         yield from _processes(sources)
         yield _profiles(sources)
@@ -483,6 +488,23 @@ def _load(sources: _Sources) -> Iterator[Metric]:
         if source.policy.batch.objective_ns:
             objective.add_metric(labels, source.policy.batch.objective_ns / NS_PER_S)
     yield from (depth, in_flight, wait, drain, capacity, objective, late, pending)
+
+
+def _sequences(sources: _Sources) -> Iterator[Metric]:
+    live, slots, used = table.SEQUENCES.gauge(), table.SEQUENCE_SLOTS.gauge(), table.SEQUENCE_SLOTS_USED.gauge()
+    backlog = table.SEQUENCE_BACKLOG.gauge()
+    ends, refusals = table.SEQUENCE_ENDS.counter(), table.SEQUENCE_REFUSALS.counter()
+    for labels, source in table.stepwise(sources):
+        figures = source.sequence_figures
+        if figures is None:
+            continue
+        gauges = (live, figures.live), (slots, figures.slots), (used, figures.used), (backlog, figures.backlog)
+        for gauge, value in gauges:
+            gauge.add_metric(labels, value)
+        for counter, counts in ((ends, figures.ends), (refusals, figures.refusals)):
+            for reason, count in counts.items():
+                counter.add_metric([*labels, reason], count)
+    yield from (live, slots, used, backlog, ends, refusals)
 
 
 def _lives(sources: _Sources) -> Iterator[Metric]:

@@ -184,14 +184,14 @@ FIRST_RESPONSE = _requests(
     "Time from the arrival of a request to its first response.",
     kind="histogram",
     native=True,
-    when="Only for decoupled models.",
+    when="for a decoupled model",
 )
 INTER_RESPONSE = _requests(
     "headrace_inter_response_seconds",
     "Time between two responses of a request.",
     kind="histogram",
     native=True,
-    when="Only for decoupled models.",
+    when="for a decoupled model",
 )
 REQUESTS = _requests("headrace_requests_total", "Successful requests.")
 ROWS = _requests("headrace_rows_total", "Rows of successful requests.")
@@ -278,6 +278,24 @@ PROCESS_RESTARTS = _models(
     "headrace_model_process_restarts_total",
     "Processes of an isolated model that died and were replaced.",
     when="with `isolation: process`",
+)
+
+_sequences = _Section("Sequences", MODEL, "for a model with `sequence_batching`")
+SEQUENCES = _sequences("headrace_sequences", "Live sequences, those in the backlog included.")
+SEQUENCE_SLOTS = _sequences("headrace_sequence_slots", "Slots of the live instances.")
+SEQUENCE_SLOTS_USED = _sequences("headrace_sequence_slots_used", "Slots with a sequence.")
+SEQUENCE_BACKLOG = _sequences("headrace_sequence_backlog", "Sequences that wait for a slot.")
+SEQUENCE_ENDS = _sequences(
+    "headrace_sequence_ends_total",
+    "Sequences that have ended, by reason: end, restart (START on its id), idle, cancelled (a queued request was cancelled or "
+    "timed out), died (the instance with its state), unloaded.",
+    "reason",
+)
+SEQUENCE_REFUSALS = _sequences(
+    "headrace_sequence_refusals_total",
+    "Requests that were refused because of their sequence, by reason: not_live (no START), queue_full, unloading, ended (queued "
+    "when their sequence ended).",
+    "reason",
 )
 
 _cache = _Section("Response cache", MODEL, "with `--cache-config`, for a model with `response_cache.enable`")

@@ -142,7 +142,7 @@ class ServerOverview:
 
 def _serving(handle: VersionHandle) -> Mapping[str, object]:
     spec, totals, load = handle.spec, handle.recorder.totals(), handle.load()
-    latency = totals.phases["total"].native
+    latency, sequences = totals.phases["total"].native, handle.sequence_figures
     return {
         "platform": spec.platform,
         "engine": str(spec.parameters.get("engine.precision", "")),
@@ -169,6 +169,7 @@ def _serving(handle: VersionHandle) -> Mapping[str, object]:
         # Values that count as zero have the index below the first one, which ends where the first one begins.
         "latency": _by_bucket(latency),
         "pipeline": _pipeline(handle) if isinstance(handle, PipelineHandle) else None,
+        "sequences": None if sequences is None else sequences._asdict(),
     }
 
 

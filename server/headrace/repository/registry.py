@@ -21,7 +21,13 @@ from headrace.core.model_config import is_version, name_problem
 from headrace.observability.statistics import to_triton
 from headrace.pipelines.handle import PipelineHandle
 from headrace.pipelines.step_totals import slowest_step
-from headrace.scheduling.bottlenecks import Bottleneck, LoadSnapshot, find_bottlenecks, snapshot_figures
+from headrace.scheduling.bottlenecks import (
+    Bottleneck,
+    LoadSnapshot,
+    find_bottlenecks,
+    find_full_slots,
+    snapshot_figures,
+)
 from headrace.scheduling.sequences.directory import SequenceDirectory
 from headrace.scheduling.version_handle import VersionHandle
 
@@ -583,6 +589,9 @@ def explain(registry: Registry, model: str, version: str = "") -> dict[str, obje
             bottlenecks, figures["steps"] = _find_slowest_step(registry, handle)
         else:
             bottlenecks = [*_off_gpu(handle), *find_bottlenecks(snapshot)]
+        sequences = handle.sequence_figures
+        if sequences is not None and (full := find_full_slots(sequences, handle.policy)) is not None:
+            bottlenecks.insert(0, full)
         first = bottlenecks[0]
         document: dict[str, object] = {
             "name": model,
@@ -596,6 +605,8 @@ def explain(registry: Registry, model: str, version: str = "") -> dict[str, obje
             document["cache"] = dict(handle.cache.report())
         if handle.padding is not None:
             document["padding"] = dict(handle.padding)
+        if sequences is not None:
+            document["sequences"] = sequences._asdict()
         return document
     finally:
         handle.release()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
+from headrace.core.request import SequenceFigures
 from headrace.observability.counters import RecentTotals
 from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.latency_table import LatencyTable
@@ -196,6 +197,23 @@ def find_bottlenecks(load: LoadSnapshot) -> list[Bottleneck]:
     """Return the bottlenecks of a version, the most important first; never empty."""
     bottlenecks = [limit for rule in _RULES if (limit := rule(load)) is not None]
     return bottlenecks or [_headroom(load)]
+
+
+def find_full_slots(sequences: SequenceFigures, policy: HandlePolicy) -> Bottleneck | None:
+    """Return a bottleneck if sequences wait for a slot."""
+    if not sequences.backlog or not sequences.slots:
+        return None
+    explanation = (
+        f"sequences in the backlog: {sequences.backlog}; {sequences.used} of {sequences.slots} slots have a sequence, which "
+        "keeps its slot until it ends"
+    )
+    cure = (
+        "more slots; send END with the last request of a sequence, and let forgotten ones expire sooner "
+        "(max_sequence_idle_microseconds)"
+    )
+    is_direct = policy.sequences is not None and policy.sequences.is_direct
+    setting = "max_batch_size" if is_direct else "sequence_batching.oldest.max_candidate_sequences"
+    return Bottleneck("slots", explanation, cure, f"{setting}, instance_group")
 
 
 def _percent(share: float) -> str:

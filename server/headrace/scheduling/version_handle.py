@@ -17,7 +17,7 @@ from headrace.backends.base import LoadedModel, ProcessStatus
 from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import GroupCompletion, LoopCompletion
 from headrace.core.errors import HeadraceError
-from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
+from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe, SequenceFigures
 from headrace.core.tensor import ModelSpec
 from headrace.observability.counters import Recorder, StepTotal
 from headrace.scheduling.admission import AdmissionForecast, WaitForecast
@@ -194,6 +194,11 @@ class VersionHandle(ABC):
     def live_sequences(self) -> int:
         """Number of live sequences; 0 for a version without sequences."""
         return 0
+
+    @property
+    def sequence_figures(self) -> SequenceFigures | None:
+        """Figures of the sequences; None for a version without sequences."""
+        return None
 
     def drain_sequences(self) -> None:  # noqa: B027  # a version without sequences
         """End the live sequences at the end of the process, each once its queued requests have run."""

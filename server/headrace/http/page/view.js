@@ -15,6 +15,11 @@ const CLOSED_BY = {
   full: "largest size reached", preferred: "preferred size reached", delay: "queue delay over", idle: "no more requests waited",
   single: "model without batches", drain: "unloading", deadline: "a deadline was near",
 };
+const ENDED_BY = {
+  end: "by END", restart: "by START on the same id", idle: "idle", cancelled: "queued request cancelled or timed out", died: "instance died",
+  unloaded: "model unloaded",
+};
+const REFUSED_AS = { not_live: "without START", queue_full: "queue full", unloading: "model being unloaded", ended: "queued when their sequence ended" };
 const REASONS = Object.keys(CLOSED_BY);
 const PHASES = [["queue", "queue_ns"], ["assemble", "assemble_ns"], ["compute", "compute_ns"], ["split", "split_ns"]];
 const LAYERS_SHOWN = 40;
@@ -29,11 +34,12 @@ export class ModelView {
     const { figures, list } = figureList();
     this.figures = figures;
     this.graph = new StepGraph();
+    this.sequences = element("div", { className: "sequences" });
     this.time = element("div");
     this.sizes = element("div");
     this.closed = element("div");
     this.failures = element("div");
-    this.serving = element("div", {}, this.what, list, this.chart.root, this.graph.root,
+    this.serving = element("div", {}, this.what, list, this.chart.root, this.graph.root, this.sequences,
       element("div", { className: "two" }, element("div", {}, this.time, this.closed), element("div", {}, this.sizes, this.failures)), this.details());
     const name = element("h2", {}, model.name, " ", element("small", {}, model.version ? `version ${model.version}` : ""));
     this.root = element("article", { className: "card" }, element("p", {}, element("a", { href: "#" }, "All models")),
@@ -59,6 +65,7 @@ export class ModelView {
     say(this.what, `${runtimeOf(serving)}; ${several(serving.requests, "request")} since it was loaded`);
     showFigures(this.figures, serving, recent, rates, perDoubling);
     this.chart.draw(curve([serving]));
+    section(this.sequences, "Sequences", "now", serving.sequences ? sequencesOf(serving.sequences) : []);
     const shown = recent.requests ? recent : serving;
     const when = recent.requests ? "last minute" : "since loaded";
     const phases = PHASES.map(([label, name]) => [label, shown[name], milliseconds(shown[name] / (shown.requests || 1) / 1e6)]);
@@ -119,6 +126,18 @@ async function layers(path) {
   const left = ranked.length > LAYERS_SHOWN ? `; the ${LAYERS_SHOWN} longest` : "";
   const about = `${report.artefact}, ${several(report.rows, "row")}, ${milliseconds(report.median_us / 1e3)} an execution; ${several(ranked.length, "layer")}${left}. ${report.machine}`;
   return [element("h4", {}, "Layers"), element("p", { className: "soft" }, about), ranking(bars)];
+}
+
+/** Slots, backlog, and what became of the sequences and refused requests since the version was loaded. */
+function sequencesOf({ live, slots, used, backlog, ends, refusals }) {
+  const most = Math.max(slots, backlog, 1);
+  const bars = [["slots in use", used / Math.max(slots, 1), `${count(used)} of ${count(slots)}`], ["waiting for a slot", backlog / most, count(backlog)]];
+  const totals = [["ended", ends, ENDED_BY], ["refused requests", refusals, REFUSED_AS]].flatMap(([title, counts, texts]) => {
+    const parts = Object.entries(counts).filter(([, value]) => value).map(([reason, value]) => `${texts[reason] ?? reason} ${count(value)}`);
+    return parts.length ? [`${title}: ${parts.join(", ")}`] : [];
+  });
+  const since = totals.length ? [element("p", { className: "soft" }, `Since it was loaded: ${totals.join("; ")}.`)] : [];
+  return [element("p", {}, `${several(live, "live sequence")}.`), ranking(bars), ...since];
 }
 
 function section(place, title, when, content) {

@@ -9,7 +9,7 @@ from headrace.backends.base import Execution
 from headrace.core.clock import Clock
 from headrace.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion
 from headrace.core.errors import BadRequest, DeadlineExceeded, Unavailable
-from headrace.core.request import InferRequest, InferResponse, SequenceFields
+from headrace.core.request import InferRequest, InferResponse, SequenceFields, SequenceFigures
 from headrace.scheduling.entries import member_of
 from headrace.scheduling.handle import DEADLINE_PASSED, ModelHandle, set_deadline
 from headrace.scheduling.instance import BatchRunner, OnDeath
@@ -19,7 +19,7 @@ from headrace.scheduling.scheduler import Scheduler
 from headrace.scheduling.sequences.controls import check_correlation_id
 from headrace.scheduling.sequences.directory import SequenceDirectory
 from headrace.scheduling.sequences.runner import SequenceRunner
-from headrace.scheduling.sequences.scheduler import SequenceFigures, SequenceScheduler
+from headrace.scheduling.sequences.scheduler import SequenceScheduler
 from headrace.scheduling.sequences.table import CorrelationId, SequenceEntry
 
 # Parameters by which the code of a Python model gets the sequence of a request; clients cannot send these names.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import settle_all
 from headrace.core.errors import QueueTimeout, Unavailable
+from headrace.core.request import SequenceFigures
 from headrace.scheduling.batching import WaitUntil
 from headrace.scheduling.policy import BatchPolicy, QueueLimits, SequencePolicy
 from headrace.scheduling.queue import FAR_NS, Entry
@@ -16,22 +16,6 @@ from headrace.scheduling.scheduler import Batch, Scheduler
 from headrace.scheduling.sequences.table import CorrelationId, SequenceEntry, SequenceTable
 
 _UNLOADING = "the model is being unloaded and accepts no requests: retry once it is loaded"
-
-
-class SequenceFigures(NamedTuple):
-    """Figures of the sequences of a version.
-
-    Attributes:
-        live: sequences between START and end.
-        slots: slots of all instances.
-        backlog: sequences that wait for a slot.
-        idle_expiries: sequences that ended because they had no request for the idle time, since the load.
-    """
-
-    live: int
-    slots: int
-    backlog: int
-    idle_expiries: int
 
 
 class SequenceScheduler(Scheduler):
@@ -142,7 +126,9 @@ class SequenceScheduler(Scheduler):
         """Return the figures of the sequences."""
         with self._lock:
             table = self._table
-            return SequenceFigures(table.live, table.slots, table.backlog, table.idle_expiries)
+            return SequenceFigures(
+                table.live, table.slots, table.used_slots, table.backlog, dict(table.ends), dict(table.refusals)
+            )
 
     # Called by instances
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from enum import StrEnum
 from heapq import heappop, heappush, nsmallest
 from operator import attrgetter
 
@@ -35,6 +36,26 @@ CorrelationId = int | str
 # Ended sequences whose reason is kept for the error of a later request.
 _MAX_REASONS = 4096
 _ENDED = "it has ended"
+
+
+class EndReason(StrEnum):
+    """Reason of the end of a sequence, a label of the metrics."""
+
+    END = "end"
+    RESTART = "restart"  # START on its id
+    IDLE = "idle"
+    CANCELLED = "cancelled"  # a queued request was cancelled or timed out
+    DIED = "died"  # the instance with its state
+    UNLOADED = "unloaded"
+
+
+class RefusalReason(StrEnum):
+    """Reason of the refusal of a request, a label of the metrics."""
+
+    NOT_LIVE = "not_live"  # no START, and the id is not live
+    QUEUE_FULL = "queue_full"
+    UNLOADING = "unloading"
+    ENDED = "ended"  # it was queued when its sequence ended
 
 
 class SequenceEntry(Entry):
@@ -81,11 +102,13 @@ class LiveSequence:
         before: the sequence whose heir this one is; None without one.
         keeps_slot: as an heir it takes over a slot from the sequence before it, which had no END; else it joins the backlog.
         idle_since_ns: monotonic time since which it has no request.
+        end_reason: reason with which its end will be counted.
     """
 
     __slots__ = (
         "before",
         "correlation_id",
+        "end_reason",
         "heir",
         "idle_since_ns",
         "instance",
@@ -107,6 +130,7 @@ class LiveSequence:
         self.heir: LiveSequence | None = None
         self.before: LiveSequence | None = None
         self.idle_since_ns = 0
+        self.end_reason = EndReason.END
 
 
 class InstanceSlots:
@@ -171,7 +195,8 @@ class SequenceTable:
         count: queued requests.
         size_bytes: memory of the queued requests.
         live: sequences between START and end.
-        idle_expiries: sequences that ended because they had no request for the idle time.
+        ends: sequences that have ended, by reason.
+        refusals: requests that were refused because of their sequence, by reason.
         refused: queued requests that will not run, with their errors; the caller settles them.
         ended: sequences that have ended since the caller has set it to 0.
         touched: indices of instances with new work; the caller wakes and clears them.
@@ -180,7 +205,9 @@ class SequenceTable:
 
     def __init__(self, policy: SequencePolicy, limits: QueueLimits, retry_s: Callable[[], float] = lambda: 1.0) -> None:
         self.policy, self.limits, self._retry_s = policy, limits, retry_s
-        self.count = self.size_bytes = self.live = self.idle_expiries = self.ended = 0
+        self.count = self.size_bytes = self.live = self.ended = 0
+        self.ends: dict[str, int] = dict.fromkeys(EndReason, 0)
+        self.refusals: dict[str, int] = dict.fromkeys(RefusalReason, 0)
         self.refused: list[tuple[SequenceEntry, HeadraceError]] = []
         self.touched: set[int] = set()
         self.is_draining = False
@@ -210,15 +237,18 @@ class SequenceTable:
         sequence = self._sequences.get(entry.correlation_id)
         if entry.is_start:
             if self.is_draining:
+                self.refusals[RefusalReason.UNLOADING] += 1
                 raise Unavailable(
                     "the model is being unloaded and starts no sequences: start it again once the model is loaded"
                 )
         elif sequence is None or sequence.is_closed:
+            self.refusals[RefusalReason.NOT_LIVE] += 1
             raise BadRequest(self._not_live(entry.correlation_id))
         limits = self.limits
         if self.count >= limits.max_count or (
             self.count and self.size_bytes + entry.size_bytes > limits.max_size_bytes
         ):
+            self.refusals[RefusalReason.QUEUE_FULL] += 1
             raise queue_full(self.count, self.size_bytes, limits.max_count, limits.max_size_bytes, self._retry_s())
         if entry.is_start or sequence is None:
             sequence = self._begin(entry.correlation_id, sequence)
@@ -235,6 +265,7 @@ class SequenceTable:
         """End the sequence of a queued request that was cancelled or timed out; a no-op once the request runs."""
         if entry.queued:
             assert entry.sequence is not None, "a queued request has a sequence"
+            entry.sequence.end_reason = EndReason.CANCELLED
             self._abort(entry.sequence, "a queued request of it was cancelled or timed out", entry)
 
     def expire(self, now_ns: int) -> None:
@@ -244,7 +275,7 @@ class SequenceTable:
             sequence = next(iter(idle))
             if now_ns - sequence.idle_since_ns < self.policy.idle_ns:
                 return
-            self.idle_expiries += 1
+            sequence.end_reason = EndReason.IDLE
             self._finish(sequence, f"it had no request for {self.policy.idle_ns // NS_PER_US} us")
 
     @property
@@ -316,7 +347,10 @@ class SequenceTable:
             sequence.running = None
             if sequence.waiting:
                 self._mark_ready(sequence)
-            elif sequence.is_closed or self.is_draining:
+            elif sequence.is_closed:
+                self._finish(sequence, _ENDED)
+            elif self.is_draining:
+                sequence.end_reason = EndReason.UNLOADED
                 self._finish(sequence, _ENDED)
             else:
                 sequence.idle_since_ns = now_ns
@@ -328,6 +362,7 @@ class SequenceTable:
         """Start no sequence any more; sequences end once they have no queued request, without an END."""
         self.is_draining = True
         for sequence in list(self._idle):
+            sequence.end_reason = EndReason.UNLOADED
             self._finish(sequence, "the model was unloaded")
 
     def clear(self, reason: str) -> list[SequenceEntry]:
@@ -338,6 +373,7 @@ class SequenceTable:
             while (earlier := same_id[-1].before) is not None:
                 same_id.append(earlier)
             for sequence in same_id:
+                sequence.end_reason = EndReason.UNLOADED
                 self._abort(sequence, reason)
         entries = [entry for entry, _ in self.refused]
         self.refused = before
@@ -353,6 +389,11 @@ class SequenceTable:
         """Slots of all open instances."""
         return len(self._instances) * self.policy.slots
 
+    @property
+    def used_slots(self) -> int:
+        """Slots with a sequence."""
+        return sum(instance.used for instance in self._instances.values())
+
     # Steps of a sequence
 
     def _begin(self, correlation_id: CorrelationId, latest: LiveSequence | None) -> LiveSequence:
@@ -364,6 +405,8 @@ class SequenceTable:
             self._fill()
             return sequence
         sequence.keeps_slot = not latest.is_closed
+        if not latest.is_closed:
+            latest.end_reason = EndReason.RESTART
         latest.heir, sequence.before, latest.is_closed = sequence, latest, True
         if not latest.waiting and latest.running is None:
             self._finish(latest, _ENDED)
@@ -394,6 +437,7 @@ class SequenceTable:
             self.count -= 1
             self.size_bytes -= entry.size_bytes
             if entry is not cause:
+                self.refusals[RefusalReason.ENDED] += 1
                 self.refused.append((entry, Unavailable(text)))
         sequence.waiting.clear()
         sequence.is_closed = True
@@ -408,6 +452,7 @@ class SequenceTable:
         instance.running = []
         for sequence in [each for each in instance.sequences if each is not None]:
             sequence.running = None  # settled by the instance
+            sequence.end_reason = EndReason.DIED
             self._abort(sequence, reason)
 
     def _finish(self, sequence: LiveSequence, reason: str) -> None:
@@ -417,6 +462,7 @@ class SequenceTable:
         sequence.is_over = sequence.is_closed = True
         self.live -= 1
         self.ended += 1
+        self.ends[sequence.end_reason] += 1
         self._idle.pop(sequence, None)
         self._remember(sequence, reason)
         instance, heir, before = sequence.instance, sequence.heir, sequence.before

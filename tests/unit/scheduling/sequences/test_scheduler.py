@@ -11,7 +11,7 @@ from headrace.core.errors import Overloaded, QueueTimeout, Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.scheduling.policy import QueueLimits, SequencePolicy
 from headrace.scheduling.scheduler import Batch
-from headrace.scheduling.sequences.scheduler import SequenceFigures, SequenceScheduler
+from headrace.scheduling.sequences.scheduler import SequenceScheduler
 from headrace.scheduling.sequences.table import SequenceEntry
 
 from tests.support.waiting import until
@@ -81,7 +81,10 @@ def test_many_sequences_from_many_threads() -> None:
         thread.join(60)
     until(lambda: instances.ended == 80)
     assert len(instances.run) == 400
-    assert instances.scheduler.figures() == SequenceFigures(live=0, slots=6, backlog=0, idle_expiries=0)
+    figures = instances.scheduler.figures()
+    assert (figures.live, figures.slots, figures.used, figures.backlog) == (0, 6, 0, 0)
+    assert {reason: count for reason, count in figures.ends.items() if count} == {"end": 80}
+    assert not any(figures.refusals.values())
     instances.scheduler.close()
     instances.join()
 
@@ -92,7 +95,7 @@ def test_a_sleeping_instance_ends_idle_sequences() -> None:
     for number in range(1, 4):
         assert instances.send(number, start=True).wait(60)
     until(lambda: instances.ended == 3)
-    assert instances.scheduler.figures().idle_expiries == 3
+    assert instances.scheduler.figures().ends["idle"] == 3
     assert not instances.scheduler.accepts(1)
     instances.scheduler.close()
     instances.join()

@@ -10,7 +10,7 @@ from headrace.core.request import InferRequest, InferResponse
 from headrace.scheduling.batching import CloseReason, WaitUntil
 from headrace.scheduling.policy import QueueLimits, SequencePolicy
 from headrace.scheduling.scheduler import Batch
-from headrace.scheduling.sequences.table import SequenceEntry, SequenceTable
+from headrace.scheduling.sequences.table import EndReason, RefusalReason, SequenceEntry, SequenceTable
 
 OLDEST = SequencePolicy(slots=2, is_direct=False, max_rows=4, idle_ns=100)
 
@@ -117,7 +117,7 @@ def test_an_idle_sequence_ends_and_frees_its_slot() -> None:
     assert table.run(now_ns=149) == []
     table.table.expire(150)
     assert table.run(now_ns=150) == [waiting]
-    assert table.table.idle_expiries == 1
+    assert table.table.ends[EndReason.IDLE] == 1
     with pytest.raises(BadRequest, match="had no request for 0 us"):
         table.send(1, now_ns=150)
 
@@ -320,3 +320,52 @@ def test_slot_utilization(utilization: float, ready: int, expected: CloseReason 
     assert (answer.reason if isinstance(answer, Batch) else None) == expected
     if expected is None:
         assert isinstance(table.table.take(0, 0, closed=True), Batch)
+
+
+def counted(counts: dict[str, int]) -> dict[str, int]:
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def test_ends_are_counted_by_reason() -> None:
+    table = Table(SequencePolicy(slots=8, is_direct=False, max_rows=8, idle_ns=100))
+    for each in range(1, 7):
+        table.send(each, start=True)
+    table.run()
+    table.send(1, end=True)
+    table.send(2, start=True)
+    queued, follower = table.send(3), table.send(3)
+    queued.completion.settle(Cancelled("cancelled"))
+    assert list(table.refused()) == [follower]
+    table.run()
+    table.table.expire(100)  # 2 (again), 4, 5 and 6
+    table.send(7, start=True, now_ns=100)
+    table.run(now_ns=100)
+    table.table.lose_state(0, "it died")
+    table.send(8, start=True, now_ns=100)
+    table.run(now_ns=100)
+    table.send(9, start=True, now_ns=100)
+    table.table.drain()
+    table.run(now_ns=100)
+    assert counted(table.table.ends) == {
+        EndReason.END: 1,
+        EndReason.RESTART: 1,
+        EndReason.CANCELLED: 1,
+        EndReason.IDLE: 4,
+        EndReason.DIED: 1,
+        EndReason.UNLOADED: 2,
+    }
+    assert (table.table.live, table.table.used_slots) == (0, 0)
+
+
+def test_refused_requests_are_counted_by_reason() -> None:
+    table = Table(max_count=2)
+    with pytest.raises(BadRequest):
+        table.send(1)
+    first, _ = table.send(1, start=True), table.send(1)
+    with pytest.raises(Overloaded):
+        table.send(2, start=True)
+    first.completion.settle(Cancelled("cancelled"))
+    table.table.drain()
+    with pytest.raises(Unavailable):
+        table.send(2, start=True)
+    assert table.table.refusals == dict.fromkeys(RefusalReason, 1)
