@@ -20,6 +20,8 @@ FORMAT = 1
 _INSTANCES = "1,8,64"
 # A picture of 224 x 224 in FP32, and scores of 1000 classes.
 _INPUT_BYTES, _OUTPUT_BYTES = 3 * 224 * 224 * 4, 4000
+# Bytes of an FP32 value over those of an 8-bit one.
+_SMALLER = 4
 _HEADINGS = (
     Heading("memory"),
     Heading("instances", number=True),
@@ -75,27 +77,36 @@ def run(options: argparse.Namespace, console: Console) -> int:
             for index, strategy in enumerate(STRATEGIES):
                 share = (number * len(STRATEGIES) + index) / (len(numbers) * len(STRATEGIES))
                 report(share, f"{_NAMES[strategy]}, {instances} instances")
-                results.append(_measure(strategy, instances, options, nvml))
+                results.append(_measure(strategy, instances, _sizes(options), options, nvml))
+        report(0.99, "8-bit inputs")
+        inputs, outputs = _sizes(options)
+        smaller = _measure("slots", numbers[0], (-(-inputs // _SMALLER), outputs), options, nvml)
         display.finish("memory", "measured")
     print_text(console, f"{gpu.name}, driver {devices.driver_version() or gpu.driver}", "bold")
-    show(console, results)
+    advice = memory_advice(results, smaller)
+    show(console, results, advice)
     if options.json is not None:
         document = {"format": FORMAT, "gpu": gpu._asdict(), "results": [finite(one.to_json()) for one in results]}
-        document["advice"] = memory_advice(results)
+        document |= {"smaller_inputs": finite(smaller.to_json()), "advice": advice}
         save(options.json, json.dumps(document, indent=2, allow_nan=False) + "\n")
         print_text(console, f"Everything is in {options.json}.")
     return 0
 
 
-def _measure(strategy: str, instances: int, options: argparse.Namespace, nvml: Nvml) -> MemoryResult:
-    sizes = (options.input_bytes, options.output_bytes)
+def _sizes(options: argparse.Namespace) -> tuple[int, int]:
+    return options.input_bytes, options.output_bytes
+
+
+def _measure(
+    strategy: str, instances: int, sizes: tuple[int, int], options: argparse.Namespace, nvml: Nvml
+) -> MemoryResult:
     try:
         return measure_memory(strategy, instances, sizes, options.seconds, nvml, options.device)
     except HeadraceError as error:
         return MemoryResult(strategy, instances, reason=str(error))
 
 
-def show(console: Console, results: list[MemoryResult]) -> None:
+def show(console: Console, results: list[MemoryResult], advice: list[str]) -> None:
     """Print one row for each measurement, the state of the GPU, and the advice."""
     rows = [_cells(result) for result in results if not result.reason]
     if rows:
@@ -107,7 +118,7 @@ def show(console: Console, results: list[MemoryResult]) -> None:
     loads = {result.load.text(): None for result in results if result.load is not None}
     for text in list(loads)[-1:]:
         print_text(console, f"The last measurement: {text}.")
-    for line in memory_advice(results):
+    for line in advice:
         print_text(console, line)
 
 

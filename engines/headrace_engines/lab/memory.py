@@ -31,6 +31,10 @@ from headrace_engines.onnx_graph import Array
 STRATEGIES = ("allocation", "pool", "slots")
 # Share of the best throughput that the advised number of instances must reach.
 _ENOUGH = 0.95
+# Gain of requests with a quarter of the bytes from which smaller inputs are advised.
+_WORTH = 1.1
+# Share of the power limit below which a GPU is mostly idle.
+_LOW_POWER = 0.5
 _MIN_REQUESTS = 3
 
 
@@ -333,8 +337,13 @@ def _result(strategy: str, times: Sequence[_Times], load: GpuLoad, held: int, pe
     )
 
 
-def memory_advice(results: Sequence[MemoryResult]) -> list[str]:
-    """Return sentences on the measured costs: strategy, number of instances, lowered clocks."""
+def memory_advice(results: Sequence[MemoryResult], smaller: MemoryResult | None = None) -> list[str]:
+    """Return sentences on the measured costs: strategy, number of instances, precision of the inputs, GPU, lowered clocks.
+
+    Args:
+        results: measurements with full inputs.
+        smaller: slots with inputs of a quarter of the bytes; None if that was not measured.
+    """
     measured = [result for result in results if not result.reason]
     by_instances: dict[int, dict[str, MemoryResult]] = {}
     for result in measured:
@@ -351,17 +360,49 @@ def memory_advice(results: Sequence[MemoryResult]) -> list[str]:
             if name != "slots"
         ]
         if parts:
-            lines.append(f"{instances} instance{'s' if instances > 1 else ''}: {'; '.join(parts)}.")
+            lines.append(f"{_instances(instances)}: {'; '.join(parts)}.")
     slot_results = sorted((r for r in measured if r.strategy == "slots"), key=lambda result: result.instances)
     if len(slot_results) > 1:
         best = max(result.requests_per_s for result in slot_results)
         enough = next(result for result in slot_results if result.requests_per_s >= _ENOUGH * best)
-        subject = "1 instance reaches" if enough.instances == 1 else f"{enough.instances} instances reach"
+        verb = "reaches" if enough.instances == 1 else "reach"
         lines.append(
-            f"{subject} {enough.requests_per_s / best:.0%} of the best throughput with slots; more instances of these Python "
-            "loops hold memory and add latency only."
+            f"{_instances(enough.instances)} {verb} {enough.requests_per_s / best:.0%} of the best throughput with slots; "
+            "more instances of these Python loops hold memory and add latency only."
         )
+    return [*lines, *_precision_advice(slot_results, smaller), *_gpu_advice(measured, slot_results)]
+
+
+def _instances(count: int) -> str:
+    return f"{count} instance{'s' if count > 1 else ''}"
+
+
+def _precision_advice(slots: Sequence[MemoryResult], smaller: MemoryResult | None) -> list[str]:
+    full = next((one for one in slots if smaller is not None and one.instances == smaller.instances), None)
+    if smaller is None or smaller.reason or full is None:
+        return []
+    ratio = smaller.requests_per_s / full.requests_per_s
+    text = f"Precision: with 8-bit inputs in place of 32-bit ones, {_instances(smaller.instances)} of slots reach"
+    text += f"{'es' if smaller.instances == 1 else ''} {ratio:.2f} times the requests"
+    if ratio >= _WORTH:
+        return [f"{text}: send pixels or 16-bit inputs where the model's accuracy allows it."]
+    return [f"{text}: the copies are not the limit, smaller inputs gain little."]
+
+
+def _gpu_advice(measured: Sequence[MemoryResult], slots: Sequence[MemoryResult]) -> list[str]:
+    lines = []
     reasons = {reason for result in measured if result.load is not None for reason in result.load.slowed}
     if reasons:
         lines.append(f"The clocks were lowered ({', '.join(sorted(reasons))}): compare only figures of one run.")
+    load = max(slots, key=lambda one: one.requests_per_s).load if slots else None
+    if load is not None and load.power_w is not None and load.power_limit_w:
+        share = load.power_w / load.power_limit_w
+        lines.append(
+            f"GPU: at the best throughput with slots it draws {load.power_w:.0f} of {load.power_limit_w:.0f} W ({share:.0%}). "
+            + (
+                "Host and copies are the limit, a smaller GPU would do for them; `headrace lab overlap` measures a model."
+                if share < _LOW_POWER
+                else "No clock and no limit was changed."
+            )
+        )
     return lines

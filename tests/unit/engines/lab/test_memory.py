@@ -106,7 +106,8 @@ def test_the_command_prints_all_strategies_and_writes_json(cuda: LateCuda, tmp_p
         (number, name) for number in (1, 2) for name in STRATEGIES
     ]
     assert document["gpu"]["name"] == "Fake H1"
-    assert document["advice"]
+    assert document["smaller_inputs"]["instances"] == 1
+    assert any(line.startswith("Precision: with 8-bit inputs") for line in document["advice"])
 
 
 @pytest.mark.parametrize(
@@ -145,3 +146,20 @@ def test_the_advice_names_costs_knee_and_lowered_clocks() -> None:
     assert "1 instance: allocation costs 60.0 us more a request and reaches 50% of the requests of slots." in text
     assert "8 instances reach 98% of the best throughput with slots" in text
     assert "The clocks were lowered (power limit)" in text
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [(1900, "1.90 times the requests: send pixels"), (1050, "1.05 times the requests: the copies are not the limit")],
+)
+def test_the_advice_on_precision_compares_smaller_inputs(rate: float, words: str) -> None:
+    text = "\n".join(memory_advice([result("slots", 1, 1000, 1.5)], result("slots", 1, rate, 1.5)))
+    assert f"1 instance of slots reaches {words}" in text
+
+
+@pytest.mark.parametrize(("power_w", "is_idle"), [(150.0, True), (600.0, False)])
+def test_the_advice_on_the_gpu_is_its_power(power_w: float, is_idle: bool) -> None:
+    load = GpuLoad(1.0, 3, power_w=power_w, power_limit_w=700.0)
+    text = "\n".join(memory_advice([result("slots", 1, 1000, 1.5, load=load)]))
+    assert f"it draws {power_w:.0f} of 700 W" in text
+    assert ("a smaller GPU would do" in text) is is_idle

@@ -4,6 +4,9 @@ A thread has 4 neighbouring output columns and 4 output channels (1 if the chann
 sums in about 64 registers. Weights are (r, s, c / groups, k), so that a warp reads consecutive output channels; its reads of
 the input are broadcasts. Reuse beyond that is left to the caches, so it is the slowest algorithm here, and the only one that
 supports every shape.
+
+Layout: x (n, h, w, c), y (n, out_h, out_w, k), float16 or float32; float32 sums. Source: Zhang, Franchetti and Low (2018),
+"High Performance Zero-Memory Overhead Direct Convolutions", for sums over a register tile of columns and channels.
 """
 
 from __future__ import annotations
