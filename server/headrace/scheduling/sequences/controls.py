@@ -25,6 +25,9 @@ from headrace.scheduling.policy import ControlTensor
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.sequences.table import CorrelationId, SequenceEntry
 
+MAX_ID = 2**64 - 1
+"""Largest correlation id that is a number."""
+
 
 def control_rows(control: ControlTensor, entries: Sequence[Entry | None], batched: bool) -> Array:
     """Return one control tensor of a batch.
@@ -37,21 +40,20 @@ def control_rows(control: ControlTensor, entries: Sequence[Entry | None], batche
     Returns:
         Array of shape (rows, 1), or (1,) without a batch dimension.
     """
-    values = np.empty((len(entries), 1), control.datatype.dtype)
-    for row, entry in enumerate(entries):
-        values[row, 0] = _value(control, entry)
+    kind, true, false = control.kind, control.true, control.false
+    column: list[object]
+    if kind == "START":
+        column = [true if type(entry) is SequenceEntry and entry.is_start else false for entry in entries]
+    elif kind == "END":
+        column = [true if type(entry) is SequenceEntry and entry.is_end else false for entry in entries]
+    elif kind == "READY":
+        column = [true if type(entry) is SequenceEntry else false for entry in entries]
+    elif control.datatype is BYTES:
+        column = [str(entry.correlation_id).encode() if type(entry) is SequenceEntry else b"" for entry in entries]
+    else:
+        column = [entry.correlation_id if type(entry) is SequenceEntry else 0 for entry in entries]
+    values = np.array(column, control.datatype.dtype).reshape(-1, 1)
     return values if batched else values[0]
-
-
-def _value(control: ControlTensor, entry: Entry | None) -> object:
-    if control.kind == "CORRID":
-        if control.datatype is BYTES:
-            return str(entry.correlation_id).encode() if isinstance(entry, SequenceEntry) else b""
-        return entry.correlation_id if isinstance(entry, SequenceEntry) else 0
-    if not isinstance(entry, SequenceEntry):
-        return control.false
-    is_true = {"START": entry.is_start, "END": entry.is_end, "READY": True}[control.kind]
-    return control.true if is_true else control.false
 
 
 def check_correlation_id(controls: Sequence[ControlTensor], correlation_id: CorrelationId, model: str) -> None:
@@ -70,12 +72,21 @@ def check_correlation_id(controls: Sequence[ControlTensor], correlation_id: Corr
             raise BadRequest(
                 f"sequence_id is {sent}, the input '{control.name}' of model '{model}' is {name}: send {allowed} as sequence_id"
             )
-        most = 0 if is_text else int(np.iinfo(np.dtype(control.datatype.dtype).name).max)
+        most = max_number([control])
         if isinstance(correlation_id, int) and correlation_id > most:
             raise BadRequest(
                 f"sequence_id is {correlation_id}, the input '{control.name}' of model '{model}' is {name}: send at most "
                 f"{most}"
             )
+
+
+def max_number(controls: Sequence[ControlTensor]) -> int:
+    """Return the largest number that the model's CORRID input can hold; 0 if it is text, any allowed number without one."""
+    for control in controls:
+        if control.kind == "CORRID":
+            is_text = control.datatype is BYTES
+            return 0 if is_text else int(np.iinfo(np.dtype(control.datatype.dtype).name).max)
+    return MAX_ID
 
 
 class ControlledExecution(WrappedExecution):

@@ -37,6 +37,10 @@ class SequenceDirectory:
         """Yield the versions of a model, the latest load first."""
         yield from self._handles.get(name, ())
 
+    def has_others(self, handle: VersionHandle) -> bool:
+        """Return True if the model has further versions."""
+        return len(self._handles.get(handle.spec.name, ())) > 1
+
     def lease_ending(self, name: str, version: str) -> VersionHandle | None:
         """Lease a version that no longer serves, but has live sequences; None if there is none.
 

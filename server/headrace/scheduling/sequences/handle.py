@@ -16,7 +16,7 @@ from headrace.scheduling.instance import BatchRunner, OnDeath
 from headrace.scheduling.policy import HandlePolicy, SequencePolicy
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Scheduler
-from headrace.scheduling.sequences.controls import check_correlation_id
+from headrace.scheduling.sequences.controls import MAX_ID, check_correlation_id, max_number
 from headrace.scheduling.sequences.directory import SequenceDirectory
 from headrace.scheduling.sequences.runner import SequenceRunner
 from headrace.scheduling.sequences.scheduler import SequenceScheduler
@@ -27,7 +27,6 @@ ID_PARAMETER = "headrace.sequence_id"
 FLAGS_PARAMETER = "headrace.sequence_flags"
 START_FLAG, END_FLAG = 1, 2
 
-MAX_ID = 2**64 - 1
 MAX_ID_LENGTH = 128
 """Most characters of a text id, as in Triton."""
 
@@ -46,6 +45,7 @@ class SequenceHandle(ModelHandle):
     def __init__(self, *arguments: Any, directory: SequenceDirectory, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._directory = directory
+        self._max_id = max_number(self._rules(self.policy).controls)
         self._scheduler.on_ended = self._end_holds
         directory.add(self)
 
@@ -77,7 +77,7 @@ class SequenceHandle(ModelHandle):
             Unavailable: the model is being unloaded or its instances have died.
         """
         correlation_id, is_start, is_end = self._checked(request)
-        if not is_start and not self._scheduler.accepts(correlation_id):
+        if not is_start and self._directory.has_others(self) and not self._scheduler.accepts(correlation_id):
             other = self._other(correlation_id)
             if other is not None:
                 return other.compute(request)
@@ -159,6 +159,14 @@ class SequenceHandle(ModelHandle):
         """Return correlation id, START and END of a request."""
         fields, name = request.sequence or SequenceFields(0), self.spec.name
         correlation_id = fields.id
+        if (  # the common case, in one expression
+            type(correlation_id) is int
+            and 0 < correlation_id <= self._max_id
+            and request.rows == 1
+            and type(fields.start) is bool
+            and type(fields.end) is bool
+        ):
+            return correlation_id, fields.start, fields.end
         for flag, value in (("sequence_start", fields.start), ("sequence_end", fields.end)):
             if not isinstance(value, bool):
                 raise BadRequest(f"parameter '{flag}' is {value!r:.64}, it must be true or false: correct the request")
