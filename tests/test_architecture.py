@@ -174,6 +174,7 @@ EXTRA: dict[str, str] = {
     "server/headrace/repository/tuning.py": "numpy",
     "server/headrace/config/row_rules.py": "numpy",
     "server/headrace/config/onnx_model.py": "numpy",
+    "server/headrace/repository/data_files.py": "numpy",
     "server/headrace/repository/warmup.py": "numpy pydantic",
     "server/headrace/repository/model_calls.py": "numpy",
     "server/headrace/repository/length_measurement.py": "numpy",

@@ -1,4 +1,4 @@
-"""Models with sequences for tests: a Python accumulator, and an ONNX model that returns its control tensors."""
+"""Models with sequences for tests: a Python accumulator, and ONNX models that return their control tensors or have states."""
 
 from __future__ import annotations
 
@@ -130,3 +130,70 @@ max_batch_size: {batch}
 sequence_batching {{ max_sequence_idle_microseconds: {idle_us} {strategy} {controls()} }}
 """
     return add_model(repository, name, echo_controls(batched=batch > 0), config=config)
+
+
+def state_sums(batched: bool = True, fails: bool = False, free: bool = True) -> onnx.ModelProto:
+    """Y is the sum of all X of a sequence, by the state SUM_IN, SUM_OUT. All are FP32 (batch, 1), or (1).
+
+    Args:
+        batched: with a dimension of rows.
+        fails: with an input FAIL, INT64 of the shape of X, which fails the run unless it is 0.
+        free: with the state HISTORY_IN, HISTORY_OUT (batch, any size), to which each X is appended, and TOTAL, the sum of it.
+    """
+    rows: tuple[str | int, ...] = ("batch",) if batched else ()
+    kind = TensorProto.FLOAT
+    inputs = {"X": (kind, (*rows, 1)), "SUM_IN": (kind, (*rows, 1))}
+    outputs = {"Y": (kind, (*rows, 1)), "SUM_OUT": (kind, (*rows, 1))}
+    constants: dict[str, np.ndarray] = {}
+    nodes = [
+        helper.make_node("Add", ["X", "SUM_IN"], ["sum"]),
+        helper.make_node("Identity", ["sum"], ["SUM_OUT"]),
+        helper.make_node("Add", ["sum", "added"] if fails else ["X", "SUM_IN"], ["Y"]),
+    ]
+    if fails:
+        inputs["FAIL"] = TensorProto.INT64, (*rows, 1)
+        constants["nothing"] = np.zeros(1, np.float32)
+        nodes.insert(2, helper.make_node("Gather", ["nothing", "FAIL"], ["added"]))
+    if free:
+        axis = len(rows)
+        inputs["HISTORY_IN"] = kind, (*rows, "before")
+        outputs |= {"HISTORY_OUT": (kind, (*rows, "after")), "TOTAL": (kind, (*rows, 1))}
+        constants["axis"] = np.array([axis])
+        nodes += [
+            helper.make_node("Concat", ["HISTORY_IN", "X"], ["HISTORY_OUT"], axis=axis),
+            helper.make_node("ReduceSum", ["HISTORY_OUT", "axis"], ["TOTAL"]),
+        ]
+    return onnx_model(nodes, inputs, outputs, constants)
+
+
+def states(sum_options: str = "", history_options: str = "", free: bool = True) -> str:
+    """Return the states of `state_sums` as text of a configuration, with further options of each."""
+    history = (
+        ', { input_name: "HISTORY_IN" output_name: "HISTORY_OUT" data_type: TYPE_FP32 dims: [ -1 ] '
+        + history_options
+        + "}"
+    )
+    total = f'{{ input_name: "SUM_IN" output_name: "SUM_OUT" data_type: TYPE_FP32 dims: [ 1 ] {sum_options} }}'
+    return f"state [ {total}{history if free else ''} ]"
+
+
+def add_state_sums(
+    repository: Path,
+    name: str,
+    strategy: str,
+    batch: int = 4,
+    idle_us: int = 3_600_000_000,
+    sum_options: str = "",
+    history_options: str = "",
+    outputs: str = "",
+    fails: bool = True,
+) -> Path:
+    """Write the ONNX model with states, and return its folder; options as in `states`."""
+    config = f"""
+max_batch_size: {batch}
+{outputs}
+sequence_batching {{
+  max_sequence_idle_microseconds: {idle_us} {strategy} {states(sum_options, history_options)}
+}}
+"""
+    return add_model(repository, name, state_sums(batch > 0, fails), config=config)

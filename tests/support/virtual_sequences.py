@@ -8,6 +8,7 @@ read another sequence's state, or a state that lacks a request.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,10 +59,12 @@ class VirtualSequences:
 
     # Steps
 
-    def send(self, correlation_id: int | str, start: bool = False, end: bool = False) -> SequenceEntry | None:
-        """Send a request; None if it is refused, which must agree with the live sequences."""
+    def send(
+        self, correlation_id: int | str, start: bool = False, end: bool = False, fails: bool = False
+    ) -> SequenceEntry | None:
+        """Send a request, which fails in the model or not; None if it is refused, which must agree with the live sequences."""
         self._value += 1
-        request = InferRequest(inputs={"x": np.array([[self._value]])}, rows=1, shape_key=None, received_ns=self.now_ns)
+        request = InferRequest(inputs=self._inputs(fails), rows=1, shape_key=None, received_ns=self.now_ns)
         completion = ThreadCompletion()
         entry = SequenceEntry(request, completion, self.now_ns, correlation_id, start, end)
         versions = [self.versions[-1]]
@@ -86,7 +89,8 @@ class VirtualSequences:
         assert sequence is not None
         if start:
             assert sequence not in self._sums, "START begins a sequence of its own"
-        self._sums[sequence] = self.expected[entry] = self._sums.get(sequence, 0) + self._value
+        added = 0 if fails else self._value
+        self._sums[sequence] = self.expected[entry] = self._sums.get(sequence, 0) + added
         self._settle()
         return entry
 
@@ -126,6 +130,17 @@ class VirtualSequences:
         batch, instance.batch = instance.batch, None
         if batch is None:
             return
+        self._compute(instance, batch)
+        version.table.finish_batch(index, self.now_ns)
+        self._settle()
+
+    def _inputs(self, fails: bool) -> dict[str, np.ndarray]:
+        """Return the inputs of the request of number `_value`."""
+        assert not fails, "the accumulators do not fail"
+        return {"x": np.array([[self._value]])}
+
+    def _compute(self, instance: VirtualInstance, batch: Batch) -> None:
+        """Compute and answer the requests of a batch, and compare the answers with the oracle."""
         for entry in batch.entries:
             assert isinstance(entry, SequenceEntry)
             key: object = entry.slot if self.policy.is_direct else entry.correlation_id
@@ -134,8 +149,6 @@ class VirtualSequences:
             assert instance.sums[key] == self.expected.pop(entry), "the answer has another state"
             self.answers += 1
             entry.completion.settle(InferResponse({}))
-        version.table.finish_batch(index, self.now_ns)
-        self._settle()
 
     def crash(self, version: VirtualVersion, index: int) -> None:
         """End an instance with its state; its running requests fail."""
@@ -254,12 +267,26 @@ class VirtualSequences:
                 entry.completion.settle(error)
 
 
-def random_run(seed: int, policy: SequencePolicy, steps: int = 60, ids: int = 4) -> VirtualSequences:
-    """Run random steps on a few ids, checking after each, and finish; returns what ran."""
+def random_run(
+    seed: int,
+    policy: SequencePolicy,
+    steps: int = 60,
+    ids: int = 4,
+    make: Callable[..., VirtualSequences] = VirtualSequences,
+    failing: float = 0.0,
+) -> VirtualSequences:
+    """Run random steps on a few ids, checking after each, and finish; returns what ran.
+
+    Args:
+        seed: of the random steps.
+        policy: rules of the sequences.
+        steps: number of steps.
+        ids: number of correlation ids.
+        make: creates the model.
+        failing: share of the requests that fail in the model.
+    """
     choose = random.Random(seed)
-    world = VirtualSequences(
-        policy, instances=choose.randint(1, 2), limits=QueueLimits(max_count=choose.randint(2, 12))
-    )
+    world = make(policy, instances=choose.randint(1, 2), limits=QueueLimits(max_count=choose.randint(2, 12)))
     for _ in range(steps):
         version, index = choose.choice(world.versions), choose.randrange(world._count)
         kind = choose.choices(
@@ -267,7 +294,8 @@ def random_run(seed: int, policy: SequencePolicy, steps: int = 60, ids: int = 4)
             (40, 20, 20, 6, 6, 2, 2, 6, 1),
         )[0]
         if kind == "send":
-            world.send(choose.randint(1, ids), choose.random() < 0.3, choose.random() < 0.2)
+            correlation_id, start, end = choose.randint(1, ids), choose.random() < 0.3, choose.random() < 0.2
+            world.send(correlation_id, start, end, choose.random() < failing)
         elif kind == "begin":
             world.begin_batch(version, index)
         elif kind == "end":

@@ -197,6 +197,16 @@ SAMPLES |= {
     f"{CONTROL}[].kind": "CONTROL_SEQUENCE_END",
     "sequence_batching.control_input[].name": "s",
 }
+STATE = {"input_name": "i", "output_name": "o", "data_type": "TYPE_FP32", "dims": [1]}
+INITIAL = "sequence_batching.state[].initial_state"
+SAMPLES |= {
+    "sequence_batching.state": [STATE],
+    "sequence_batching.state[].input_name": "i",
+    "sequence_batching.state[].output_name": "o",
+    "sequence_batching.state[].data_type": "TYPE_FP32",
+    INITIAL: [{"data_type": "TYPE_FP32", "dims": [1], "zero_data": True}],
+    f"{INITIAL}[].data_type": "TYPE_FP32",
+}
 
 
 def control(**fields: Any) -> dict[str, Any]:
@@ -222,6 +232,15 @@ BESIDE: dict[str, dict[str, Any]] = {
     "sequence_batching.control_input[].control": {"sequence_batching": {"control_input": [{"name": "s"}]}},
     f"{CONTROL}[].kind": control(int32_false_true=[0, 1]),
     f"{CONTROL}[].data_type": control(kind="CONTROL_SEQUENCE_CORRID"),
+    "sequence_batching.state[]": {"sequence_batching": {"state": [STATE]}},
+    "sequence_batching.state[].use_growable": {
+        "sequence_batching": {"state": [{**STATE, "use_same_buffer_for_input_output": True}]}
+    },
+    f"{INITIAL}[]": {"sequence_batching": {"state": [{**STATE, "initial_state": [{"data_type": "TYPE_FP32", "dims": [1]}]}]}},
+    **{
+        f"{INITIAL}[].{field}": {"sequence_batching": {"state": [{"initial_state": [{"zero_data": True}]}]}}
+        for field in ("data_type", "dims", "name")
+    },
     "batch_output[]": {"batch_output": [SCATTERED]},
     "model_warmup": {
         "model_warmup": [{"name": "w", "batch_size": 1, "inputs": {"x": {"data_type": "TYPE_FP32", "dims": [2], **DATA}}}]
@@ -290,7 +309,7 @@ def configuration(path: str) -> dict[str, Any]:
     for prefix, beside in BESIDE.items():
         if path.startswith(prefix):
             config = merged(config, beside)
-    if (path.startswith("model_warmup[].inputs[].") and path.endswith("_data")) or path.endswith("_data_file"):
+    if (path.startswith("model_warmup[].inputs[].") and path.endswith("_data")) or path.endswith("input_data_file"):
         del config["model_warmup"][0]["inputs"]["x"]["zero_data"]  # one of the three is a choice
     return dict(merged(config, value))
 

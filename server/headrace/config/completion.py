@@ -21,7 +21,7 @@ from headrace.config.documents import Document, did_you_mean, read_value
 from headrace.config.onnx_model import OnnxSignature, RowVerdict, TensorSignature
 from headrace.config.pending import PENDING_CURES, PENDING_FEATURES
 from headrace.config.ragged_rules import ragged_problems, with_rows
-from headrace.config.sequence_rules import control_problems, without_controls
+from headrace.config.sequence_rules import control_problems, state_problems, without_sequence_tensors
 from headrace.core.config_base import Location, Problem, Problems
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import (
@@ -40,7 +40,6 @@ _TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
 
 # Fields that would change the model's responses. Pattern -> cure.
 REFUSED: dict[str, str] = {
-    "sequence_batching.state": "keep the state in the client or in a Python model; implicit state comes with a later release",
     "sequence_batching.iterative_sequence": "remove it, and send each step as a request; it comes with a later release",
     "ensemble_scheduling.step.*.model_namespace": "remove it; all models share one namespace",
     "input.*.is_shape_tensor": _TENSORRT_ONLY,
@@ -59,7 +58,6 @@ REFUSED: dict[str, str] = {
 }
 # Features behind refused fields, for the message. Pattern -> feature.
 FEATURES: dict[str, str] = {
-    "sequence_batching.state": "state tensors that the server keeps between the requests of a sequence",
     "sequence_batching.iterative_sequence": "requests that are scheduled again by the model",
     "instance_group.*.rate_limiter": "a rate limiter for instances",
     "model_operations.op_library_filename": "custom operators",
@@ -447,7 +445,7 @@ def complete_from_model(
     """
     update: dict[str, Any] = {}
     remarks: list[Problem] = []
-    graph, signature = signature, with_rows(config, without_controls(config, signature))
+    graph, signature = signature, with_rows(config, without_sequence_tensors(config, signature))
     if "max_batch_size" not in config.model_fields_set:
         update["max_batch_size"], remarks = _batch_size(config, signature)
     elif config.max_batch_size and not signature.rows.independent and "oversize" not in config.model_fields_set:
@@ -619,10 +617,11 @@ def incomplete(config: ModelConfig) -> list[Problem]:
 
 def contradictions(config: ModelConfig, signature: OnnxSignature) -> list[Problem]:
     """Compare a complete configuration with the model; each problem has both values."""
-    graph, signature = signature, with_rows(config, without_controls(config, signature))
+    graph, signature = signature, with_rows(config, without_sequence_tensors(config, signature))
     problems = [
         *ragged_problems(config, graph),
         *control_problems(config, graph),
+        *state_problems(config, graph),
         *_compare("input", config.input, signature.inputs, config.max_batch_size > 0),
         *_compare("output", config.output, signature.outputs, config.max_batch_size > 0),
         *completed_problems(config.preprocess, config.input),

@@ -31,6 +31,7 @@ from headrace.core.config_base import Location, Problem
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import HEADRACE_FIELD_PATHS, InstanceGroup, ModelConfig
 from headrace.core.optimization_config import HEADRACE_OPTIMIZATION_FIELDS
+from headrace.core.sequence_config import SequenceBatching
 from headrace.core.tensor_config import ModelWarmup
 
 if TYPE_CHECKING:
@@ -639,9 +640,7 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
     if config.dynamic_batching is not None:
         document["dynamic_batching"] = _plain(config.dynamic_batching)
     if config.sequence_batching is not None:
-        document["sequence_batching"] = {
-            name: value for name, value in _plain(config.sequence_batching).items() if value is not None
-        }
+        document["sequence_batching"] = _sequences(config.sequence_batching)
     if config.ensemble_scheduling is not None:
         document["ensemble_scheduling"] = _plain(config.ensemble_scheduling)
     if config.response_cache is not None:
@@ -706,6 +705,17 @@ def _plain(part: BaseModel) -> dict[str, Any]:
 
 def _group(group: InstanceGroup) -> dict[str, object]:
     return {**_plain(group), **_GROUP_DEFAULTS}
+
+
+def _sequences(sequences: SequenceBatching) -> dict[str, object]:
+    """Return the block without the strategy, and the kinds of initial data, that it does not have."""
+    document = {name: value for name, value in _plain(sequences).items() if value is not None}
+    initial = [
+        [{key: value for key, value in _plain(each).items() if value} for each in state.initial_state]
+        for state in sequences.state
+    ]
+    states = [{**_plain(state), "initial_state": each} for state, each in zip(sequences.state, initial, strict=True)]
+    return {**document, "state": states}
 
 
 def _warmup(warmup: ModelWarmup) -> dict[str, object]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -32,6 +32,7 @@ from headrace.config.documents import MAX_CONFIG_BYTES, Document, open_regular_f
 from headrace.config.onnx_model import OnnxSignature, read_signature
 from headrace.config.python_rules import decoupled_problems, python_problems
 from headrace.config.ragged_rules import is_ragged
+from headrace.config.sequence_rules import state_backend_problems
 from headrace.core.command_line import did_you_mean
 from headrace.core.config_base import Location, Problem
 from headrace.core.errors import ConfigError, Finding, NotFound
@@ -66,14 +67,14 @@ def find_versions(
 ) -> tuple[tuple[int, ...], list[Finding]]:
     """Return the version numbers on disk, ascending, and remarks on folders that look like a version and are none.
 
-    Files, hidden folders, `warmup` and the folders in `ignored` are skipped without a remark.
+    Files, hidden folders, those of `DATA_FOLDERS` and the folders in `ignored` are skipped without a remark.
 
     Args:
         folder: the model's folder.
         repository: links must not lead out of this folder.
         ignored: names of other folders of the model, e.g. of samples.
     """
-    ignored_names = {*ignored, "warmup", "__pycache__"}
+    ignored_names = {*ignored, *DATA_FOLDERS, "__pycache__"}
     versions = []
     findings = []
     for entry in sorted(folder.iterdir()):
@@ -282,7 +283,11 @@ def _read_text(path: Path, repository: Path, max_bytes: int, cure: str) -> str:
 
 
 FOLDER = "warmup"
-# Maximum bytes of one input of one warm-up: a configuration may come from a client and must not exhaust memory.
+INITIAL_STATE_FOLDER = "initial_state"
+DATA_FOLDERS = (FOLDER, INITIAL_STATE_FOLDER)
+"""Folders with data files beside the versions of a model."""
+# Maximum bytes of one input of one warm-up, or of an initial state: a configuration may come from a client and must not
+# exhaust memory.
 MAX_INPUT_BYTES = 1 << 30
 MAX_RUNS = 10_000
 # Approximate bytes of a Python object with its content.
@@ -340,27 +345,55 @@ def _feed_problems(feed: WarmupInput, tensor: ModelInput, rows: int, folder: Pat
     element_bytes = kind.size_bytes or _BYTES_ELEMENT_SIZE
     if math.prod(dims) * rows * element_bytes > MAX_INPUT_BYTES:
         return [Problem(("dims",), f"the warm-up takes more than {MAX_INPUT_BYTES} bytes", "lower batch_size or dims")]
-    return _file_problems(feed, kind, math.prod(dims), rows, folder, repository) if feed.input_data_file else []
+    if not feed.input_data_file:
+        return []
+    found = _file_problems(folder / FOLDER / feed.input_data_file, kind, math.prod(dims), rows, repository)
+    return [Problem(("input_data_file",), message, cure) for message, cure in found]
 
 
-def _file_problems(
-    feed: WarmupInput, kind: Datatype, elements: int, rows: int, folder: Path, repository: Path
-) -> list[Problem]:
-    path = folder / FOLDER / feed.input_data_file
-    loc: Location = ("input_data_file",)
+def _file_problems(path: Path, kind: Datatype, elements: int, rows: int, repository: Path) -> Iterator[tuple[str, str]]:
+    """Yield a problem of a data file and its cure.
+
+    Args:
+        path: file in one of `DATA_FOLDERS`.
+        kind: datatype of its values.
+        elements: of one row.
+        rows: the file has the values of one row, or of so many.
+        repository: links must not lead out of this folder.
+    """
     name = relative_name(path, repository)
     if not path.is_file():
-        return [Problem(loc, f"{name} is missing", f"put the file into the model's folder {FOLDER}/")]
+        yield f"{name} is missing", f"put the file into the model's folder {path.parent.name}/"
+        return
     if not within(path, repository):
-        return [Problem(loc, f"{name} {_LEADS_OUT}", _COPY_FILE)]
-    size = path.stat().st_size
+        yield f"{name} {_LEADS_OUT}", _COPY_FILE
+        return
+    size, row_bytes = path.stat().st_size, elements * kind.size_bytes
     if size > MAX_INPUT_BYTES:
-        return [Problem(loc, f"{name} has {size} bytes", f"warm up with {MAX_INPUT_BYTES} bytes at most")]
-    row_bytes = elements * kind.size_bytes
-    if kind is not BYTES and size not in (row_bytes, row_bytes * rows):
-        message = f"{name} has {size} bytes, one row takes {row_bytes}"
-        return [Problem(loc, message, "write the values of one row, little-endian, or those of all rows")]
-    return []
+        yield f"{name} has {size} bytes", f"write {MAX_INPUT_BYTES} bytes at most"
+    elif kind is not BYTES and size not in (row_bytes, row_bytes * rows):
+        all_rows = ", or those of all rows" if rows > 1 else ""
+        yield (
+            f"{name} has {size} bytes, one row takes {row_bytes}",
+            f"write the values of one row, little-endian{all_rows}",
+        )
+
+
+def initial_state_problems(config: ModelConfig, folder: Path, repository: Path) -> Iterator[Problem]:
+    """Yield the problems of the sizes and the files of initial states; arguments as for `warmup_problems`."""
+    sequences = config.sequence_batching
+    for index, state in enumerate(() if sequences is None else sequences.state):
+        loc: Location = ("sequence_batching", "state", index)
+        kind, elements = BY_CONFIG_NAME[state.data_type], math.prod(state.initial_dims)
+        if elements * (kind.size_bytes or _BYTES_ELEMENT_SIZE) > MAX_INPUT_BYTES:
+            message = f'state "{state.input_name}" has more than {MAX_INPUT_BYTES} bytes at START'
+            yield Problem((*loc, "dims"), message, "lower dims")
+            continue
+        for initial in state.initial_state:
+            if initial.data_file:
+                path = folder / INITIAL_STATE_FOLDER / initial.data_file
+                for message, cure in _file_problems(path, kind, elements, 1, repository):
+                    yield Problem((*loc, "initial_state", 0, "data_file"), message, cure)
 
 
 # Source of an engine if the model's own file is the engine.
@@ -474,6 +507,7 @@ class _FolderReader:
         self._stop_if_fatal()
         config = complete_instances(self._complete(config, served))
         self._report(warmup_problems(config, self._path, self._repository))
+        self._report(list(initial_state_problems(config, self._path, self._repository)))
         self._report(sample_remarks(config, self._path), fatal=False)
         labels = self._read_labels(config)
         self.findings += label_remarks(config, labels, self._path, self._repository)
@@ -562,6 +596,10 @@ class _FolderReader:
         for index, warmup in enumerate(config.model_warmup):
             for name, feed in warmup.inputs.items():
                 files["model_warmup", index, "inputs", name, "input_data_file"] = feed.input_data_file
+        sequences = config.sequence_batching
+        for index, state in enumerate(() if sequences is None else sequences.state):
+            for number, initial in enumerate(state.initial_state):
+                files["sequence_batching", "state", index, "initial_state", number, "data_file"] = initial.data_file
         for loc, file in files.items():
             if file and (problem := filename_problem(file)) is not None:
                 self._report([Problem(loc, *problem)])
@@ -570,7 +608,7 @@ class _FolderReader:
         """Complete the configuration from the newest served version, then compare it with the others."""
         signatures = self._read_signatures(config, served)
         self._stop_if_fatal()
-        self._report(list(decoupled_problems(config)))
+        self._report([*decoupled_problems(config), *state_backend_problems(config)])
         if config.kind in ("python", "pipeline"):
             if config.kind == "python":
                 self._report(list(python_problems(config)))

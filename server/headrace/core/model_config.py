@@ -37,7 +37,7 @@ from headrace.core.config_base import (
 from headrace.core.limits import CLIENT_PATTERN
 from headrace.core.optimization_config import HEADRACE_OPTIMIZATION_FIELDS, Optimization
 from headrace.core.pipeline_config import EnsembleScheduling, PipelineConfig
-from headrace.core.sequence_config import SequenceBatching, control_inputs, sequence_problems
+from headrace.core.sequence_config import SequenceBatching, control_inputs, sequence_problems, state_tensors
 from headrace.core.tensor_config import (
     ModelInput,
     ModelOutput,
@@ -504,7 +504,14 @@ class ModelConfig(ConfigPart):
     @property
     def model_input(self) -> tuple[ModelInput, ...]:
         """The inputs as the model has them: `input`, and those that the server fills for sequences."""
-        return (*self.input, *control_inputs(self.sequence_batching))
+        return (*self.input, *control_inputs(self.sequence_batching), *state_tensors(self.sequence_batching)[0])
+
+    @property
+    def model_output(self) -> tuple[ModelOutput, ...]:
+        """The outputs as the model has them: `output`, and the states of sequences that are not listed there."""
+        names = {tensor.name for tensor in self.output}
+        states = state_tensors(self.sequence_batching)[1]
+        return (*self.output, *(tensor for tensor in states if tensor.name not in names))
 
     @property
     def served_output(self) -> tuple[ModelOutput, ...]:

@@ -1,4 +1,4 @@
-"""Configuration of sequence batching: Triton's `sequence_batching`, without implicit state and iterative sequences."""
+"""Configuration of sequence batching: Triton's `sequence_batching`, without iterative sequences."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from pydantic import Field
 from headrace.core.config_base import (
     ConfigPart,
     DataType,
+    Dimension,
     Duration,
     Flag,
     Int32,
     Number,
     PositiveCount,
     Problem,
+    Text,
     one_of,
     option,
 )
-from headrace.core.tensor_config import ModelInput, TensorName
+from headrace.core.tensor_config import ModelInput, ModelOutput, TensorName
 
 DEFAULT_IDLE_US = 1_000_000
 """Idle time of a sequence in microseconds, as in Triton."""
@@ -98,6 +100,76 @@ class ControlInput(ConfigPart):
             yield Problem(("control",), message, "write one control, and a control_input for each further one")
 
 
+class InitialState(ConfigPart):
+    """Value of a state at the START of a sequence."""
+
+    name: Text = option("", "Informative only.")
+    data_type: DataType = option("", "Element type; that of the state.")
+    dims: tuple[Dimension, ...] = option((), "Shape without the batch dimension, without free sizes.")
+    zero_data: Flag = option(False, "Use zeros, or empty texts, as without `initial_state`.")
+    data_file: Text = option("", "Use the raw values of this file in the folder `initial_state/` of the model.")
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.zero_data == bool(self.data_file):
+            message = f"initial_state has {'two kinds of' if self.zero_data else 'no'} data"
+            yield Problem((), message, "write exactly one of zero_data: true, data_file")
+
+
+class SequenceState(ConfigPart):
+    """A state that the server keeps for each sequence: an output of the model that is an input of the next request."""
+
+    input_name: TensorName = Field(description="Name of the model's input.")
+    output_name: TensorName = Field(description="Name of the model's output.")
+    data_type: DataType = option("", "Element type of both.")
+    dims: tuple[Dimension, ...] = option(
+        (),
+        "Shape of both without the batch dimension; -1 is any size, which may differ from request to request, and is 1 at "
+        "START without `initial_state`.",
+    )
+    initial_state: tuple[InitialState, ...] = option((), "Value at START, at most one; zeros without it.")
+    use_same_buffer_for_input_output: Flag = option(
+        False, "Accepted; the state before a request is kept until the model has returned the next one, in any case."
+    )
+    use_growable_memory: Flag = option(
+        False,
+        "Accepted, with `use_same_buffer_for_input_output`; the memory of a state with free sizes grows in any case.",
+    )
+
+    @property
+    def initial_dims(self) -> tuple[int, ...]:
+        """Shape at START, without the batch dimension."""
+        return self.initial_state[0].dims if self.initial_state else tuple(max(size, 1) for size in self.dims)
+
+    def _problems(self) -> Iterator[Problem]:
+        if not self.data_type:
+            yield Problem(("data_type",), f'state "{self.input_name}" has no data_type', "write that of the model")
+        if self.use_growable_memory and not self.use_same_buffer_for_input_output:
+            message = f'state "{self.input_name}" has use_growable_memory without use_same_buffer_for_input_output'
+            yield Problem(("use_growable_memory",), message, "write both, or none")
+        if len(self.initial_state) > 1:
+            message = f'state "{self.input_name}" has {len(self.initial_state)} initial states, one is allowed'
+            yield Problem(("initial_state",), message, "remove the others")
+        for initial in self.initial_state[:1]:
+            yield from self._initial_problems(initial)
+
+    def _initial_problems(self, initial: InitialState) -> Iterator[Problem]:
+        loc: tuple[str | int, ...] = ("initial_state", 0)
+        if initial.data_type != self.data_type:
+            message = (
+                f"initial_state is {initial.data_type or 'without data_type'}, its state is {self.data_type or 'none'}"
+            )
+            yield Problem((*loc, "data_type"), message, "write the data_type of the state")
+        dims = initial.dims
+        if -1 in dims:
+            message = f"dims {list(dims)} of initial_state leave a size open"
+            yield Problem((*loc, "dims"), message, "write every size")
+        elif len(dims) != len(self.dims) or any(
+            allowed not in (-1, size) for size, allowed in zip(dims, self.dims, strict=True)
+        ):
+            message = f"dims {list(dims)} of initial_state do not match those of the state: {list(self.dims)}"
+            yield Problem((*loc, "dims"), message, "leave out the batch dimension, and repeat every fixed size")
+
+
 class DirectStrategy(ConfigPart):
     """Each sequence has a row of the batch for itself: the number of its slot. There are `max_batch_size` slots."""
 
@@ -129,6 +201,7 @@ class SequenceBatching(ConfigPart):
     control_input: tuple[ControlInput, ...] = option((), "Inputs of the model that the server fills.")
     direct: DirectStrategy | None = option(None, "The strategy direct, which is the default.")
     oldest: OldestStrategy | None = option(None, "The strategy oldest.")
+    state: tuple[SequenceState, ...] = option((), "States that the server keeps between the requests of a sequence.")
 
     def _problems(self) -> Iterator[Problem]:
         if self.direct is not None and self.oldest is not None:
@@ -144,6 +217,20 @@ class SequenceBatching(ConfigPart):
                 yield Problem((*loc, "control"), f"two control inputs are {kind}, one is allowed", "remove one of them")
             kinds.add(kind)
             names.add(part.name)
+        yield from self._state_problems(names)
+
+    def _state_problems(self, names: set[str]) -> Iterator[Problem]:
+        """Return the problems of states with each other, and with the control inputs `names`."""
+        inputs, outputs = set(names), set[str]()
+        for index, state in enumerate(self.state):
+            for field, name, earlier in (
+                ("input_name", state.input_name, inputs),
+                ("output_name", state.output_name, outputs),
+            ):
+                if name in earlier:
+                    message = f'{field} "{name}" of a state is the tensor of another state or control_input'
+                    yield Problem(("state", index, field), message, "give each its own tensor of the model")
+                earlier.add(name)
 
 
 def sequence_problems(
@@ -172,6 +259,11 @@ def sequence_problems(
             message = f'control_input "{part.name}" is an input that requests have'
             loc = ("sequence_batching", "control_input", index, "name")
             yield Problem(loc, message, "remove it from input: the server fills it")
+    for index, state in enumerate(sequences.state):
+        if state.input_name in names:
+            message = f'state "{state.input_name}" is an input that requests have'
+            loc = ("sequence_batching", "state", index, "input_name")
+            yield Problem(loc, message, "remove it from input: the server fills it")
     for index, rows in enumerate(() if sequences.oldest is None else sequences.oldest.preferred_batch_size):
         if max_batch is not None and rows > max_batch:
             loc = ("sequence_batching", "oldest", "preferred_batch_size", index)
@@ -185,4 +277,13 @@ def control_inputs(sequences: SequenceBatching | None) -> tuple[ModelInput, ...]
         return ()
     return tuple(
         ModelInput(name=part.name, data_type=part.control[0].tensor_type, dims=(1,)) for part in sequences.control_input
+    )
+
+
+def state_tensors(sequences: SequenceBatching | None) -> tuple[tuple[ModelInput, ...], tuple[ModelOutput, ...]]:
+    """Return the inputs and the outputs of the model that are states; () each without sequences."""
+    states = () if sequences is None else sequences.state
+    return (
+        tuple(ModelInput(name=state.input_name, data_type=state.data_type, dims=state.dims) for state in states),
+        tuple(ModelOutput(name=state.output_name, data_type=state.data_type, dims=state.dims) for state in states),
     )

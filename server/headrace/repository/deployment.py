@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from headrace.config.documents import Document, refuse, to_triton_json
-from headrace.config.model_folder import ModelFolder, filename_problem, read_model_folder, served_versions
+from headrace.config.model_folder import DATA_FOLDERS, ModelFolder, filename_problem, read_model_folder, served_versions
 from headrace.config.serving_plan import ServingPlan, requests_tensorrt, sample_fingerprints
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, ConfigError, HeadraceError, TooLarge, Unavailable
@@ -84,12 +84,12 @@ def _check_path(path: str, labels: set[str]) -> None:
         raise BadRequest(
             f"Invalid file path: parameter {parameter} is not a plain relative path: write one such as 'file:1/model.onnx'"
         )
-    if len(parts) > 1 and (_VERSION.fullmatch(parts[0]) or parts[0] == "warmup"):
+    if len(parts) > 1 and (_VERSION.fullmatch(parts[0]) or parts[0] in DATA_FOLDERS):
         return
     if path not in labels:
         raise BadRequest(
-            f"parameter {parameter} is not a file of a version: send 'file:<version>/<name>', 'file:warmup/<name>', or a "
-            "file that the configuration names as label_filename"
+            f"parameter {parameter} is not a file of a version: send 'file:<version>/<name>', 'file:warmup/<name>', "
+            "'file:initial_state/<name>', or a file that the configuration names as label_filename"
         )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headrace.config.documents import refuse
 from headrace.config.manifest import LAYERS_FILE, RECIPE_FILE, STAMP_FILE, is_artefact_name
-from headrace.config.model_folder import CONFIG_FILES, SOURCE
+from headrace.config.model_folder import CONFIG_FILES, DATA_FOLDERS, SOURCE
 from headrace.config.onnx_model import external_files
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import name_problem
@@ -395,11 +395,11 @@ def _is_built(name: str) -> bool:
 
 
 def fingerprint_model(path: Path) -> Fingerprint:
-    """Fingerprint a model's folder: its own files, and everything in the version folders and the warm-up folder.
+    """Fingerprint a model's folder: its own files, and everything in the folders of versions and data.
 
     A folder that cannot be read gives `ABSENT`.
     """
-    below = [entry for entry in _folders(path) if entry.name.isdecimal() or entry.name == "warmup"]
+    below = [entry for entry in _folders(path) if entry.name.isdecimal() or entry.name in DATA_FOLDERS]
     return _fingerprint((path, "", 0), *((entry, entry.name + "/", _MAX_DEPTH) for entry in below))
 
 

@@ -94,7 +94,7 @@ def check_tensors(model: TensorRtModel | IsolatedModel, config: ModelConfig, fil
         ConfigError: tensors are missing or have another type or shape; lists all of them.
     """
     findings: list[Finding] = []
-    inputs, outputs, batched = config.model_input, config.output, config.max_batch_size > 0
+    inputs, outputs, batched = config.model_input, config.model_output, config.max_batch_size > 0
     if is_ragged(config):
         inputs, outputs, batched = joined_inputs(config), joined_outputs(config), False
     for side, declared, tensors in (("input", inputs, model.inputs), ("output", outputs, model.outputs)):

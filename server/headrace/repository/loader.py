@@ -55,7 +55,7 @@ from headrace.repository.load_ahead import LoadAhead
 from headrace.repository.model_calls import ModelCalls
 from headrace.repository.python_completion import complete_python
 from headrace.repository.python_models import Interpreters, folder_digest, open_python_model
-from headrace.repository.sequence_policy import sequence_policy
+from headrace.repository.sequence_policy import sequence_policy, state_tensors
 from headrace.repository.warmup import (
     NO_LATENCIES,
     LatencyFile,
@@ -184,7 +184,7 @@ def isolated(runtime: str, config: ModelConfig) -> IsolatedBackend:
 
 def _batch_bytes(config: ModelConfig) -> int:
     """Return the bytes of inputs and outputs of the largest batch; a free dimension counts as 1, a BYTES element as 8 bytes."""
-    tensors: list[ModelInput | ModelOutput] = [*config.model_input, *config.output]
+    tensors: list[ModelInput | ModelOutput] = [*config.model_input, *config.model_output]
     row_bytes = sum(
         BY_CONFIG_NAME[tensor.data_type].dtype.itemsize * math.prod(max(size, 1) for size in tensor.dims)
         for tensor in tensors
@@ -342,11 +342,13 @@ class Loader:
 
     def _load(self, folder: ModelFolder, version: int, plan: ServingPlan) -> ModelHandle:
         config, begun_ns = folder.config, self.gpu_model_cache.clock()
-        warmups = make_warmups(config, folder.path)
+        warmups, states = make_warmups(config, folder.path), state_tensors(config, folder.path)
         check_engine(plan, config)
         file_id = _file_id(plan.file)
         model = self._open(folder, version, plan)
         policy = handle_policy(config, on_gpu=bool(model.devices))
+        if policy.sequences is not None:
+            policy = replace(policy, sequences=replace(policy.sequences, states=states))
         if plan.runtime in PYTHON_RUNTIMES:
             max_rows = min(policy.batch.max_rows, MAX_MEMBERS)
             policy = replace(policy, by_member=True, batch=replace(policy.batch, max_rows=max_rows))
@@ -756,8 +758,9 @@ class _AccountedModel:
     def execution(self, index: int) -> Execution:
         execution = self.inner.execution(index)
         sequences = sequence_policy(self.config, 1)
-        if sequences is not None and sequences.controls:
-            execution = ControlledExecution(execution, sequences.controls, self.config.max_batch_size > 0)
+        if sequences is not None and (sequences.controls or sequences.states):
+            batched = self.config.max_batch_size > 0
+            execution = ControlledExecution(execution, sequences.controls, batched, sequences.states)
         return self.steps.around(_reshaped(execution, self.config))
 
     def close(self) -> None:

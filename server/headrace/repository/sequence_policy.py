@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from headrace_model.protocol import MAX_MEMBERS
 
+from headrace.config.model_folder import INITIAL_STATE_FOLDER
 from headrace.core.clock import NS_PER_US
 from headrace.core.model_config import ModelConfig
-from headrace.core.sequence_config import DEFAULT_IDLE_US, ControlInput, DirectStrategy
+from headrace.core.sequence_config import DEFAULT_IDLE_US, ControlInput, DirectStrategy, SequenceState
 from headrace.core.tensor import BY_CONFIG_NAME
-from headrace.scheduling.policy import ControlTensor, SequencePolicy
+from headrace.repository.data_files import read_values, zeros
+from headrace.scheduling.policy import ControlTensor, SequencePolicy, StateTensor
 
 
 def sequence_policy(config: ModelConfig, max_rows: int) -> SequencePolicy | None:
-    """Return the rules of a model with sequences; None for any other.
+    """Return the rules of a model with sequences; None for any other. All states are zeros at START: see `state_tensors`.
 
     Args:
         config: complete configuration.
@@ -33,7 +38,37 @@ def sequence_policy(config: ModelConfig, max_rows: int) -> SequencePolicy | None
         preferred_rows=() if oldest is None else tuple(sorted(oldest.preferred_batch_size)),
         min_utilization=direct.minimum_slot_utilization if oldest is None else 0.0,
         controls=tuple(_control_tensor(part) for part in sequences.control_input),
+        states=tuple(_state_tensor(part, config) for part in sequences.state),
     )
+
+
+def state_tensors(config: ModelConfig, folder: Path) -> tuple[StateTensor, ...]:
+    """Return the states of a model, with the initial values of the files in its folder.
+
+    Args:
+        config: complete configuration.
+        folder: the model's folder.
+
+    Raises:
+        ConfigError: a file cannot be read, or has changed since `initial_state_problems` checked it.
+    """
+    states = []
+    for part in () if config.sequence_batching is None else config.sequence_batching.state:
+        state, dims = _state_tensor(part, config), part.initial_dims
+        file = part.initial_state[0].data_file if part.initial_state else ""
+        if file:
+            state = replace(
+                state, initial=read_values(folder / INITIAL_STATE_FOLDER / file, state.datatype, dims, dims)
+            )
+        states.append(state)
+    return tuple(states)
+
+
+def _state_tensor(part: SequenceState, config: ModelConfig) -> StateTensor:
+    datatype = BY_CONFIG_NAME[part.data_type]
+    is_output = any(tensor.name == part.output_name for tensor in config.output)
+    initial = zeros(datatype, part.initial_dims)
+    return StateTensor(part.input_name, part.output_name, datatype, part.dims, initial, is_output)
 
 
 def _control_tensor(part: ControlInput) -> ControlTensor:

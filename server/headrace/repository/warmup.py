@@ -2,7 +2,7 @@
 
 Warm-up requests are `model_warmup` of the configuration. The fields are those of Triton's published message
 `ModelWarmup`. A data file has the values of one row, which is repeated for every row of the batch; here it may also
-have all rows. A BYTES element is its length in four bytes, little-endian, and its bytes.
+have all rows (`headrace.repository.data_files`).
 
 Latency tables are stored in the state folder across restarts.
 """
@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,16 +26,17 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from headrace.backends.base import Execution, ExecutionLost, LoadedModel, find_inner
-from headrace.config.documents import open_regular_file, refuse
+from headrace.config.documents import open_regular_file
 from headrace.config.files import is_temporary, write_durably
 from headrace.config.manifest import Machine, onnxruntime_machine, usable_cores
-from headrace.config.model_folder import FOLDER, MAX_INPUT_BYTES, feed_dims
+from headrace.config.model_folder import FOLDER, feed_dims
 from headrace.config.ragged_rules import is_ragged
 from headrace.config.serving_plan import CUDA_RUNTIME, PYTHON_RUNTIMES
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BF16, BY_CONFIG_NAME, BYTES, Array, Datatype
 from headrace.core.tensor_config import ModelInput, WarmupInput
+from headrace.repository.data_files import read_values, zeros
 from headrace.scheduling.assembly import BatchLayout, Staging
 from headrace.scheduling.latency_table import LatencyTable, MeasuredTimes
 
@@ -113,13 +113,8 @@ def _data(feed: WarmupInput, tensor: ModelInput, rows: int, folder: Path) -> Arr
     dims = feed_dims(feed, tensor)
     shape = (rows, *dims) if rows else dims
     if feed.input_data_file:
-        return _from_file(folder / FOLDER / feed.input_data_file, kind, shape, dims)
-    return _random(kind, shape) if feed.random_data else _zeros(kind, shape)
-
-
-def _zeros(kind: Datatype, shape: tuple[int, ...]) -> Array:
-    zeros: Array = np.full(shape, b"", dtype=object) if kind is BYTES else np.zeros(shape, kind.dtype)
-    return zeros
+        return read_values(folder / FOLDER / feed.input_data_file, kind, shape, dims)
+    return _random(kind, shape) if feed.random_data else zeros(kind, shape)
 
 
 def _random(kind: Datatype, shape: tuple[int, ...]) -> Array:
@@ -137,49 +132,6 @@ def _random(kind: Datatype, shape: tuple[int, ...]) -> Array:
         values = rng.random(shape, np.float32).astype(kind.dtype)
     else:
         values = rng.integers(0, 2, shape).astype(kind.dtype)
-    return values
-
-
-def _from_file(path: Path, kind: Datatype, shape: tuple[int, ...], dims: tuple[int, ...]) -> Array:
-    name = f"{path.parent.parent.name}/{FOLDER}/{path.name}"
-    try:
-        with open_regular_file(path) as stream:
-            content = stream.read(MAX_INPUT_BYTES + 1)
-    except OSError as error:
-        raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
-    values = _texts(content, name) if kind is BYTES else _numbers(content, kind, name)
-    if values.size == math.prod(shape):
-        return values.reshape(shape)
-    if values.size != math.prod(dims):
-        message = f"has {values.size} elements, one row takes {math.prod(dims)}"
-        raise refuse(name, None, message, "write the values of one row, or those of all rows")
-    return np.ascontiguousarray(np.broadcast_to(values.reshape(dims), shape))
-
-
-def _numbers(content: bytes, kind: Datatype, name: str) -> Array:
-    if len(content) % kind.size_bytes:
-        raise refuse(
-            name,
-            None,
-            f"has {len(content)} bytes, not a multiple of {kind.size_bytes} ({kind.name})",
-            "write raw values",
-        )
-    values: Array = np.frombuffer(content, kind.dtype).copy()
-    return values
-
-
-def _texts(content: bytes, name: str) -> Array:
-    texts: list[bytes] = []
-    offset = 0
-    while offset < len(content):
-        length = struct.unpack_from("<I", content, offset)[0] if offset + 4 <= len(content) else len(content)
-        if offset + 4 + length > len(content):
-            cure = "write the length of every element in four bytes, little-endian, in front of it"
-            raise refuse(name, None, f"ends within the element that begins at byte {offset}", cure)
-        texts.append(content[offset + 4 : offset + 4 + length])
-        offset += 4 + length
-    values = np.empty(len(texts), dtype=object)
-    values[:] = texts
     return values
 
 

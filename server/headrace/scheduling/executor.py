@@ -334,8 +334,13 @@ class BatchResults:
             admission.record_batch(batch_rows, self.latency_table.estimate_ns(batch_rows, instances), busy_ns)
             admission.learn([entry for entry in answered if entry.counts_as_request], split_ns)
 
-    def failed(self, batch: Batch, error: Exception) -> list[Batch]:
+    def failed(self, batch: Batch, error: Exception, with_cancelled: bool = False) -> list[Batch]:
         """Settle the only request of a failed batch with the error; of several requests, one may have failed all.
+
+        Args:
+            batch: the batch.
+            error: error of the backend.
+            with_cancelled: return also the requests that were cancelled meanwhile.
 
         Returns:
             The requests to run again one by one.
@@ -350,7 +355,7 @@ class BatchResults:
             return [
                 Batch([entry], batch.reason, batch.taken_ns, entry.rows)
                 for entry in entries
-                if not entry.completion.is_settled
+                if with_cancelled or not entry.completion.is_settled
             ]
         self.give_up(entries, _failure(error))
         return []
@@ -487,9 +492,11 @@ class SerialRunner:
         clock: returns monotonic nanoseconds.
         inline_gate: decides which requests run on the event loop; None for none.
         asynchronous: see `headrace.scheduling.scheduler.InlineDispatch`.
+        runs_cancelled: run requests again that were cancelled while their batch failed.
     """
 
     asynchronous = False
+    runs_cancelled = False
 
     execution: Execution
     scheduler: Scheduler
@@ -611,8 +618,8 @@ class SerialRunner:
             if self._members is not None:
                 self.batch_results.failed_all(batch, error)
                 return
-            for retry in self.batch_results.failed(batch, error):
-                if retry.drop_settled():
+            for retry in self.batch_results.failed(batch, error, self.runs_cancelled):
+                if self.runs_cancelled or retry.drop_settled():
                     retry.taken_ns = self.clock()
                     self.execute(retry)
             return

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from headrace.core.quota import Quota
-from headrace.core.tensor import Datatype, PaddedInputs
+from headrace.core.tensor import Array, Datatype, PaddedInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,26 @@ class ControlTensor:
     true: float = 1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StateTensor:
+    """A state of each sequence: an output of the model that is an input of the sequence's next request.
+
+    Attributes:
+        input_name, output_name: names of the model's tensors, of shape (rows, *dims), or dims without a batch dimension.
+        datatype: datatype of both.
+        dims: shape of a row; -1 for sizes that may change with each request.
+        initial: value at START, of a shape that fits `dims`.
+        is_output: clients read it, too.
+    """
+
+    input_name: str
+    output_name: str
+    datatype: Datatype
+    dims: tuple[int, ...]
+    initial: Array
+    is_output: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class SequencePolicy:
     """Rules of a model whose requests belong to sequences.
@@ -162,6 +182,7 @@ class SequencePolicy:
         preferred_rows: batch sizes that run at once, of the strategy "oldest".
         min_utilization: share of the slots, 0 to 1, from which a batch of the strategy "direct" does not wait.
         controls: inputs that the server fills.
+        states: states that the server keeps.
     """
 
     slots: int
@@ -172,6 +193,7 @@ class SequencePolicy:
     preferred_rows: tuple[int, ...] = ()
     min_utilization: float = 0.0
     controls: tuple[ControlTensor, ...] = ()
+    states: tuple[StateTensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

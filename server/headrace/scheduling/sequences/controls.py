@@ -1,6 +1,6 @@
 """Control tensors: the inputs by which the server describes the sequence of each row to the model.
 
-`ControlledExecution` adds them to the runs that have none: warm-up and the measurement of latencies.
+`ControlledExecution` adds them, and the states, to the runs that have none: warm-up and the measurement of latencies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.backends.base import (
 )
 from headrace.core.errors import BadRequest
 from headrace.core.tensor import BYTES, Array
-from headrace.scheduling.policy import ControlTensor
+from headrace.scheduling.policy import ControlTensor, StateTensor
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.sequences.table import CorrelationId, SequenceEntry
 
@@ -90,17 +90,26 @@ def max_number(controls: Sequence[ControlTensor]) -> int:
 
 
 class ControlledExecution(WrappedExecution):
-    """Adds the control tensors of rows that are not ready to inputs without them.
+    """Adds the control tensors of rows that are not ready, and initial states, to inputs without them.
 
     Args:
         inner: the wrapped execution.
         controls: control tensors of the model.
         batched: True if the first dimension is the batch.
+        states: states that the server keeps.
     """
 
-    def __init__(self, inner: Execution, controls: Sequence[ControlTensor], batched: bool) -> None:
+    def __init__(
+        self,
+        inner: Execution,
+        controls: Sequence[ControlTensor],
+        batched: bool,
+        states: Sequence[StateTensor] = (),
+    ) -> None:
         super().__init__(inner)
         self._controls = controls
+        self._states = states
+        self._added = (*(control.name for control in controls), *(state.input_name for state in states))
         self._batched = batched
         self.depth = 1  # a request of a sequence must not start before the one before it has ended
         self.by_member = runs_by_member(inner)
@@ -123,11 +132,16 @@ class ControlledExecution(WrappedExecution):
         return self._inner.batch_arrays(like, rows) if has_batch_memory(self._inner) else {}
 
     def _completed(self, inputs: dict[str, Array]) -> dict[str, Array]:
-        if all(control.name in inputs for control in self._controls):
+        if all(name in inputs for name in self._added):
             return inputs
         rows = next(iter(inputs.values())).shape[0] if self._batched else 1
         missing = [control for control in self._controls if control.name not in inputs]
-        return {**inputs, **{each.name: control_rows(each, [None] * rows, self._batched) for each in missing}}
+        completed = {**inputs, **{each.name: control_rows(each, [None] * rows, self._batched) for each in missing}}
+        for state in self._states:
+            if state.input_name not in inputs:
+                initial = state.initial
+                completed[state.input_name] = np.repeat(initial[np.newaxis], rows, axis=0) if self._batched else initial
+        return completed
 
     def _members(self) -> MemberExecution:
         if not runs_by_member(self._inner):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch
 from headrace.scheduling.sequences.controls import control_rows
 from headrace.scheduling.sequences.scheduler import SequenceScheduler
+from headrace.scheduling.sequences.state import BatchSlots, HostStates, SlotStates
 from headrace.scheduling.sequences.table import SequenceEntry
 
 _DIED = "the instance that has its state died"
@@ -43,6 +44,9 @@ class SequenceRunner(SerialRunner):
 
     A request that is cancelled while its batch runs is computed all the same: the state of its sequence has it.
 
+    Attributes:
+        runs_cancelled: True.
+
     Args:
         index: index of the instance.
         execution: the loaded model.
@@ -52,6 +56,8 @@ class SequenceRunner(SerialRunner):
         batch_results: settles the requests of batches.
         clock: returns monotonic nanoseconds.
     """
+
+    runs_cancelled = True
 
     def __init__(
         self,
@@ -69,6 +75,9 @@ class SequenceRunner(SerialRunner):
         self._spec = spec
         self._batched = spec.max_batch_size > 0
         self._state = find_state(execution)
+        self._states: SlotStates | None = None
+        if policy.states:
+            self._states = HostStates(policy.states, policy.slots, self._batched, spec.name)
 
     def serve(self) -> None:
         """Run batches until the scheduler is closed and empty; the sequences of the instance end with it."""
@@ -94,10 +103,30 @@ class SequenceRunner(SerialRunner):
         self._running = batch
         self.batch_results.begin(self)
         try:
-            self.execute(batch)
+            if self._states is None:
+                self.execute(batch)
+            else:
+                self._run_with_states(batch, self._states)
         finally:
             self.batch_results.busy_runners.discard(self)
         self._running = None
+
+    def _run_with_states(self, batch: Batch, states: SlotStates) -> None:
+        """Run the requests of a batch whose states have equal shapes together."""
+        groups: dict[Hashable, list[Entry]] = {}
+        for entry in batch.entries:
+            assert isinstance(entry, SequenceEntry), "a model with sequences queues their requests only"
+            if entry.is_start:
+                states.reset(entry.slot)
+            groups.setdefault(states.key(entry.slot), []).append(entry)
+        if len(groups) == 1:
+            self.execute(batch)
+        else:
+            for entries in groups.values():
+                self.execute(Batch(entries, batch.reason, self.clock(), len(entries)))
+        for entry in batch.entries:
+            if isinstance(entry, SequenceEntry) and entry.is_end:
+                states.release(entry.slot)
 
     def _run(self, batch: Batch) -> tuple[BatchTimes, Sequence[MemberResult]]:
         if self._members is not None:
@@ -106,10 +135,16 @@ class SequenceRunner(SerialRunner):
             return self._run_members(self._members, batch)
         rows = self._rows(batch.entries)
         inputs = self._stack(rows) | self._controls(rows)
+        states, slots = self._states, None
+        if states is not None:
+            slots = self._slots(rows)
+            inputs |= states.load(slots)
         assembled_ns = self.clock()
         outputs = self.execution.run(inputs)
         computed_ns = self.clock()
         self.batch_results.check.check(outputs, len(rows))
+        if states is not None and slots is not None:
+            states.save(outputs, slots)
         if self._batched:
             positions = {id(entry): row for row, entry in enumerate(rows) if entry is not None}
             results: list[MemberResult] = []
@@ -117,15 +152,22 @@ class SequenceRunner(SerialRunner):
                 row = positions[id(entry)]
                 results.append({name: outputs[name][row : row + 1] for name in self.batch_results.check.names})
         else:
-            results = [outputs]
+            results = [{name: outputs[name] for name in self.batch_results.check.names}]
         return BatchTimes(batch.taken_ns, assembled_ns, computed_ns, self.clock()), results
 
     def _rows(self, entries: Sequence[Entry]) -> list[Entry | None]:
         """Return the request of each row: that of its slot for the strategy "direct", else in the order of arrival."""
         if not self._policy.is_direct or not self._batched:
-            return list(entries)
+            # States of neighbouring slots are read in place.
+            return list(entries) if self._states is None else sorted(entries, key=_slot)
         by_slot = {entry.slot: entry for entry in entries if isinstance(entry, SequenceEntry)}
         return [by_slot.get(slot) for slot in range(max(by_slot) + 1)]
+
+    def _slots(self, rows: Sequence[Entry | None]) -> BatchSlots:
+        """Return the slot of each row: with the strategy "direct" its index, also without a request."""
+        ready = [row for row, entry in enumerate(rows) if entry is not None]
+        is_by_slot = self._policy.is_direct and self._batched
+        return BatchSlots(range(len(rows)) if is_by_slot else [_slot(entry) for entry in rows], ready)
 
     def _stack(self, rows: Sequence[Entry | None]) -> dict[str, Array]:
         """Return the inputs of a batch; rows without a request are zeros, or empty texts."""
@@ -144,3 +186,8 @@ class SequenceRunner(SerialRunner):
 
     def _controls(self, rows: Sequence[Entry | None]) -> dict[str, Array]:
         return {control.name: control_rows(control, rows, self._batched) for control in self._policy.controls}
+
+
+def _slot(entry: Entry | None) -> int:
+    assert isinstance(entry, SequenceEntry), "a row of a sequence has its request"
+    return entry.slot

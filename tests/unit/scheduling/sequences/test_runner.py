@@ -52,7 +52,7 @@ class Results:
         for entry, outputs in zip(batch.entries, results, strict=True):  # type: ignore[attr-defined, call-overload]
             entry.completion.settle(InferResponse(outputs))
 
-    def failed(self, batch: object, error: Exception) -> list[object]:
+    def failed(self, batch: object, error: Exception, _with_cancelled: bool = False) -> list[object]:
         for entry in batch.entries:  # type: ignore[attr-defined]
             entry.completion.settle(error)
         return []
