@@ -57,10 +57,7 @@ class SequenceScheduler(Scheduler):
 
     def enqueue(self, entries: Sequence[Entry], at_once: bool = False) -> None:
         """Queue the entry of one request of a sequence; raises as `SequenceTable.add`. `at_once` has no effect."""
-        self._add(entries)
-        with self._lock:
-            waking, self._waking = self._waking, True
-        if not waking:
+        if not self._add(entries):
             self._defer(self._wake_instances)
 
     def run(self, entries: Sequence[Entry], caller_waits: bool) -> None:
@@ -68,16 +65,21 @@ class SequenceScheduler(Scheduler):
         self._add(entries)
         self._wake_instances()
 
-    def _add(self, entries: Sequence[Entry]) -> None:
+    def _add(self, entries: Sequence[Entry]) -> bool:
+        """Queue the entry of one request; returns True if the instances will be woken by an earlier call."""
         (entry,) = entries
         assert isinstance(entry, SequenceEntry), "a model with sequences queues their requests only"
+        table = self._table
         try:
             with self._lock:
                 if self._closed:
                     raise self._failure or Unavailable(_UNLOADING)
-                self._table.add(entry, self._clock())
+                table.add(entry, self._clock())
+                waking, self._waking = self._waking, True
+                return waking
         finally:
-            self._settle()
+            if table.refused or table.ended:
+                self._settle()
 
     def discard(self, entry: Entry) -> None:
         """End the sequence of a queued request that was cancelled or timed out; a no-op once the request runs."""

@@ -233,7 +233,8 @@ class SequenceTable:
             Overloaded: the queue is full; the sequence is as before.
             Unavailable: the version is being unloaded, and the request would start a sequence.
         """
-        self.expire(now_ns)
+        if self._idle:
+            self.expire(now_ns)
         sequence = self._sequences.get(entry.correlation_id)
         if entry.is_start:
             if self.is_draining:
