@@ -10,6 +10,7 @@ import numpy as np
 from headrace.backends.base import Execution, MemberResult
 from headrace.core.clock import Clock
 from headrace.core.request import BatchTimes
+from headrace.core.sequence_state import BatchSlots, SlotStates
 from headrace.core.tensor import BYTES, Array, ModelSpec
 from headrace.scheduling.executor import BatchResults, SerialRunner
 from headrace.scheduling.policy import SequencePolicy
@@ -17,7 +18,7 @@ from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch
 from headrace.scheduling.sequences.controls import control_rows
 from headrace.scheduling.sequences.scheduler import SequenceScheduler
-from headrace.scheduling.sequences.state import BatchSlots, HostStates, SlotStates
+from headrace.scheduling.sequences.state import HostStates, find_slot_states
 from headrace.scheduling.sequences.table import SequenceEntry
 
 _DIED = "the instance that has its state died"
@@ -77,7 +78,9 @@ class SequenceRunner(SerialRunner):
         self._state = find_state(execution)
         self._states: SlotStates | None = None
         if policy.states:
-            self._states = HostStates(policy.states, policy.slots, self._batched, spec.name)
+            self._states = find_slot_states(execution)
+            if self._states is None:
+                self._states = HostStates(policy.states, policy.slots, self._batched, spec.name)
 
     def serve(self) -> None:
         """Run batches until the scheduler is closed and empty; the sequences of the instance end with it."""

@@ -7,14 +7,15 @@ import pytest
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import Cancelled, HeadraceError
 from headrace.core.request import InferRequest, InferResponse
+from headrace.core.sequence_state import BatchSlots, StateTensor
 from headrace.core.tensor import BY_NAME
 from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.executor import OutputMismatch
-from headrace.scheduling.policy import SequencePolicy, StateTensor
+from headrace.scheduling.policy import SequencePolicy
 from headrace.scheduling.scheduler import Batch
 from headrace.scheduling.sequences.controls import ControlledExecution
 from headrace.scheduling.sequences.runner import SequenceRunner
-from headrace.scheduling.sequences.state import BatchSlots, HostStates
+from headrace.scheduling.sequences.state import HostStates
 from headrace.scheduling.sequences.table import SequenceEntry
 
 from tests.support.virtual_states import Results, loaded, spec, state_tensors
