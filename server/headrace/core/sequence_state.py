@@ -63,13 +63,19 @@ class BatchSlots(NamedTuple):
 
 
 class SlotStates(Protocol):
-    """States of the sequences of one instance by slot; used by its thread."""
+    """States of the sequences of one instance by slot; used by its thread.
+
+    Attributes:
+        live: slots between `reset` and `release`, whose states a batch without them must not change.
+    """
+
+    live: set[int]
 
     def reset(self, slot: int) -> None:
         """Set the states of a slot to their initial values: a sequence starts there."""
 
     def release(self, slot: int) -> None:
-        """The sequence of a slot has ended. States of sequences that end otherwise stay until the next `reset`."""
+        """The sequence of a slot has ended."""
 
     def key(self, slot: int) -> Hashable:
         """Return the key of a slot's states: only sequences of equal keys share a batch."""

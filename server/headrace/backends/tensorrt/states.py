@@ -134,6 +134,7 @@ class DeviceStates:
         on_device: makes the GPU current.
 
     Attributes:
+        live: slots with states.
         buffer_slot: index of the buffer slot in which the next batch runs.
     """
 
@@ -147,7 +148,7 @@ class DeviceStates:
         self._slots = 0 if self._is_direct else plan_states.slots
         self._states = [_StateBuffers(state, allocator) for state in plan_states.tensors]
         self._on_device = on_device
-        self._live: set[int] = set()  # slots whose states are in use, or were: a sequence may end unseen
+        self.live: set[int] = set()
         self._client_outputs: Sequence[Mapping[str, int]] = ()
         self.buffer_slot = 0
 
@@ -188,14 +189,14 @@ class DeviceStates:
 
     def reset(self, slot: int) -> None:
         """Queue copies of the initial values to the states of a slot."""
-        self._live.add(slot)
+        self.live.add(slot)
         with self._on_device:
             for each in self._states:
                 each.copy(self._current(each), slot, each.initial.address, 0, 1, self._stream)
 
     def release(self, slot: int) -> None:
         """The sequence of a slot has ended."""
-        self._live.discard(slot)
+        self.live.discard(slot)
 
     def key(self, slot: int) -> Hashable:
         """Return None: all states have constant shapes."""
@@ -231,7 +232,7 @@ class DeviceStates:
 
     def _swap(self, rows: BatchSlots) -> None:
         """Read from the buffers that the batch has written; first complete them."""
-        kept = sorted(self._live - rows.ready_slots)
+        kept = sorted(self.live - rows.ready_slots)
         for each in self._states:
             before, after = each.pair[self.buffer_slot].address, each.pair[1 - self.buffer_slot].address
             if each.state.is_output:

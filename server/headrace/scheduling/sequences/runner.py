@@ -116,6 +116,7 @@ class SequenceRunner(SerialRunner):
 
     def _run_with_states(self, batch: Batch, states: SlotStates) -> None:
         """Run the requests of a batch whose states have equal shapes together."""
+        _release_ended(states, batch.entries[0])
         groups: dict[Hashable, list[Entry]] = {}
         for entry in batch.entries:
             assert isinstance(entry, SequenceEntry), "a model with sequences queues their requests only"
@@ -189,6 +190,17 @@ class SequenceRunner(SerialRunner):
 
     def _controls(self, rows: Sequence[Entry | None]) -> dict[str, Array]:
         return {control.name: control_rows(control, rows, self._batched) for control in self._policy.controls}
+
+
+def _release_ended(states: SlotStates, entry: Entry) -> None:
+    """Release the states of sequences that have ended without an END; `entry` is of a batch of the instance.
+
+    The slots are read without the lock of the scheduler: a free slot gets a sequence whose first request resets its states.
+    """
+    instance = entry.sequence.instance if isinstance(entry, SequenceEntry) and entry.sequence is not None else None
+    if instance is not None and len(states.live) > instance.used:
+        for slot in [each for each in states.live if instance.sequences[each] is None]:
+            states.release(slot)
 
 
 def _slot(entry: Entry | None) -> int:

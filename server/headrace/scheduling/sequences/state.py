@@ -113,23 +113,26 @@ class HostStates:
         slots: number of slots of the instance.
         batched: True if the first dimension of the model's tensors is the batch.
         model: name of the model, for errors.
+
+    Attributes:
+        live: slots with states.
     """
 
     def __init__(self, states: Sequence[StateTensor], slots: int, batched: bool, model: str) -> None:
         self._states = [_FreeState(each, slots) if -1 in each.dims else _FixedState(each, slots) for each in states]
         self._free = [each for each in self._states if isinstance(each, _FreeState)]
         self._batched, self._model = batched, model
-        self._live: set[int] = set()  # slots whose states are in use, or were: a sequence may end unseen
+        self.live: set[int] = set()
 
     def reset(self, slot: int) -> None:
         """Set the states of a slot to their initial values."""
-        self._live.add(slot)
+        self.live.add(slot)
         for state in self._states:
             state.reset(slot)
 
     def release(self, slot: int) -> None:
         """The sequence of a slot has ended."""
-        self._live.discard(slot)
+        self.live.discard(slot)
 
     def key(self, slot: int) -> Hashable:
         """Return the shapes of the states of variable size."""
@@ -143,7 +146,7 @@ class HostStates:
     def save(self, outputs: Mapping[str, Array], rows: BatchSlots) -> None:
         """Set the states of the ready rows to the model's outputs."""
         arrays = [self._checked(each.state, outputs, len(rows.slots)) for each in self._states]
-        has_all = rows.slots[0] == 0 and rows.are_neighbours and self._live <= rows.ready_slots
+        has_all = rows.slots[0] == 0 and rows.are_neighbours and self.live <= rows.ready_slots
         for state, array in zip(self._states, arrays, strict=True):
             state.save(array, rows, has_all)
 
