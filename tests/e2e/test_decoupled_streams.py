@@ -232,7 +232,7 @@ def test_a_stream_counts_once(running: Server) -> None:
     until(lambda: counts() == (1, 1))
 
 
-def _settled(read: Any) -> None:
+def settled(read: Any) -> None:
     """Wait until a number stays the same for a second: a stalled reader's model waits by then."""
     last, since = read(), time.monotonic()
     while time.monotonic() - since < 1:
@@ -246,7 +246,7 @@ def test_a_reader_that_stalls_costs_its_buffers(running: Server) -> None:
     before = len(cancelled(running))
     with open_stream(running, {"COUNT": 20_000, "pad": PAD_BYTES}) as connection:
         read_until(connection, b'"NUMBER":0')
-        _settled(lambda: _responses(running))
+        settled(lambda: _responses(running))
     until(lambda: len(cancelled(running)) == before + 1)
     assert cancelled(running)[-1] < STALLED_RESPONSES
 
@@ -304,6 +304,11 @@ def test_the_end_of_the_call_cancels_its_requests(running: Server) -> None:
             next(call)
         call.cancel()
         until(lambda: len(cancelled(running)) == before + 2)
+        # A model that sends nothing: no write of the server fails.
+        call = channel.stream_stream(STREAM)(iter([request("a", 2, delay_ms=60_000).SerializeToString()]), timeout=60)
+        next(call)
+        call.cancel()
+        until(lambda: len(cancelled(running)) == before + 3)
 
 
 def test_a_grpc_client_that_stalls_costs_its_buffers(running: Server) -> None:
@@ -312,7 +317,7 @@ def test_a_grpc_client_that_stalls_costs_its_buffers(running: Server) -> None:
         requests = [request("a", 20_000, pad=PAD_BYTES).SerializeToString()]
         call = channel.stream_stream(STREAM)(iter(requests), timeout=120)
         next(call)
-        _settled(lambda: _responses(running))
+        settled(lambda: _responses(running))
         call.cancel()
         until(lambda: len(cancelled(running)) == before + 1)
     assert cancelled(running)[-1] < STALLED_RESPONSES

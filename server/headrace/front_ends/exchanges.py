@@ -349,10 +349,13 @@ class CallExchange(Exchange):
         self._wake()
 
     def gone(self) -> None:
-        """See `Exchange`; the method is cancelled if it does not wait for a completion."""
+        """See `Exchange`; the method is cancelled if it does not wait for a completion.
+
+        A stream waits for responses after its client has half-closed: nothing of `read` and `write` would end it.
+        """
         waits = self.completion is not None
         super().gone()
-        if not waits and self._task is not None and self._head.path in self._methods.unary:
+        if not waits and self._task is not None:
             self._task.cancel()
         elif self._task is None:
             self._on_ended(self._number)

@@ -29,13 +29,15 @@ from headrace_model.slots import START, Slot, SlotLease
 from headrace.backends.base import BatchMember, LateResult, MemberOutputs, MemberResult, ResponseSink
 from headrace.backends.python.outputs import ResponseOutputs, error_of, is_parameters
 from headrace.core.clock import NS_PER_MS, monotonic_ns
+from headrace.core.completion import Completion
 from headrace.core.errors import BatchLost, HeadraceError, ModelFailed
+from headrace.core.request import InferResponse
 from headrace.core.response_stream import MAX_RESPONSE_BYTES, MAX_RESPONSES
 from headrace.core.tensor import Array
 
 logger = logging.getLogger("headrace.python")
 
-# Cancelled requests are looked for so often while requests are open.
+# Cancelled requests are looked for so often while requests are open: one that is cancelled while its batch begins wakes nothing.
 _POLL_MS = 50
 # Consumed responses, or bytes of them, after which credit is sent without a WANT.
 _CREDIT_AT = MAX_RESPONSES // 4
@@ -160,6 +162,7 @@ class OpenRequests:
         self._batches: dict[int, OpenBatch] = {}
         self._open = 0  # requests without an end, of all batches
         self._wake = -1  # eventfd; wakes the thread
+        self._has_cancelled = False  # a request was settled without its process
         self._thread: threading.Thread | None = None
         self._drained = threading.Event()
 
@@ -174,10 +177,26 @@ class OpenRequests:
                     batch.open[index] = open_member = OpenMember(batch, index, member)
                     if member.sink is not None:
                         member.sink.responses.on_consumed = partial(self._consumed, open_member)
+                        self._watch(member.completion)
             self._batches[number] = batch
             self._open += batch.left
         if self.decoupled:
             self._start()
+
+    def _watch(self, completion: Completion) -> None:
+        """Wake the thread as soon as a request is cancelled, so that its process is notified."""
+        before = completion.after
+
+        def after() -> None:
+            if before is not None:
+                before()
+            if not isinstance(completion.outcome, InferResponse):
+                with self._lock:
+                    self._has_cancelled = True
+                    if self._wake >= 0:
+                        os.eventfd_write(self._wake, 1)
+
+        completion.after = after
 
     def returned(self, number: int, results: list[MemberResult], has_open: bool) -> None:
         """Record that a batch has returned; late results take their places in `results`."""
@@ -325,8 +344,8 @@ class OpenRequests:
                 if socket_fd in ready and not self._read_available():
                     break
                 now_ns = monotonic_ns()
-                if now_ns - passed_ns >= _POLL_MS * NS_PER_MS:
-                    passed_ns = now_ns
+                if self._has_cancelled or now_ns - passed_ns >= _POLL_MS * NS_PER_MS:
+                    passed_ns, self._has_cancelled = now_ns, False
                     self._pass_on()
         except Exception as error:  # anything that foreign code can send
             logger.exception("%s: a response does not follow the protocol", self._name)

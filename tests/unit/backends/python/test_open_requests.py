@@ -332,6 +332,18 @@ def test_the_model_sees_a_cancelled_request(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
+def test_a_cancellation_does_not_wait_for_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.backends.python.open_requests._POLL_MS", 3_600_000)
+
+    async def scenario(client: Client) -> None:
+        completion, stream = client.start(6, 2)
+        await until(lambda: stream.sent == 2)
+        completion.abandon()
+        await until(lambda: is_cancelled(client, 1))
+
+    play(tmp_path, scenario)
+
+
 async def is_cancelled(client: Client, count: int) -> bool:
     return (await client.state())[0][1] == count
 
