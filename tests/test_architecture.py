@@ -66,6 +66,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/pipelines/handle.py": {"ours": PIPELINE_ROOMS, "third": "numpy"},
     "server/headrace/pipelines/run.py": {"ours": PIPELINE_ROOMS, "third": "numpy"},
     "server/headrace/pipelines/row_runs.py": {"ours": PIPELINE_ROOMS, "third": "numpy"},
+    "server/headrace/pipelines/decoupled_run.py": {"ours": PIPELINE_ROOMS},
     "server/headrace/pipelines/step_totals.py": {"ours": "headrace.core headrace.observability.counters"},
     "server/headrace/pipelines/steps": {"ours": PIPELINE_ROOMS, "third": "PIL numpy simplejpeg tokenizers"},
     "server/headrace/caching": {

@@ -57,10 +57,11 @@ def decoupled_problems(config: ModelConfig) -> Iterator[Problem]:
         config: configuration, identity completed.
     """
     loc = ("model_transaction_policy", "decoupled")
-    if not config.is_decoupled:
+    # The steps of a pipeline decide: see headrace.pipelines.decoupled_rules.
+    if not config.is_decoupled or config.kind == "pipeline":
         return
     if config.kind != "python" or config.backend != "python":
-        kind = "a pipeline" if config.kind == "pipeline" else f'a model of the backend "{config.backend}"'
+        kind = f'a model of the backend "{config.backend}"'
         message = f"decoupled is true, and {kind} has one response to a request; Python models have any number"
         yield Problem(loc, message, "remove it, or write the model as model.py with request.get_response_sender()")
     if config.response_cache is not None and config.response_cache.enable:

@@ -170,7 +170,10 @@ LATEST_VERSION = VersionPolicy(latest=LatestVersions())
 class ModelTransactionPolicy(ConfigPart):
     """Number of responses to a request."""
 
-    decoupled: bool = option(False, "`true`: a request has any number of responses. Python models only.")
+    decoupled: bool = option(
+        False,
+        "`true`: a request has any number of responses. Python models only; the steps of a pipeline decide for it.",
+    )
 
 
 _CLIENT = re.compile(CLIENT_PATTERN)

@@ -79,6 +79,11 @@ class ResponseStream:
         """Return the next response; None if there is none now. The request has ended if its completion is woken, too."""
         return self._arrived.popleft() if self._arrived else None
 
+    @property
+    def is_empty(self) -> bool:
+        """True if `take` has no response now."""
+        return not self._arrived
+
     def consumed(self, count: int = 1) -> None:
         """Let the model send more, in place of the `count` oldest responses from `take` that are written or dropped."""
         size_bytes = sum([self._sizes.popleft() for _ in range(count)])

@@ -446,7 +446,8 @@ class _ConvolutionPlugin:
         return clone
 
     def destroy(self) -> None:
-        # Before TensorRT deletes it. The object itself stays (`plugin_class`): only this frees weights on GPU and host.
+        # Before TensorRT deletes it. The binding of 10.6 keeps a reference for each call of `get_capability_interface`, so the
+        # object itself stays: only this frees weights on GPU and host.
         self.convolution = None
         self.refused, self.layer, self.content = True, _NO_LAYER, b""
         self.values = self.fields = self.collection = None
@@ -542,9 +543,5 @@ def plugin_class(trt: Any) -> Any:
             module.IPluginV3OneBuild.__init__(self)
             module.IPluginV3OneRuntime.__init__(self)
             _ConvolutionPlugin.__init__(self, layer, phase, content)
-            # The Python object outlives TensorRT's deletion of the plug-in: each would free the same memory. The binding (10.6 to
-            # 11.4) counts on references that it keeps for each interface that TensorRT reads, but some clones are deleted before.
-            # `destroy` frees what is large.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     return ConvolutionPlugin

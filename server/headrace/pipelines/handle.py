@@ -21,9 +21,11 @@ from headrace.core.errors import (
     Unavailable,
     WouldMiss,
 )
-from headrace.core.request import BatchTimes, InferRequest, InferResponse, ModelLoad, Probe
+from headrace.core.request import BatchTimes, InferRequest, InferResponse, ModelLoad, PipelineStepTimes, Probe
 from headrace.core.tensor import BF16, ModelSpec
 from headrace.observability.counters import Recorder, StepTotal
+from headrace.pipelines.decoupled_rules import DecoupledRoute, changed_step_problem, split_route
+from headrace.pipelines.decoupled_run import DecoupledRun, RunEvents
 from headrace.pipelines.graph import PipelineGraph, Step
 from headrace.pipelines.row_runs import RowRuns
 from headrace.pipelines.run import (
@@ -44,7 +46,7 @@ from headrace.scheduling.instance import WarmUp
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import HandlePolicy
 from headrace.scheduling.queue import FAR_NS
-from headrace.scheduling.version_handle import Prediction, VersionHandle
+from headrace.scheduling.version_handle import Prediction, VersionHandle, decoupled_error
 
 # Sets of requested outputs with a cached route.
 _MAX_ROUTES = 64
@@ -78,6 +80,7 @@ class PipelineHandle(VersionHandle):
         check: compares the pipeline with its models whenever one of them is replaced.
         clock: returns monotonic nanoseconds.
         builtins: its built-in steps, which `members` leases too; owned by the handle, closed with it.
+        decoupled: index of the decoupled step, with which `spec` is decoupled too; None for a pipeline with one response.
 
     Attributes:
         graph: its steps.
@@ -95,9 +98,12 @@ class PipelineHandle(VersionHandle):
         check: CheckSpecs = lambda _specs: (),
         clock: Clock = monotonic_ns,
         builtins: Sequence[VersionHandle] = (),
+        decoupled: int | None = None,
     ) -> None:
         super().__init__(spec, policy, recorder, LatencyTable(), clock)
         self.graph = graph
+        self._decoupled = None if decoupled is None else graph.steps[decoupled]
+        self._decoupled_routes: dict[tuple[str, ...], DecoupledRoute] = {}
         self._builtins = builtins
         called = [each for step in graph.steps for each in ((step.model, step.version), step.fallback_model)]
         self._callees = tuple(dict.fromkeys(each for each in called if any(each)))
@@ -140,8 +146,11 @@ class PipelineHandle(VersionHandle):
             QuotaExceeded: the client exceeded its quota.
             WouldMiss: the predicted completion is after the deadline; names the step that takes the longest.
             Unavailable: a model that the request needs is not served, or no longer fits.
+            Unsupported: the pipeline is decoupled, and the caller takes one response only.
         """
         now_ns = self._clock()
+        if self._decoupled is not None and request.responses is None:
+            raise decoupled_error(self.spec.name)
         if request.deadline_ns and request.deadline_ns <= now_ns:
             raise DeadlineExceeded("the request's deadline had passed before its first step")
         if request.rows > self.spec.max_batch_size > 0:
@@ -157,8 +166,10 @@ class PipelineHandle(VersionHandle):
             self._bind(members)
             due_ns, predicted_ns = self._due_ns(request, route, members, now_ns)
             completion = LoopCompletion(self._mailbox)
-            run: PipelineRun | RowRuns
-            if self.graph.rows_run_alone:
+            run: PipelineRun | RowRuns | DecoupledRun
+            if self._decoupled is not None:
+                run = self._decoupled_run(request, completion, route, members, self._decoupled)
+            elif self.graph.rows_run_alone:
                 run = self._row_runs(request, completion, route, members, due_ns)
             else:
                 run = PipelineRun(
@@ -216,6 +227,59 @@ class PipelineHandle(VersionHandle):
         where = f"{self.graph.kind} '{self.spec.name}'"
         return RowRuns(create, members, request, completion, where, self._mailbox, self._end)
 
+    def _decoupled_run(
+        self,
+        request: InferRequest,
+        completion: LoopCompletion,
+        whole: PipelineRoute,
+        members: Mapping[int, VersionHandle],
+        step: Step,
+    ) -> DecoupledRun:
+        """Return the run of a request of a decoupled pipeline, whose steps behind `step` run for each response."""
+        steps, fits, graph = self._steps, self._fits, self.graph
+        route = self._decoupled_routes.get(request.outputs)
+        if route is None:
+            if len(self._decoupled_routes) >= _MAX_ROUTES:
+                self._decoupled_routes.clear()
+            route = self._decoupled_routes[request.outputs] = split_route(graph, whole, step.index)
+        tail = route.tail
+
+        def create(part: PipelineRoute, alone: InferRequest, inner: LoopCompletion) -> PipelineRun:
+            return PipelineRun(
+                graph,
+                part,
+                steps,
+                members,
+                alone,
+                inner,
+                {},
+                self._limits,
+                fits if part is tail or route.step is None else {},
+                self._clock,
+                lambda _run: None,
+                self._bind_fallback,
+            )
+
+        events = RunEvents(self._end, self._record_part, self.recorder.record_response)
+        return DecoupledRun(
+            graph,
+            route,
+            steps,
+            members,
+            request,
+            completion,
+            self._limits,
+            fits,
+            create,
+            self._mailbox,
+            self._clock,
+            events,
+        )
+
+    def _record_part(self, times: Sequence[PipelineStepTimes]) -> None:
+        """Count the steps behind the decoupled one for one of its responses."""
+        self.step_totals.record(times, self._clock())
+
     def _fallback_serves(self, step: Step) -> bool:
         """Return True if the step has a fallback that can serve."""
         member = self._members.serving(*step.fallback_model) if step.fallback else None
@@ -272,10 +336,14 @@ class PipelineHandle(VersionHandle):
         if self._problem is not None:
             raise Unavailable(f"{self.graph.kind} '{self.spec.name}' does not fit its models: {self._problem.message}")
 
+    def _misfit(self, specs: Mapping[int, ModelSpec]) -> Problem | None:
+        """Return why the pipeline does not fit its models; None if it does."""
+        return next(iter(self._check(specs)), None) or changed_step_problem(self._decoupled, specs)
+
     def _bind_all(self, members: Mapping[int, VersionHandle]) -> None:
         specs = self.member_specs()
         specs |= {index: member.spec for index, member in members.items()}
-        self._problem = next(iter(self._check(specs)), None)
+        self._problem = self._misfit(specs)
         if self._problem is not None:
             return
         graph = self.graph
@@ -294,7 +362,10 @@ class PipelineHandle(VersionHandle):
         self._steps = [
             self._bind_step(step, specs[step.index]) if step.index in specs else None for step in graph.steps
         ]
-        set_resident_outputs(graph, self._steps)
+        if (
+            self._decoupled is None
+        ):  # the tensors of a stream would occupy the few outputs on the GPU as long as it is open
+            set_resident_outputs(graph, self._steps)
         fits = {
             name: fit_between(batched[tensor], batches, self.spec.outputs[name].shape[graph.rows_run_alone :])
             for name, tensor in graph.outputs.items()
@@ -311,7 +382,7 @@ class PipelineHandle(VersionHandle):
             bound = self._fallbacks.get(index)
             if bound is None or bound.spec is not member.spec:
                 replaced = replace(step, model=model, version=version)
-                if next(iter(self._check({**self.member_specs(), index: member.spec})), None) is not None:
+                if self._misfit({**self.member_specs(), index: member.spec}) is not None:
                     raise Unavailable(f"its fallback {model} does not fit the pipeline any more")
                 bound = self._fallbacks[index] = self._bind_step(replaced, member.spec)
         except BaseException:
@@ -329,7 +400,8 @@ class PipelineHandle(VersionHandle):
         """
         # A deadline is hard: steps that are late for it are dropped. An objective alone only orders the queues.
         objective_ns = self.policy.batch.objective_ns
-        if not request.deadline_ns and not request.due_ns and not objective_ns:
+        is_ordered = request.deadline_ns or request.due_ns or objective_ns
+        if not is_ordered or self._decoupled is not None:  # the end of a stream is not predicted
             return {}, 0
         # As a step of another pipeline it is due before the steps behind it.
         due_ns = request.due_ns or request.deadline_ns or request.received_ns + objective_ns
@@ -406,7 +478,7 @@ class PipelineHandle(VersionHandle):
                 result[index] = min(result[index], fallback, key=sum)
         return result
 
-    def _end(self, run: PipelineRun | RowRuns) -> None:
+    def _end(self, run: PipelineRun | RowRuns | DecoupledRun) -> None:
         """Release the versions of a request that is over, and count it."""
         _release(run.members)
         outcome = run.outcome
@@ -415,16 +487,18 @@ class PipelineHandle(VersionHandle):
         now_ns = self._clock()
         wasted_ns = self.step_totals.record(run.times, now_ns, not isinstance(outcome, InferResponse))
         if isinstance(outcome, InferResponse):
-            times: Sequence[BatchTimes] = [step.times for step in run.times if step.times is not None]
+            times: list[BatchTimes] = [step.times for step in run.times if step.times is not None]
             if self.graph.rows_run_alone:  # rows that shared a batch have its times once
                 times = list(dict.fromkeys(times))
+            if isinstance(run, DecoupledRun):
+                times.append(run.tail_times)
             outcome.done_ns = now_ns
             self.recorder.record_pipeline(run.request.rows, now_ns - run.request.received_ns, times)
             return
         if wasted_ns:
             self.recorder.record_wasted(wasted_ns)
 
-    def _learn(self, run: PipelineRun | RowRuns) -> None:
+    def _learn(self, run: PipelineRun | RowRuns | DecoupledRun) -> None:
         """Learn the error of a prediction; only of requests that were predicted to use more than half of their time."""
         request, outcome = run.request, run.outcome
         if 2 * (run.predicted_ns - request.received_ns) <= request.deadline_ns - request.received_ns:
@@ -518,7 +592,7 @@ class PipelineHandle(VersionHandle):
             member = self._members.serving(step.model, step.version)
             if (member is None or not member.ready) and not self._fallback_serves(step):
                 return _not_served(step)
-        problem = next(iter(self._check(self.member_specs())), None)
+        problem = self._misfit(self.member_specs())
         return "" if problem is None else f"it does not fit its models: {problem.message}"
 
     def predict_ns(self, rows: int, level: int, now_ns: int) -> Prediction:

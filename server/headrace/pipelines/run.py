@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.completion import LoopCompletion, Outcome
@@ -211,6 +212,13 @@ def find_route(graph: PipelineGraph, outputs: Sequence[str]) -> PipelineRoute:
     )
 
 
+class LimitedRun(Protocol):
+    """A run that waits for the limit of a step."""
+
+    def resume(self, index: int) -> None:
+        """Queue the request of the step; raises nothing."""
+
+
 class StepLimit:
     """Bounds the requests of one step that run at once (`max_inflight_requests`). Ownership: the event loop.
 
@@ -220,10 +228,10 @@ class StepLimit:
 
     def __init__(self, max_running: int) -> None:
         self._free = max_running
-        self._waiting: OrderedDict[PipelineRun, None] = OrderedDict()  # in the order of their arrival
+        self._waiting: OrderedDict[LimitedRun, None] = OrderedDict()  # in the order of their arrival
         self._is_starting = False
 
-    def enter(self, run: PipelineRun) -> bool:
+    def enter(self, run: LimitedRun) -> bool:
         """Return True if the step may run now; else the run is started later, by `leave`."""
         if self._free:
             self._free -= 1
@@ -231,7 +239,7 @@ class StepLimit:
         self._waiting[run] = None
         return False
 
-    def withdraw(self, run: PipelineRun) -> None:
+    def withdraw(self, run: LimitedRun) -> None:
         """Remove a run that waits for the step, so that its inputs are released."""
         self._waiting.pop(run, None)
 

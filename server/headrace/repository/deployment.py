@@ -28,7 +28,7 @@ from headrace.repository.dependencies import DependencyGraph
 from headrace.repository.environments import EnvironmentPending
 from headrace.repository.folders import ABSENT, Fingerprint, fingerprint_version, fingerprint_versions, without_builds
 from headrace.repository.loader import Loader, describe_stamp
-from headrace.repository.pipelines import called_models, open_pipeline, pipeline_plan
+from headrace.repository.pipelines import called_models, open_pipeline, pipeline_plan, served_config
 from headrace.repository.python_completion import check_client_source, complete_python
 from headrace.repository.registry import Registry, Serving, State
 from headrace.scheduling.version_handle import VersionHandle
@@ -695,7 +695,7 @@ class Deployments:
         self._builds.set_orders(name, orders)
         remarks = {number: self._remark(model, number) for number in versions}
         substitutes = {n: version.plan.not_on_gpu for n, version in versions.items() if version.plan.substitutes}
-        config = to_triton_json(folder.config)
+        config = to_triton_json(served_config(folder.config, handles))
         self._registry.publish(name, Serving(handles, labels, config, remarks, substitutes))
         self._live.pop(name, None)
         if versions or pending:

@@ -16,9 +16,10 @@ from headrace.config.model_folder import CONFIG_FILES, ModelFolder, read_documen
 from headrace.config.serving_plan import PYTHON_RUNTIMES, ServingPlan
 from headrace.core.config_base import Location, Problem, Problems
 from headrace.core.errors import ConfigError, Finding, HeadraceError
-from headrace.core.model_config import ModelConfig
+from headrace.core.model_config import ModelConfig, ModelTransactionPolicy
 from headrace.core.tensor import ModelSpec
 from headrace.observability.counters import Recorder
+from headrace.pipelines.decoupled_rules import decoupled_step, decoupled_step_problems
 from headrace.pipelines.graph import PipelineGraph, build_graph, check_members, run_rows
 from headrace.pipelines.handle import PipelineHandle
 from headrace.pipelines.yaml_steps import build_yaml_graph, builtin_spec
@@ -27,6 +28,7 @@ from headrace.repository.dependencies import load_order
 from headrace.repository.folders import RepositoryModel
 from headrace.repository.loader import Loader, handle_policy, model_spec
 from headrace.repository.registry import Registry
+from headrace.scheduling.version_handle import VersionHandle
 
 RUNTIME = "ensemble"
 """Runtime in the plan and in the metadata of a pipeline."""
@@ -130,10 +132,18 @@ def open_pipeline(folder: ModelFolder, version: int, registry: Registry, loader:
     except Problems as error:
         raise ConfigError([folder.finding(problem) for problem in error.problems]) from None
     specs = _specs(graph, folder, registry)
-    problems = [*check_members(graph, config, specs), *_fallback_problems(graph, config, specs, registry)]
+    has_cache = config.response_cache is not None and config.response_cache.enable
+    problems = [
+        *check_members(graph, config, specs),
+        *decoupled_step_problems(graph, specs, has_cache),
+        *_fallback_problems(graph, config, specs, registry),
+    ]
     if problems:
         raise ConfigError([folder.finding(problem) for problem in problems])
-    spec = _with_labels(replace(model_spec(folder, version), parameters={"headrace.runtime": RUNTIME}), graph, specs)
+    decoupled = decoupled_step(specs)
+    spec = model_spec(folder, version)
+    spec = replace(spec, parameters={"headrace.runtime": RUNTIME}, decoupled=decoupled is not None)
+    spec = _with_labels(spec, graph, specs)
     builtins = open_builtin_steps(graph, folder, loader)
     handle = PipelineHandle(
         spec=spec,
@@ -144,11 +154,25 @@ def open_pipeline(folder: ModelFolder, version: int, registry: Registry, loader:
         mailbox=loader.mailbox,
         recorder=Recorder(loader.histograms),
         check=partial(check_members, graph, config),
+        decoupled=decoupled,
     )
     for builtin in builtins.values():
         builtin.digest = "built-in"  # the configuration and the files of the pipeline decide its outputs
     loader.open_cache(handle, folder, partial(_files_digest, folder.path))
     return handle
+
+
+def served_config(config: ModelConfig, handles: Mapping[str, VersionHandle]) -> ModelConfig:
+    """Return the configuration that clients read; whether a pipeline is decoupled depends on its models.
+
+    Args:
+        config: configuration of a model or a pipeline.
+        handles: its versions by number.
+    """
+    is_decoupled = any(handle.spec.decoupled for handle in handles.values())
+    if not config.is_pipeline or is_decoupled is config.is_decoupled:
+        return config
+    return config.model_copy(update={"model_transaction_policy": ModelTransactionPolicy(decoupled=is_decoupled)})
 
 
 def _files_digest(path: Path) -> str:
@@ -208,6 +232,9 @@ def _fallback_problems(
         replaced = {**specs, step.index: spec}
         for problem in check_members(graph, config, replaced):
             yield Problem(loc, f"the fallback does not fit: {problem.message}", problem.cure)
+        if spec.decoupled:
+            message = f"the fallback {step.fallback} is decoupled, and a fallback has one response"
+            yield Problem(loc, message, "write a model with one response")
         if (spec.max_batch_size > 0) != (specs[step.index].max_batch_size > 0):
             message = f"only one of model {step.model} and its fallback {step.fallback} has batches"
             yield Problem(loc, message, "write max_batch_size in both, or in none")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from headrace.backends.base import Execution, LoadedModel, ProcessStatus, is_pipelined
 from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.completion import Completion, GroupCompletion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
-from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable, Unsupported
+from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.core.limits import BodyMemory
 from headrace.core.request import GroupMembers, InferRequest, InferResponse, LevelLoad, ModelLoad, Probe
 from headrace.core.tensor import BYTES, ModelSpec
@@ -33,7 +33,7 @@ from headrace.scheduling.policy import HandlePolicy, LevelPolicy
 from headrace.scheduling.queue import FAR_NS, Entry, QueueOrder
 from headrace.scheduling.ragged import PaddedLayout, batch_layout
 from headrace.scheduling.scheduler import Scheduler
-from headrace.scheduling.version_handle import OverloadFigures, Prediction, VersionHandle
+from headrace.scheduling.version_handle import OverloadFigures, Prediction, VersionHandle, decoupled_error
 
 logger = logging.getLogger("headrace.model")
 
@@ -175,7 +175,7 @@ class ModelHandle(VersionHandle):
         """
         now_ns = self._clock()
         if self.spec.decoupled and request.responses is None:
-            raise self._decoupled_error()
+            raise decoupled_error(self.spec.name)
         completion = LoopCompletion(self._mailbox)
         entries = self._admit(request, completion, now_ns)
         at_once = len(entries) == 1 and self._inline_gate.allows(entries[0], self._leases)
@@ -191,12 +191,6 @@ class ModelHandle(VersionHandle):
         if (timed or self._timeouts.has_queue_timeouts) and not completion.is_settled:
             self._timeouts.set(request, completion, entries, now_ns)
         return completion
-
-    def _decoupled_error(self) -> Unsupported:
-        return Unsupported(
-            f"model '{self.spec.name}' is decoupled: it returns any number of responses, the request takes exactly one. Send it "
-            "to /generate_stream over HTTP, or in a stream over gRPC (ModelStreamInfer)"
-        )
 
     @property
     def max_group_rows(self) -> int:
@@ -293,7 +287,7 @@ class ModelHandle(VersionHandle):
             HeadraceError: an error of `infer`, or the outcome of the request.
         """
         if self.spec.decoupled:
-            raise self._decoupled_error()
+            raise decoupled_error(self.spec.name)
         now_ns = self._clock()
         completion = ThreadCompletion()
         entries = self._admit(request, completion, now_ns)

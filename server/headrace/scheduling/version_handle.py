@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from headrace.backends.base import LoadedModel, ProcessStatus
 from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import GroupCompletion, LoopCompletion
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, Unsupported
 from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe, SequenceFigures
 from headrace.core.tensor import ModelSpec
 from headrace.observability.counters import Recorder, StepTotal
@@ -38,6 +38,14 @@ class Prediction(NamedTuple):
 
     wait_ns: int
     compute_ns: int
+
+
+def decoupled_error(name: str) -> Unsupported:
+    """Return the error of a request for a decoupled version whose caller takes exactly one response; `name` is the model's."""
+    return Unsupported(
+        f"model '{name}' is decoupled: it returns any number of responses, the request takes exactly one. Send it to "
+        "/generate_stream over HTTP, in a stream over gRPC (ModelStreamInfer), or with exec(decoupled=True) from a Python model"
+    )
 
 
 class OverloadFigures(NamedTuple):

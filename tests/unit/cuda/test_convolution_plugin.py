@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -207,7 +206,6 @@ def test_a_launch_on_a_borrowed_stream_is_captured_and_right(gpu: FakeCuda) -> N
         block.free()
     result = result.reshape(y.shape)
     expected = convolve(SHAPE, EPILOGUE, x, running.layer.weights, running.layer.bias, residual)
-    running.destroy()
     np.testing.assert_allclose(result[:2], expected[:2], atol=0.01)
     assert np.isnan(result[2]).all(), "rows behind the batch are written"
 
@@ -220,17 +218,14 @@ def test_contexts_share_weights_unless_they_need_scratch_memory(gpu: FakeCuda, m
         attached = [first.attach_to_context(None) for _ in range(3)]
         assert len({id(one.convolution) for one in attached}) == 1
         assert first.clone().convolution is None
-        for one in attached:
-            one.destroy()
-        del attached, one
+        del attached
         gc.collect()
         assert not gpu.live
         with_scratch = property(lambda self: 256)
         monkeypatch.setattr("headrace.cuda.kernels.convolution.direct._DirectConvolution.workspace_bytes", with_scratch)
         attached = [first.attach_to_context(None) for _ in range(3)]
         assert len({id(one.convolution) for one in attached}) == 3
-        for one in attached:
-            one.destroy()
+        del attached
 
 
 def test_a_destroyed_plugin_keeps_no_memory(gpu: FakeCuda) -> None:
@@ -247,18 +242,6 @@ def test_a_destroyed_plugin_keeps_no_memory(gpu: FakeCuda) -> None:
     assert attached[0].content == b""
     with pytest.raises(PluginRefused):
         attached[0].open()
-
-
-def test_python_never_frees_a_plugin() -> None:
-    # TensorRT's binding frees the C++ object with the Python object; TensorRT itself has freed it before.
-    first = plugin()
-    freed = weakref.ref(first)
-    clone = weakref.ref(first.clone())
-    first.destroy()
-    del first
-    gc.collect()
-    assert freed() is not None
-    assert clone() is not None
 
 
 def test_kernels_of_pycuda_streams_do_not_run_on_borrowed_ones(gpu: FakeCuda) -> None:
