@@ -27,6 +27,7 @@ from headrace_model import forms, protocol, python_backend
 from headrace_model.calls import Calls
 from headrace_model.channel import Frames, Messages
 from headrace_model.requests import (
+    SCHEDULED_AGAIN,
     BatchReader,
     MemberError,
     MemberOutputs,
@@ -74,6 +75,7 @@ class ModelServer:
             )
         self._decoupled = self._streams is not None and self._streams.decoupled
         python_backend.runtime.responses = self._streams
+        python_backend.runtime.is_iterative = bool(order.get("iterative"))
 
     def serve(self) -> None:
         """Run batches until the server closes its end."""
@@ -142,7 +144,7 @@ class ModelServer:
     def _execute(self, batch: ReceivedBatch) -> tuple[list[MemberOutputs | MemberError | None], dict[int, str]]:
         """Run a batch; return the result of each member, and the parameters of responses by index of their member.
 
-        The result of a member whose sender answers it is None.
+        The result of a member whose sender answers it is None, of one that is scheduled again `SCHEDULED_AGAIN`.
         """
         if self._decoupled:  # a thread of the model may read them when the next batch is in the slot
             batch.inputs = {name: array.copy() for name, array in batch.inputs.items()}
@@ -161,8 +163,8 @@ class ModelServer:
         results: list[MemberOutputs | MemberError | None] = []
         parameters: dict[int, str] = {}
         for response, member in zip(responses, members):
-            if response is None:
-                results.append(None)
+            if response is None or response is SCHEDULED_AGAIN:
+                results.append(response)
                 continue
             if not isinstance(response, python_backend.InferenceResponse):
                 raise WrongResultError(f"the model returned {type(response).__name__} in its list of responses")
@@ -185,10 +187,12 @@ class ModelServer:
         return results, parameters
 
     def _responses(self, requests: list[Any], responses: Any) -> list[Any]:
-        """Check what `execute` has returned; return the response of each request, None for one that its sender answers.
+        """Check what `execute` has returned; return the response of each request.
+
+        It is None for a request that its sender answers, and `SCHEDULED_AGAIN` for one that takes part in the next batch.
 
         Raises:
-            WrongResultError: a request has neither a response nor a sender, or both.
+            WrongResultError: a request has neither a response nor a sender, or both; or one that is scheduled again has one.
         """
         count = len(requests)
         if responses is not None and len(responses) != count:
@@ -200,10 +204,17 @@ class ModelServer:
                     "the model is decoupled, and its execute returned responses: send them with request.get_response_sender(), "
                     "and return None"
                 )
-            return results
-        for request, response in zip(requests, results):
+            return [self._suspend(request) for request in requests] if python_backend.runtime.is_iterative else results
+        for index, (request, response) in enumerate(zip(requests, results)):
             reference = request._reference
-            if reference is None:
+            if request._release_flags == python_backend.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
+                if response is not None or reference is not None:
+                    raise WrongResultError(
+                        "the model returned a response for a request that is scheduled again, or has taken its response sender: "
+                        "return None for it, and the response in its last step"
+                    )
+                results[index] = SCHEDULED_AGAIN
+            elif reference is None:
                 if response is None:
                     came = f"nothing for {count} requests" if responses is None else "None in its list of responses"
                     raise WrongResultError(f"the model returned {came}, without a response sender")
@@ -215,6 +226,12 @@ class ModelServer:
             if request._reference is not None and self._streams is not None:
                 results[index] = self._streams.take_buffered(request._reference.state)
         return results
+
+    def _suspend(self, request: Any) -> MemberError | None:
+        """Return the result of a request of a decoupled iterative model; one whose final flag was sent is not run again."""
+        is_again = request._release_flags == python_backend.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+        assert self._streams is not None, "a decoupled model has a socket of responses"
+        return SCHEDULED_AGAIN if is_again and self._streams.suspend(request._reference) else None
 
     def _requests(self, batch: ReceivedBatch) -> list[Any]:
         """Create the request objects of a batch; their arrays are views of the slot."""
@@ -248,8 +265,11 @@ class ModelServer:
             request._batch = batch.number
             request._member = index
             if self._decoupled and self._streams is not None:
-                request._reference = reference = self._streams.open(batch.number, index, member.output_names, slot)
-                request._slot = reference.state
+                if member.open_key is None:
+                    reference = self._streams.open(batch.number, index, member.output_names, slot)
+                else:
+                    reference = self._streams.resume(member.open_key, member.output_names)
+                request._reference, request._slot = reference, reference.state
             requests.append(request)
         if batch.separate:
             self._add_separate(batch, requests)

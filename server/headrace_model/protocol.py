@@ -7,7 +7,7 @@ processes share (`headrace_model.slots`). All numbers are little-endian.
 
     header   version u8, kind u8, flags u16, slot u32, number u64, count u32, body_bytes u32
     RUN      server -> model   u16 tensors, each `TENSOR`, its dims (i64), and `REGION` if it lies on a GPU; then `count` members:
-                               each `MEMBER`, id, parameters
+                               each `MEMBER`, `FIRST_BATCH` for a later step of a request, id, parameters
     DONE     model -> server   `count` codes (u8) of members; u32 length and text for each code of an error; u16 tensors, each
                                `OUTPUT` and its dims; up to the end `PARAMETERS` and JSON of members whose responses have them
     FAILED   model -> server   code u8, u32 length and text for the client, then the traceback for the log
@@ -49,8 +49,11 @@ HEADER = struct.Struct("<BBHIQII")
 TENSOR = struct.Struct("<HBBHHQQ")
 # Region of GPU memory: its number, number of the GPU, CUDA IPC handle.
 REGION = struct.Struct("<QI64s")
-# Rows, bytes of the id, bytes of the parameters (JSON), flags, requested outputs (bit i: output i; 0: all), deadline, priority.
+# Rows, bytes of the id, bytes of the parameters (JSON), index of an open request in its first batch plus 1 (0: it has none),
+# requested outputs (bit i: output i; 0: all), deadline, priority.
 MEMBER = struct.Struct("<IIIIQQII")
+# Number of the first batch of an open request that was scheduled again.
+FIRST_BATCH = struct.Struct("<Q")
 # Member or `ALL_MEMBERS`, index of the output, datatype code, number of dims, memory, offset in the slot, size in bytes.
 OUTPUT = struct.Struct("<HHBBHQQ")
 SPILL = struct.Struct("<QQ")
@@ -83,6 +86,8 @@ RAGGED, TEXT, SEPARATE, DEVICE = 1, 2, 4, 8
 OK, UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(9)
 # Code of a member in DONE that is answered by a RESPONSE.
 OPEN = 9
+# Code of a member in DONE that the model has scheduled again, without a text.
+RESCHEDULED = 10
 
 # Numbers of Triton's `DataType` -> name in the protocol, dtype in memory. BF16 has no dtype in NumPy: its bit patterns.
 DATATYPES: dict[int, tuple[str, np.dtype[Any]]] = {

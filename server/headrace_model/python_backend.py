@@ -28,6 +28,8 @@ ModelConfig = AutoCompleteConfig
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+TRITONSERVER_REQUEST_RELEASE_ALL = 1
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_MEMORY_CPU = 0
 TRITONSERVER_MEMORY_CPU_PINNED = 1
@@ -63,6 +65,7 @@ class ModelRuntime:
         model_version: version of the model.
         model_dir: folder of the version.
         batch: number of the batch that is running; 0 between batches.
+        is_iterative: requests may be scheduled again.
     """
 
     def __init__(self) -> None:
@@ -74,6 +77,7 @@ class ModelRuntime:
         self.model_version = ""
         self.model_dir = ""
         self.batch = 0
+        self.is_iterative = False
 
     def calling_batch(self) -> int:
         """Return the number of the batch for which a call is made; 0 for none.
@@ -315,6 +319,7 @@ class InferenceRequest:
     _batch = 0
     _member = 0
     _reference: Any = None
+    _release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
     def __init__(
         self,
@@ -434,8 +439,29 @@ class InferenceRequest:
         return InferenceResponseSender(self._reference)
 
     def set_release_flags(self, flags: int) -> None:
-        """Raise TritonModelException: requests are released when `execute` returns."""
-        raise TritonModelException("set_release_flags is not served here: a request is released when execute returns")
+        """Set whether the request ends with `execute`, or takes part in the next batch of this instance as well.
+
+        Args:
+            flags: TRITONSERVER_REQUEST_RELEASE_ALL, or TRITONSERVER_REQUEST_RELEASE_RESCHEDULE.
+
+        Raises:
+            TritonModelException: the model has no `iterative_sequence`, or the request is not one that `execute` runs.
+        """
+        is_again = flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+        if not is_again and flags != TRITONSERVER_REQUEST_RELEASE_ALL:
+            raise TritonModelException(
+                f"release flags are TRITONSERVER_REQUEST_RELEASE_ALL or TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, not {flags!r}"
+            )
+        if not self._batch or runtime.batch != self._batch:
+            raise TritonModelException(
+                "set_release_flags is for requests of the running execute: call it before it returns"
+            )
+        if is_again and not runtime.is_iterative:
+            raise TritonModelException(
+                "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, and the model is not iterative: write "
+                "sequence_batching { iterative_sequence: true } in its configuration"
+            )
+        self._release_flags = flags
 
 
 class InferenceResponseSender:
@@ -706,8 +732,6 @@ def get_model_dir() -> str:
 _REFUSED = {
     "ResponseIterator": "a call has one response, decoupled models cannot be called by models",
     "RawData": "inputs are NumPy arrays, read them with as_numpy()",
-    "TRITONSERVER_REQUEST_RELEASE_ALL": "a request is released when execute returns",
-    "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE": "a request cannot be run again: execute answers every request",
 }
 
 

@@ -21,6 +21,7 @@ from headrace_model.protocol import (
     COUNT,
     DEVICE,
     DTYPES,
+    FIRST_BATCH,
     HEADER,
     INVALID_ARG,
     LENGTH,
@@ -30,6 +31,7 @@ from headrace_model.protocol import (
     OUTPUT,
     PARAMETERS,
     REGION,
+    RESCHEDULED,
     SEPARATE,
     SPILL,
     SPILLED,
@@ -48,6 +50,8 @@ Declared = Dict[str, Tuple[int, int]]
 # Outputs of one member by index; or its error: code and text. None in their place: the member is answered later.
 MemberOutputs = Dict[int, _Array]
 MemberError = Tuple[int, str]
+# Result of a member that the model has scheduled again.
+SCHEDULED_AGAIN: MemberError = (RESCHEDULED, "")
 
 
 class WrongResultError(Exception):
@@ -64,9 +68,10 @@ class Member:
         output_names: requested outputs; empty for all.
         deadline_ns: monotonic deadline; 0 for none.
         priority: requested priority level.
+        open_key: number of its first batch and its index there, for a later step of a request that is open; None for any other.
     """
 
-    __slots__ = ("deadline_ns", "id", "output_names", "parameters", "priority", "rows")
+    __slots__ = ("deadline_ns", "id", "open_key", "output_names", "parameters", "priority", "rows")
 
     def __init__(
         self,
@@ -76,7 +81,9 @@ class Member:
         output_names: tuple[str, ...],
         deadline_ns: int,
         priority: int,
+        open_key: tuple[int, int] | None = None,
     ) -> None:
+        self.open_key = open_key
         self.rows = rows
         self.id = request_id
         self.parameters = parameters
@@ -202,8 +209,12 @@ class BatchReader:
     def _members(self, body: bytes, at: int, count: int) -> list[Member]:
         members: list[Member] = []
         for _ in range(count):
-            rows, id_bytes, parameter_bytes, _, mask, deadline_ns, priority, _ = MEMBER.unpack_from(body, at)
+            rows, id_bytes, parameter_bytes, step, mask, deadline_ns, priority, _ = MEMBER.unpack_from(body, at)
             at += MEMBER.size
+            open_key = None
+            if step:
+                open_key = FIRST_BATCH.unpack_from(body, at)[0], step - 1
+                at += FIRST_BATCH.size
             name = ""
             if id_bytes:
                 name = body[at : at + id_bytes].decode("utf-8", "surrogateescape")
@@ -213,7 +224,9 @@ class BatchReader:
                 parameters = json.loads(body[at : at + parameter_bytes])
                 at += parameter_bytes
             members.append(
-                Member(rows, name, parameters, self._masks.get(mask) or self._named(mask), deadline_ns, priority)
+                Member(
+                    rows, name, parameters, self._masks.get(mask) or self._named(mask), deadline_ns, priority, open_key
+                )
             )
         return members
 
@@ -290,6 +303,8 @@ class ResultWriter:
                 continue
             if isinstance(result, tuple):
                 codes[member] = result[0]
+                if result is SCHEDULED_AGAIN:
+                    continue
                 text = result[1].encode("utf-8", "replace")[:_MAX_TEXT]
                 texts.append(LENGTH.pack(len(text)) + text)
                 continue

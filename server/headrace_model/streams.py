@@ -143,8 +143,9 @@ class ResponseSocket:
         self._max_bytes = max_bytes
         self._process = os.getpid()
         self._sending = threading.Lock()  # orders the frames of a request: nothing follows its final flag
-        self._lock = threading.Lock()  # guards the states and the next attribute
+        self._lock = threading.Lock()  # guards the states and the next two attributes
         self._states: dict[tuple[int, int], OpenRequest] = {}
+        self._suspended: dict[tuple[int, int], Reference] = {}  # requests between two steps
         self._dropped: queue.SimpleQueue[OpenRequest] = queue.SimpleQueue()
         self._is_started = False
 
@@ -158,6 +159,26 @@ class ResponseSocket:
         with self._lock:
             self._states[batch, member] = state
         return Reference(state, self._dropped)
+
+    def suspend(self, reference: Reference) -> bool:
+        """Keep a request that is scheduled again open until its next step; False if its final flag was sent."""
+        state = reference.state
+        with self._lock:
+            if state.is_closed:
+                return False
+            if not state.cancelled:
+                self._suspended[state.batch, state.member] = reference
+            return True
+
+    def resume(self, key: tuple[int, int], output_names: Sequence[str]) -> Reference:
+        """Return a request for its next step; responses of one that has ended meanwhile are dropped."""
+        with self._lock:
+            reference = self._suspended.pop(key, None)
+        if reference is None:
+            state = OpenRequest(*key, output_names, None, self._lock)
+            state.cancelled = state.is_answered = True
+            reference = Reference(state, self._dropped)
+        return reference
 
     def take_buffered(self, state: OpenRequest) -> Any:
         """Return the response that was sent while `execute` ran; None if it is sent later, as a frame of its own."""
@@ -174,8 +195,10 @@ class ResponseSocket:
         with self._sending, self._lock:
             for reference in references:
                 if reference is not None:
-                    reference.state.cancelled = reference.state.is_answered = True
-                    reference.state.changed.notify_all()
+                    state = reference.state
+                    state.cancelled = state.is_answered = True
+                    state.changed.notify_all()
+                    self._states.pop((state.batch, state.member), None)
 
     # From any thread of the model
 
@@ -364,6 +387,8 @@ class ResponseSocket:
                 if state is not None and kind in actions:
                     actions[kind](state, count, frames.buffer)
                     state.changed.notify_all()
+                if kind == protocol.CANCEL:  # no step follows: it is dropped unless the model has a sender
+                    self._suspended.pop((number, member), None)
         with self._lock:
             for state in self._states.values():
                 _cancel(state, 0, frames.buffer)

@@ -21,9 +21,10 @@ from tests.support.serving import ROOT, serving
 def test_the_example_runs(tmp_path: Path) -> None:
     page = (ROOT / "docs/sequences.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(?:python|py)?\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    (config, code, client, state_config) = blocks
+    (config, code, client, state_config, countdown_config, countdown) = blocks
     add_python_model(tmp_path / "repository", "counters", code, config)
     add_model(tmp_path / "repository", "sums", _sums(), config=state_config)
+    add_python_model(tmp_path / "repository", "countdown", countdown, countdown_config)
     with serving(tmp_path / "repository", tmp_path) as server:
         done = subprocess.run(
             [sys.executable, "-c", client.replace("127.0.0.1:8000", server.address)],
@@ -33,7 +34,9 @@ def test_the_example_runs(tmp_path: Path) -> None:
         )
         with triton_http.InferenceServerClient(server.address) as http:
             values = [_send(http, number, step == 0, step == 2) for step, number in enumerate((5, 6, 7))]
+        events = server.request("POST", "/v2/models/countdown/generate_stream", b'{"COUNT": 3}')[2]
     assert values == [5, 11, 18]
+    assert [int(number) for number in re.findall(rb'"NUMBER":(\d+)', events)] == [2, 1, 0]
     assert (done.returncode, done.stdout.split()) == (0, ["5", "11", "18"]), done.stderr
 
 

@@ -3,6 +3,9 @@
 Each instance keeps one sum for each slot (strategy direct) or for each correlation id (oldest), reset by START and lost with the
 instance, as a real model would. The oracle has the sum of the accepted requests of each sequence. An answer that differs has
 read another sequence's state, or a state that lacks a request.
+
+With iterative rules each request runs for one to four steps, and adds its value to the state of its sequence with each. Some wait
+for their reader between two steps.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ class VirtualSequences:
         self.expected: dict[SequenceEntry, int] = {}  # entries in the queue or in a batch
         self._sums: dict[object, int] = {}  # by sequence
         self._value = 0
-        self.answers = self.refusals = 0
+        self.answers = self.refusals = self.later_steps = 0
+        self.held: dict[SequenceEntry, VirtualVersion] = {}  # requests that wait for their reader between two steps
         self.reload()
 
     # Steps
@@ -64,6 +68,7 @@ class VirtualSequences:
     ) -> SequenceEntry | None:
         """Send a request, which fails in the model or not; None if it is refused, which must agree with the live sequences."""
         self._value += 1
+        start, end = start or self.policy.is_iterative, end and not self.policy.is_iterative
         request = InferRequest(inputs=self._inputs(fails), rows=1, shape_key=None, received_ns=self.now_ns)
         completion = ThreadCompletion()
         entry = SequenceEntry(request, completion, self.now_ns, correlation_id, start, end)
@@ -130,8 +135,15 @@ class VirtualSequences:
         batch, instance.batch = instance.batch, None
         if batch is None:
             return
-        self._compute(instance, batch)
+        again = self._compute(instance, batch)
         version.table.finish_batch(index, self.now_ns)
+        for entry in again:
+            if entry.queued:
+                self.later_steps += 1
+                if entry.is_held:
+                    self.held[entry] = version
+            elif entry.completion.is_settled:
+                self.expected.pop(entry, None)
         self._settle()
 
     def _inputs(self, fails: bool) -> dict[str, np.ndarray]:
@@ -139,16 +151,32 @@ class VirtualSequences:
         assert not fails, "the accumulators do not fail"
         return {"x": np.array([[self._value]])}
 
-    def _compute(self, instance: VirtualInstance, batch: Batch) -> None:
-        """Compute and answer the requests of a batch, and compare the answers with the oracle."""
+    def _compute(self, instance: VirtualInstance, batch: Batch) -> list[SequenceEntry]:
+        """Compute and answer the requests of a batch, compare the answers with the oracle; return those scheduled again."""
+        again: list[SequenceEntry] = []
         for entry in batch.entries:
             assert isinstance(entry, SequenceEntry)
+            value = int(entry.inputs["x"][0, 0])
             key: object = entry.slot if self.policy.is_direct else entry.correlation_id
             before = 0 if entry.is_start else instance.sums[key]
-            instance.sums[key] = before + int(entry.inputs["x"][0, 0])
+            instance.sums[key] = before + value
+            if self.policy.is_iterative:
+                assert instance.sums[key] == value * entry.steps, "the step has another state"
+                instance.sums[key], entry.is_start = value * entry.steps, False
+                if entry.steps <= value % 4:
+                    entry.is_rescheduled, entry.is_held = True, value % 3 == 0
+                    again.append(entry)
+                    continue
+                instance.sums[key] = value  # what the request expects
             assert instance.sums[key] == self.expected.pop(entry), "the answer has another state"
             self.answers += 1
             entry.completion.settle(InferResponse({}))
+        return again
+
+    def read(self, entry: SequenceEntry) -> None:
+        """Let the reader of a request that waits for it read its responses."""
+        version = self.held.pop(entry)
+        version.table.release(entry)
 
     def crash(self, version: VirtualVersion, index: int) -> None:
         """End an instance with its state; its running requests fail."""
@@ -189,6 +217,8 @@ class VirtualSequences:
                 self.reopen(version, index)
                 self.end_batch(version, index)
         while self.expected:
+            for entry in list(self.held):
+                self.read(entry)
             self.advance(self.policy.max_delay_ns)
             begun = [
                 (version, index)
@@ -290,8 +320,8 @@ def random_run(
     for _ in range(steps):
         version, index = choose.choice(world.versions), choose.randrange(world._count)
         kind = choose.choices(
-            ("send", "begin", "end", "cancel", "advance", "crash", "lose", "reopen", "reload"),
-            (40, 20, 20, 6, 6, 2, 2, 6, 1),
+            ("send", "begin", "end", "cancel", "advance", "crash", "lose", "reopen", "reload", "read"),
+            (40, 20, 20, 6, 6, 2, 2, 6, 1, 6),
         )[0]
         if kind == "send":
             correlation_id, start, end = choose.randint(1, ids), choose.random() < 0.3, choose.random() < 0.2
@@ -312,6 +342,8 @@ def random_run(
             world.reopen(version, index)
         elif kind == "reload":
             world.reload()
+        elif kind == "read" and world.held:
+            world.read(choose.choice(list(world.held)))
         world.check()
     world.finish()
     return world

@@ -100,7 +100,7 @@ class VirtualStates(VirtualSequences):
             instance.sums["runner"] = runner  # type: ignore[assignment]
         return runner  # type: ignore[return-value]
 
-    def _compute(self, instance: VirtualInstance, batch: Batch) -> None:
+    def _compute(self, instance: VirtualInstance, batch: Batch) -> list[SequenceEntry]:
         self._runner(instance)._run_sequences(batch)
         for entry in batch.entries:
             assert isinstance(entry, SequenceEntry)
@@ -116,6 +116,7 @@ class VirtualStates(VirtualSequences):
             for name, array in outcome.outputs.items():
                 assert array.reshape(-1).tolist() == [expected], f"{name} has read another state"
             self.answers += 1
+        return []
 
     def lose_state(self, version: object, index: int) -> None:
         """Do nothing: the states are not in a process that may be replaced."""

@@ -341,7 +341,6 @@ def test_every_listed_feature_is_a_refused_field() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"sequence_batching": {"iterative_sequence": True}}, "requests that are scheduled again by the model"),
         ({"platform": "tensorflow_graphdef"}, "a TensorFlow GraphDef"),
         ({"platform": "tensorflow_savedmodel"}, "a TensorFlow SavedModel"),
         ({"backend": "dali"}, "a DALI pipeline"),

@@ -171,6 +171,26 @@ class ResponseSink(Protocol):
         """End the request; a second call has no effect."""
 
 
+class OpenStep(Protocol):
+    """A request of a decoupled model that is open between two steps.
+
+    Attributes:
+        key: number of its first batch, and its index there.
+        sink: takes its responses.
+    """
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """See the class."""
+
+    @property
+    def sink(self) -> ResponseSink | None:
+        """See the class."""
+
+    def when_room(self, callback: Callable[[], object]) -> bool:
+        """Return True if its client has read enough of its responses; else the callback is called once it has."""
+
+
 class BatchMember(NamedTuple):
     """One request of a batch, for an execution that runs requests as a list.
 
@@ -188,6 +208,7 @@ class BatchMember(NamedTuple):
         inputs: inputs that are not in the arrays of the batch: they lie in the memory of a GPU for some of its members.
         responses: stream of a request of a decoupled model; None for any other.
         sink: takes the responses of a request of a decoupled model; None for any other.
+        open: the open request of which this is a later step; None for any other.
     """
 
     rows: int
@@ -203,6 +224,7 @@ class BatchMember(NamedTuple):
     inputs: Mapping[str, Array] = NO_INPUTS
     responses: Responses | None = None
     sink: ResponseSink | None = None
+    open: OpenStep | None = None
 
 
 class MemberOutputs(dict[str, Array]):
@@ -248,7 +270,20 @@ class LateResult:
             callback(outcome)
 
 
-MemberResult = dict[str, Array] | HeadraceError | LateResult | None
+class Rescheduled:
+    """Result of a member that the model has scheduled again: it is a member of the next batch, too.
+
+    Attributes:
+        open: its open request; None for a model that is not decoupled.
+    """
+
+    __slots__ = ("open",)
+
+    def __init__(self) -> None:
+        self.open: OpenStep | None = None
+
+
+MemberResult = dict[str, Array] | HeadraceError | LateResult | Rescheduled | None
 """Outputs of one member by name, or its error; a late result; None for a member with a sink, which takes its responses."""
 
 

@@ -40,7 +40,6 @@ _TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
 
 # Fields that would change the model's responses. Pattern -> cure.
 REFUSED: dict[str, str] = {
-    "sequence_batching.iterative_sequence": "remove it, and send each step as a request; it comes with a later release",
     "ensemble_scheduling.step.*.model_namespace": "remove it; all models share one namespace",
     "input.*.is_shape_tensor": _TENSORRT_ONLY,
     "output.*.is_shape_tensor": _TENSORRT_ONLY,
@@ -58,7 +57,6 @@ REFUSED: dict[str, str] = {
 }
 # Features behind refused fields, for the message. Pattern -> feature.
 FEATURES: dict[str, str] = {
-    "sequence_batching.iterative_sequence": "requests that are scheduled again by the model",
     "instance_group.*.rate_limiter": "a rate limiter for instances",
     "model_operations.op_library_filename": "custom operators",
     "model_repository_agents": "agents that change the model's files",

@@ -32,7 +32,7 @@ from headrace.config.documents import MAX_CONFIG_BYTES, Document, open_regular_f
 from headrace.config.onnx_model import OnnxSignature, read_signature
 from headrace.config.python_rules import decoupled_problems, python_problems
 from headrace.config.ragged_rules import is_ragged
-from headrace.config.sequence_rules import state_backend_problems
+from headrace.config.sequence_rules import iterative_problems, state_backend_problems
 from headrace.core.command_line import did_you_mean
 from headrace.core.config_base import Location, Problem
 from headrace.core.errors import ConfigError, Finding, NotFound
@@ -608,7 +608,7 @@ class _FolderReader:
         """Complete the configuration from the newest served version, then compare it with the others."""
         signatures = self._read_signatures(config, served)
         self._stop_if_fatal()
-        self._report([*decoupled_problems(config), *state_backend_problems(config)])
+        self._report([*decoupled_problems(config), *iterative_problems(config), *state_backend_problems(config)])
         if config.kind in ("python", "pipeline"):
             if config.kind == "python":
                 self._report(list(python_problems(config)))

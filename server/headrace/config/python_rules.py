@@ -67,9 +67,6 @@ def decoupled_problems(config: ModelConfig) -> Iterator[Problem]:
     if config.response_cache is not None and config.response_cache.enable:
         message = "response_cache is for models with one response to a request, and decoupled is true"
         yield Problem(("response_cache",), message, "remove response_cache")
-    if config.sequence_batching is not None:
-        message = "sequence_batching is for models with one response to a request, and decoupled is true"
-        yield Problem(("sequence_batching",), message, "remove one of them")
     if config.dynamic_batching is not None and config.dynamic_batching.preserve_ordering:
         message = "preserve_ordering is for models with one response to a request, and decoupled is true"
         yield Problem(("dynamic_batching", "preserve_ordering"), message, "remove preserve_ordering")

@@ -1,4 +1,4 @@
-"""Compares the control inputs and the states of `sequence_batching` with the model."""
+"""Compares `sequence_batching` with the model: control inputs, states, and the backend of iterative sequences."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ def without_sequence_tensors(config: ModelConfig, signature: OnnxSignature) -> O
         inputs=tuple(tensor for tensor in signature.inputs if tensor.name not in inputs),
         outputs=tuple(tensor for tensor in signature.outputs if tensor.name not in outputs),
     )
+
+
+def iterative_problems(config: ModelConfig) -> Iterator[Problem]:
+    """Yield the problem of iterative sequences of a model whose requests cannot be scheduled again.
+
+    Args:
+        config: configuration, identity completed.
+    """
+    if config.is_iterative and (config.kind, config.backend) != ("python", "python"):
+        message = f'iterative_sequence is for the code of Python models, and the backend is "{config.backend}"'
+        cure = (
+            "remove it and send each step as a request, or write the model as model.py with request.set_release_flags()"
+        )
+        yield Problem(("sequence_batching", "iterative_sequence"), message, cure)
 
 
 def control_problems(config: ModelConfig, signature: OnnxSignature) -> Iterator[Problem]:

@@ -494,6 +494,11 @@ class ModelConfig(ConfigPart):
         return self.model_transaction_policy is not None and self.model_transaction_policy.decoupled
 
     @property
+    def is_iterative(self) -> bool:
+        """True if each request is a sequence, and the model may schedule it again."""
+        return self.sequence_batching is not None and self.sequence_batching.iterative_sequence
+
+    @property
     def is_pipeline(self) -> bool:
         """True if the model consists of steps over other models."""
         has_steps = self.ensemble_scheduling is not None or self.pipeline is not None
@@ -547,7 +552,6 @@ class ModelConfig(ConfigPart):
         others = {
             "dynamic_batching": self.dynamic_batching is not None,
             "ensemble_scheduling": self.is_pipeline,
-            "model_transaction_policy": self.is_decoupled,
             "response_cache": self.response_cache is not None and self.response_cache.enable,
             "preprocess": self.preprocess is not None,
             "postprocess": self.postprocess is not None,

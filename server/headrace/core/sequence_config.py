@@ -1,4 +1,4 @@
-"""Configuration of sequence batching: Triton's `sequence_batching`, without iterative sequences."""
+"""Configuration of sequence batching: Triton's `sequence_batching`."""
 
 from __future__ import annotations
 
@@ -199,6 +199,9 @@ class SequenceBatching(ConfigPart):
         0, "Time without a request after which a sequence ends, in microseconds. 0: 1000000, as in Triton."
     )
     control_input: tuple[ControlInput, ...] = option((), "Inputs of the model that the server fills.")
+    iterative_sequence: Flag = option(
+        False, "Each request is a sequence, and the code of a Python model may schedule it again, step by step."
+    )
     direct: DirectStrategy | None = option(None, "The strategy direct, which is the default.")
     oldest: OldestStrategy | None = option(None, "The strategy oldest.")
     state: tuple[SequenceState, ...] = option((), "States that the server keeps between the requests of a sequence.")

@@ -118,6 +118,7 @@ def load_order(folder: ModelFolder, version: int, file: Path, place: InstancePla
         "config": document,
         "memory_bytes": config.isolation_memory_limit or 0,
         "responses": {"decoupled": config.is_decoupled, "count": MAX_RESPONSES, "bytes": MAX_RESPONSE_BYTES},
+        "iterative": config.is_iterative,
         "inputs": _tensors(config.model_input),
         "outputs": _tensors(config.output),
         "args": {
@@ -217,7 +218,9 @@ def folder_digest(folder: ModelFolder, version: int) -> str:
 
 def _model_tensors(config: ModelConfig) -> ModelTensors:
     inputs, outputs, is_batched = _codes(config.model_input), _codes(config.output), config.max_batch_size > 0
-    return ModelTensors(config.name, inputs, outputs, is_batched, config.is_decoupled, config.max_open_requests)
+    return ModelTensors(
+        config.name, inputs, outputs, is_batched, config.is_decoupled, config.max_open_requests, config.is_iterative
+    )
 
 
 def _codes(tensors: tuple[ModelInput, ...] | tuple[ModelOutput, ...]) -> tuple[tuple[str, int], ...]:

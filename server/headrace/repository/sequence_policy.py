@@ -39,6 +39,7 @@ def sequence_policy(config: ModelConfig, max_rows: int) -> SequencePolicy | None
         min_utilization=direct.minimum_slot_utilization if oldest is None else 0.0,
         controls=tuple(_control_tensor(part) for part in sequences.control_input),
         states=tuple(_state_tensor(part, config) for part in sequences.state),
+        is_iterative=sequences.iterative_sequence,
     )
 
 

@@ -25,6 +25,7 @@ from headrace.backends.base import (
     MemberExecution,
     MemberOutputs,
     MemberResult,
+    Rescheduled,
     has_batch_memory,
     reads_device_rows,
     runs_by_member,
@@ -257,16 +258,16 @@ class BatchResults:
         batch_rows = batch.rows
         pairs: list[tuple[Completion, Outcome]] = []
         failed = 0
-        waiting = 0  # answered later, by `OpenEntry`
+        waiting = 0  # answered later, by `OpenEntry` or a later batch
         for entry, outputs in zip(entries, results, strict=True):
             if type(outputs) is dict:
                 pairs.append((entry.completion, InferResponse(outputs, times, batch_rows, closed)))
             elif isinstance(outputs, MemberOutputs):
                 response = InferResponse(outputs, times, batch_rows, closed, parameters=outputs.parameters)
                 pairs.append((entry.completion, response))
-            elif outputs is None or isinstance(outputs, LateResult):
+            elif outputs is None or isinstance(outputs, (LateResult, Rescheduled)):
                 waiting += 1
-                if outputs is not None:
+                if isinstance(outputs, LateResult):
                     outputs.then(self.open_entry(batch, entry, times.assembled_ns).finish)
             else:
                 failed += 1
@@ -656,7 +657,7 @@ class SerialRunner:
             inputs = self._staging.stack(batch.entries, batch.rows)
         assembled_ns = self.clock()
         for index, (entry, member) in enumerate(zip(batch.entries, members, strict=True)):
-            if member.responses is not None:
+            if member.responses is not None and member.sink is None:  # a later step has that of the first one
                 sink = cast("StreamedEntry", self.batch_results.open_entry(batch, entry, assembled_ns))
                 members[index] = member._replace(sink=sink)
         results = execution.run_members(inputs, members)

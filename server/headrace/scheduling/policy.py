@@ -183,6 +183,7 @@ class SequencePolicy:
         min_utilization: share of the slots, 0 to 1, from which a batch of the strategy "direct" does not wait.
         controls: inputs that the server fills.
         states: states that the server keeps.
+        is_iterative: each request is a sequence, and the model may schedule it again.
     """
 
     slots: int
@@ -194,6 +195,7 @@ class SequencePolicy:
     min_utilization: float = 0.0
     controls: tuple[ControlTensor, ...] = ()
     states: tuple[StateTensor, ...] = ()
+    is_iterative: bool = False
 
 
 @dataclass(frozen=True, slots=True)

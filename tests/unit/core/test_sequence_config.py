@@ -6,6 +6,7 @@ import pytest
 from headrace.core.sequence_config import control_inputs
 from headrace.core.tensor_config import ModelOutput
 
+from tests.support.iterative_models import counter_config
 from tests.support.models import read_config_text
 
 INPUT = 'input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]\n'
@@ -79,7 +80,6 @@ def test_problems(text: str, message: str) -> None:
     ("text", "field"),
     [
         ("response_cache { enable: true }", "response_cache"),
-        ("model_transaction_policy { decoupled: true }", "model_transaction_policy"),
         ('parameters { key: "headrace.slo.p99_ms" value: { string_value: "5" } }', "slo"),
         ('parameters { key: "headrace.fair_sharing" value: { string_value: "{}" } }', "fair_sharing"),
     ],
@@ -148,3 +148,10 @@ sequence_batching:
     assert config.sequence_batching.state[0].initial_dims == (3,)
     _, findings = read_config_text(text.replace("data_file: f", "data_file: f, zero_data: true"), "m/config.yaml")
     assert "initial_state has two kinds of data" in findings[0].message
+
+
+@pytest.mark.parametrize("is_decoupled", [True, False])
+def test_an_iterative_python_model(is_decoupled: bool) -> None:
+    config, findings = read_config_text(counter_config(is_decoupled=is_decoupled), "m/config.pbtxt")
+    assert config is not None, findings
+    assert (config.is_iterative, config.is_decoupled, findings) == (True, is_decoupled, [])

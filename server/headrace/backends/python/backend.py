@@ -18,7 +18,7 @@ from headrace_model import protocol
 from headrace_model.protocol import HEADER, ProtocolError
 from headrace_model.slots import SlotLease
 
-from headrace.backends.base import BatchMember, LateResult, MemberResult, ProcessStatus
+from headrace.backends.base import BatchMember, LateResult, MemberResult, ProcessStatus, Rescheduled
 from headrace.backends.python.outputs import (
     ModelTensors,
     PreparedBatch,
@@ -220,6 +220,9 @@ class PythonExecution:
         discard = _DiscardedResponses() if self._tensors.decoupled else None
         member = BatchMember(rows, "", NO_PARAMETERS, (), 0, 0, {}, Completion(), sink=discard)
         (result,) = self.run_members(inputs, [member])
+        if isinstance(result, Rescheduled):  # one step is enough; the model is notified that nothing waits for others
+            member.completion.withdraw()
+            return {}
         if discard is not None or isinstance(result, LateResult):
             late = result if isinstance(result, LateResult) else discard.late if discard is not None else LateResult()
             done: Future[dict[str, Array] | HeadraceError] = Future()
@@ -351,9 +354,9 @@ class PythonExecution:
     ) -> list[MemberResult]:
         """Record the return of a batch; return its results, None for requests of a decoupled model."""
         if self._tensors.decoupled:
-            if not all(isinstance(result, LateResult) for result in results):
+            if not all(isinstance(result, (LateResult, Rescheduled)) for result in results):
                 raise ProtocolError("a response of a decoupled model in the result of its batch")
-            results = [None] * len(results)
+            results = [None if isinstance(result, LateResult) else result for result in results]
         connection.open.returned(number, results, has_open)
         return results
 

@@ -26,7 +26,7 @@ from headrace_model.channel import Frames
 from headrace_model.protocol import CREDIT_BYTES, HEADER, RESPONSE_HEAD, ProtocolError
 from headrace_model.slots import START, Slot, SlotLease
 
-from headrace.backends.base import BatchMember, LateResult, MemberOutputs, MemberResult, ResponseSink
+from headrace.backends.base import BatchMember, LateResult, MemberOutputs, MemberResult, Rescheduled, ResponseSink
 from headrace.backends.python.outputs import ResponseOutputs, error_of, is_parameters
 from headrace.core.clock import NS_PER_MS, monotonic_ns
 from headrace.core.completion import Completion
@@ -42,6 +42,10 @@ _POLL_MS = 50
 # Consumed responses, or bytes of them, after which credit is sent without a WANT.
 _CREDIT_AT = MAX_RESPONSES // 4
 _CREDIT_BYTES_AT = MAX_RESPONSE_BYTES // 4
+# A request with more responses or bytes that its client has not read waits for it before its next step: else the model would wait
+# in `send`, and all other requests of the batch with it.
+_ROOM_AT = MAX_RESPONSES // 2
+_ROOM_BYTES_AT = MAX_RESPONSE_BYTES // 2
 # Frames that are read before cancellations are passed on.
 _MAX_FRAMES = 256
 # A process whose end is known has its last responses in the socket.
@@ -66,6 +70,8 @@ class OpenMember:
         wants: the process waits for credit.
         cancelled: the process has been notified that nothing waits.
         ended: the process has ended the request.
+        is_suspended: it is between two steps, in no batch.
+        is_lost: the batch of its latest step has failed: its responses are dropped.
     """
 
     __slots__ = (
@@ -73,8 +79,11 @@ class OpenMember:
         "cancelled",
         "ended",
         "index",
+        "is_lost",
+        "is_suspended",
         "late",
         "member",
+        "on_room",
         "unconsumed",
         "unconsumed_bytes",
         "uncredited",
@@ -88,7 +97,26 @@ class OpenMember:
         self.member = member
         self.late = LateResult()
         self.unconsumed = self.unconsumed_bytes = self.uncredited = self.uncredited_bytes = 0
-        self.wants = self.cancelled = self.ended = False
+        self.wants = self.cancelled = self.ended = self.is_suspended = self.is_lost = False
+        self.on_room: Callable[[], object] | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Number of its first batch, and its index there."""
+        return self.batch.number, self.index
+
+    def when_room(self, callback: Callable[[], object]) -> bool:
+        """Return True if its client has read enough of its responses; else the callback is called once it has."""
+        with self.batch.lock:
+            if self.has_room or self.ended:
+                return True
+            self.on_room = callback
+            return False
+
+    @property
+    def has_room(self) -> bool:
+        """True if the next step may send responses without waiting for their reader; with the lock."""
+        return self.unconsumed < _ROOM_AT and self.unconsumed_bytes < _ROOM_BYTES_AT
 
     @property
     def sink(self) -> ResponseSink | None:
@@ -110,15 +138,21 @@ class OpenBatch:
         number: number of the batch.
         members: its requests.
         lease: its slot; kept while a late result is missing, since its code may read the inputs.
+        lock: that of `OpenRequests`.
         open: open requests by index.
-        left: requests without an end.
+        resumed: by index, open requests of earlier batches that have a further step in this one.
+        left: requests without an end, without those of earlier batches.
         returned: `execute` has returned.
     """
 
-    __slots__ = ("lease", "left", "members", "number", "open", "returned")
+    __slots__ = ("lease", "left", "lock", "members", "number", "open", "resumed", "returned")
 
-    def __init__(self, number: int, members: Sequence[BatchMember], lease: SlotLease | None) -> None:
+    def __init__(
+        self, number: int, members: Sequence[BatchMember], lease: SlotLease | None, lock: threading.Lock
+    ) -> None:
         self.number = number
+        self.lock = lock
+        self.resumed: dict[int, OpenMember] = {}
         self.members = members
         self.lease = lease
         self.open: dict[int, OpenMember] = {}
@@ -170,16 +204,19 @@ class OpenRequests:
 
     def begin(self, number: int, members: Sequence[BatchMember], lease: SlotLease) -> None:
         """Register a batch, before the process gets it."""
-        batch = OpenBatch(number, members, None if self.decoupled else lease)
+        batch = OpenBatch(number, members, None if self.decoupled else lease, self._lock)
         with self._lock:
             if self.decoupled:
                 for index, member in enumerate(members):
+                    if isinstance(member.open, OpenMember):
+                        self._resume(batch, index, member.open)
+                        continue
                     batch.open[index] = open_member = OpenMember(batch, index, member)
                     if member.sink is not None:
                         member.sink.responses.on_consumed = partial(self._consumed, open_member)
                         self._watch(member.completion)
             self._batches[number] = batch
-            self._open += batch.left
+            self._open += len(members)
         if self.decoupled:
             self._start()
 
@@ -206,6 +243,9 @@ class OpenRequests:
             for index, result in enumerate(results):
                 if isinstance(result, LateResult):
                     results[index] = self._member(batch, index).late
+                elif isinstance(result, Rescheduled) and self.decoupled:
+                    result.open = member = batch.resumed.get(index) or batch.open[index]
+                    self._suspend(member)
                 elif result is not None:
                     self._end(batch, self._member(batch, index) if index in batch.open else None)
             if not batch.left:
@@ -218,6 +258,10 @@ class OpenRequests:
         with self._lock:
             batch = self._batches.get(number)
             if batch is not None:
+                for member in batch.resumed.values():
+                    member.is_lost = True
+                    self._end(member.batch, member)
+                    self._remove_ended(member.batch)
                 self._open -= batch.left
                 self._remove(batch)
                 self._changed.notify_all()
@@ -229,7 +273,10 @@ class OpenRequests:
             lost = [member for batch in returned for member in batch.open.values() if not member.ended]
             for batch in returned:
                 self._remove(batch)
-            self._open = sum(batch.left for batch in self._batches.values())
+            running = self._batches.values()
+            self._open = sum(
+                batch.left + sum(not member.ended for member in batch.resumed.values()) for batch in running
+            )
             self._changed.notify_all()
         for member in lost:
             member.fail(error)
@@ -270,8 +317,32 @@ class OpenRequests:
             member.uncredited += count
             member.uncredited_bytes += size_bytes
             self._credit(member)
+            on_room = None
+            if member.has_room:
+                on_room, member.on_room = member.on_room, None
+        if on_room is not None:
+            on_room()
 
     # With `_lock` held
+
+    def _resume(self, batch: OpenBatch, index: int, member: OpenMember) -> None:
+        """Count a request in the batch of its next step."""
+        batch.resumed[index] = member
+        batch.left -= 1
+        member.is_suspended = False
+        if member.ended:  # its thread has sent the final flag between the steps
+            self._open -= 1
+
+    def _suspend(self, member: OpenMember) -> None:
+        """Count a request that is scheduled again in no batch: it must not keep its instance from the next one."""
+        if not member.ended:
+            member.is_suspended = True
+            self._open -= 1
+            self._changed.notify_all()
+
+    def _remove_ended(self, batch: OpenBatch) -> None:
+        if batch.returned and not batch.left:
+            self._remove(batch)
 
     def _member(self, batch: OpenBatch, index: int) -> OpenMember:
         member = batch.open.get(index)
@@ -285,7 +356,8 @@ class OpenRequests:
         for member in batch.open.values():
             if member.sink is not None:
                 member.sink.responses.on_consumed = None
-        batch.open, batch.lease = {}, None
+            member.on_room = None
+        batch.open, batch.resumed, batch.lease, batch.members = {}, {}, None, ()
 
     def _end(self, batch: OpenBatch, member: OpenMember | None) -> None:
         """Count a request as ended; `member` is None for one that was never open."""
@@ -294,7 +366,8 @@ class OpenRequests:
                 return
             member.ended = True
         batch.left -= 1
-        self._open -= 1
+        if member is None or not member.is_suspended:
+            self._open -= 1
         self._changed.notify_all()
 
     def _credit(self, member: OpenMember) -> None:
@@ -392,6 +465,8 @@ class OpenRequests:
             if index >= len(batch.members):
                 raise ProtocolError(f"a response of the request {index} of {len(batch.members)}")
             member = self._member(batch, index)
+            if member.is_lost:
+                return
             if kind == protocol.WANT:
                 member.wants = True
                 self._credit(member)
@@ -410,10 +485,8 @@ class OpenRequests:
         else:
             member.sink.end(ModelFailed(_NO_FINAL_FLAG) if is_dropped else None)
         with self._lock:
-            batch = member.batch
-            self._end(batch, member)
-            if batch.returned and not batch.left:
-                self._remove(batch)
+            self._end(member.batch, member)
+            self._remove_ended(member.batch)
 
     def _pass_response(self, member: OpenMember, frame: bytes, flags: int, descriptors: list[int]) -> None:
         code, tensors, text_bytes, parameter_bytes, data_bytes = RESPONSE_HEAD.unpack_from(frame, HEADER.size)

@@ -21,6 +21,7 @@ from headrace_model import protocol
 from headrace_model.channel import Frames
 from headrace_model.protocol import (
     COUNT,
+    FIRST_BATCH,
     HEADER,
     LENGTH,
     MEMBER,
@@ -34,7 +35,7 @@ from headrace_model.protocol import (
 )
 from headrace_model.slots import START, Slot, SlotLease, aligned
 
-from headrace.backends.base import BatchMember, InputRefused, LateResult, MemberOutputs, MemberResult
+from headrace.backends.base import BatchMember, InputRefused, LateResult, MemberOutputs, MemberResult, Rescheduled
 from headrace.core.errors import (
     Cancelled,
     Conflict,
@@ -115,6 +116,7 @@ class ModelTensors:
         batched: the first dimension is the batch.
         decoupled: a request has any number of responses.
         max_open: open requests of an instance, above which it takes no further batch.
+        iterative: the model may schedule a request again.
     """
 
     model: str
@@ -123,6 +125,7 @@ class ModelTensors:
     batched: bool
     decoupled: bool = False
     max_open: int = MAX_OPEN_REQUESTS
+    iterative: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -248,11 +251,15 @@ class RequestWriter:
             separate = self._separate(batch, members, regions)
             parts = [COUNT.pack(len(inputs) + len(separate)), *parts[1:], *separate]
         pack = MEMBER.pack
-        for rows, name, parameters, outputs, deadline_ns, priority, *_others in members:
+        for member in members:
+            rows, name, parameters, outputs, deadline_ns, priority, *_others = member
             id_bytes = name.encode("utf-8", "surrogateescape") if name else b""
             text = json.dumps(dict(parameters)).encode() if parameters else b""
             mask = self._mask(outputs) if outputs else 0
-            parts.append(pack(rows, len(id_bytes), len(text), 0, mask, deadline_ns, priority, 0))
+            first_batch, index = (0, -1) if member.open is None else member.open.key
+            parts.append(pack(rows, len(id_bytes), len(text), index + 1, mask, deadline_ns, priority, 0))
+            if first_batch:
+                parts.append(FIRST_BATCH.pack(first_batch))
             if name:
                 parts.append(id_bytes)
             if text:
@@ -321,6 +328,7 @@ class ResultReader:
         self._outputs = tensors.outputs
         self._dtypes = [protocol.DTYPES[code] for _name, code in tensors.outputs]
         self._batched = tensors.batched
+        self._iterative = tensors.iterative
 
     def done(
         self, frame: memoryview, lease: SlotLease, members: Sequence[BatchMember], copy: bool
@@ -356,6 +364,11 @@ class ResultReader:
                     continue
                 if code == protocol.OPEN:
                     results.append(LateResult())
+                    continue
+                if code == protocol.RESCHEDULED:
+                    if not self._iterative:
+                        raise ProtocolError("a request of a model without iterative sequences is scheduled again")
+                    results.append(Rescheduled())
                     continue
                 text, at = _text(body, at)
                 results.append(_ERRORS.get(code, ModelFailed)(text or "the model returned an error without a text"))

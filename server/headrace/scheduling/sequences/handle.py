@@ -20,12 +20,15 @@ from headrace.scheduling.sequences.controls import MAX_ID, check_correlation_id,
 from headrace.scheduling.sequences.directory import SequenceDirectory
 from headrace.scheduling.sequences.runner import SequenceRunner
 from headrace.scheduling.sequences.scheduler import SequenceScheduler
-from headrace.scheduling.sequences.table import CorrelationId, SequenceEntry
-
-# Parameters by which the code of a Python model gets the sequence of a request; clients cannot send these names.
-ID_PARAMETER = "headrace.sequence_id"
-FLAGS_PARAMETER = "headrace.sequence_flags"
-START_FLAG, END_FLAG = 1, 2
+from headrace.scheduling.sequences.table import (
+    END_FLAG,
+    FLAGS_PARAMETER,
+    ID_PARAMETER,
+    START_FLAG,
+    CorrelationId,
+    SequenceEntry,
+)
+from headrace.scheduling.version_handle import decoupled_error
 
 MAX_ID_LENGTH = 128
 """Most characters of a text id, as in Triton."""
@@ -45,7 +48,8 @@ class SequenceHandle(ModelHandle):
     def __init__(self, *arguments: Any, directory: SequenceDirectory, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._directory = directory
-        self._max_id = max_number(self._rules(self.policy).controls)
+        rules = self._rules(self.policy)
+        self._max_id, self._is_iterative = max_number(rules.controls), rules.is_iterative
         self._scheduler.on_ended = self._end_holds
         directory.add(self)
 
@@ -75,7 +79,10 @@ class SequenceHandle(ModelHandle):
             Overloaded: the queue is full.
             QuotaExceeded: the client exceeded its quota.
             Unavailable: the model is being unloaded or its instances have died.
+            Unsupported: the model is decoupled, and the caller takes one response only.
         """
+        if self.spec.decoupled and request.responses is None:
+            raise decoupled_error(self.spec.name)
         correlation_id, is_start, is_end = self._checked(request)
         if not is_start and self._directory.has_others(self) and not self._scheduler.accepts(correlation_id):
             other = self._other(correlation_id)
@@ -97,6 +104,8 @@ class SequenceHandle(ModelHandle):
         Raises:
             HeadraceError: an error of `compute`, or the outcome of the request.
         """
+        if self.spec.decoupled:
+            raise decoupled_error(self.spec.name)
         correlation_id, is_start, is_end = self._checked(request)
         now_ns = self._clock()
         completion = ThreadCompletion()
@@ -136,7 +145,7 @@ class SequenceHandle(ModelHandle):
         if self.policy.by_member:
             flags = START_FLAG * is_start + END_FLAG * is_end
             own = {ID_PARAMETER: correlation_id, FLAGS_PARAMETER: flags}
-            member = member_of(request, completion)
+            member = member_of(request, completion, self.spec.decoupled)
             entry.member = member._replace(parameters={**member.parameters, **own})
         completion.after = entry.on_settled
         if is_start and not self.hold():
@@ -166,7 +175,10 @@ class SequenceHandle(ModelHandle):
             and type(fields.start) is bool
             and type(fields.end) is bool
         ):
-            return correlation_id, fields.start, fields.end
+            return correlation_id, fields.start, fields.end and not self._is_iterative
+        if self._is_iterative and correlation_id in (0, ""):
+            self._check_rows(request)
+            return self._new_id(), True, False
         for flag, value in (("sequence_start", fields.start), ("sequence_end", fields.end)):
             if not isinstance(value, bool):
                 raise BadRequest(f"parameter '{flag}' is {value!r:.64}, it must be true or false: correct the request")
@@ -189,13 +201,21 @@ class SequenceHandle(ModelHandle):
                 f"parameter 'sequence_id' has {len(correlation_id)} characters, at most {MAX_ID_LENGTH} are allowed: send a "
                 "shorter text"
             )
+        self._check_rows(request)
+        assert isinstance(correlation_id, int | str), "checked above"
+        check_correlation_id(self._rules(self.policy).controls, correlation_id, name)
+        return correlation_id, bool(fields.start), bool(fields.end) and not self._is_iterative
+
+    @staticmethod
+    def _check_rows(request: InferRequest) -> None:
         if request.rows > 1:
             raise BadRequest(
                 f"the request has {request.rows} rows, a request of a sequence has one: send the rows one after the other"
             )
-        assert isinstance(correlation_id, int | str), "checked above"
-        check_correlation_id(self._rules(self.policy).controls, correlation_id, name)
-        return correlation_id, bool(fields.start), bool(fields.end)
+
+    def _new_id(self) -> CorrelationId:
+        """Return an id for a request of an iterative model that came without one."""
+        return self._scheduler.new_id(self._max_id or MAX_ID, is_text=not self._max_id)
 
     def _other(self, correlation_id: CorrelationId) -> SequenceHandle | None:
         """Return the version that is being replaced by this one and has the live sequence; None if there is none."""

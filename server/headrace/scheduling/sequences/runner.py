@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headrace.backends.base import Execution, MemberResult
+from headrace.backends.base import Execution, MemberResult, Rescheduled
 from headrace.core.clock import Clock
 from headrace.core.request import BatchTimes
 from headrace.core.tensor import BYTES, Array, ModelSpec
@@ -132,7 +132,11 @@ class SequenceRunner(SerialRunner):
         if self._members is not None:
             for entry in batch.entries:
                 entry.inputs = {**entry.inputs, **self._controls([entry])}
-            return self._run_members(self._members, batch)
+            times, member_results = self._run_members(self._members, batch)
+            for entry, result in zip(batch.entries, member_results, strict=True):
+                if isinstance(result, Rescheduled):
+                    self._sequences.reschedule(entry, result)
+            return times, member_results
         rows = self._rows(batch.entries)
         inputs = self._stack(rows) | self._controls(rows)
         states, slots = self._states, None

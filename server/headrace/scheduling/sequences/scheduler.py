@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from headrace.backends.base import Rescheduled
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import settle_all
 from headrace.core.errors import QueueTimeout, Unavailable
@@ -13,7 +14,7 @@ from headrace.scheduling.batching import WaitUntil
 from headrace.scheduling.policy import BatchPolicy, QueueLimits, SequencePolicy
 from headrace.scheduling.queue import FAR_NS, Entry
 from headrace.scheduling.scheduler import Batch, Scheduler
-from headrace.scheduling.sequences.table import CorrelationId, SequenceEntry, SequenceTable
+from headrace.scheduling.sequences.table import FLAGS_PARAMETER, CorrelationId, SequenceEntry, SequenceTable
 
 _UNLOADING = "the model is being unloaded and accepts no requests: retry once it is loaded"
 
@@ -91,7 +92,8 @@ class SequenceScheduler(Scheduler):
 
     def expire(self, entry: Entry, demote: bool = False) -> None:
         """End a request whose time in the queue is over, and its sequence; a no-op once it runs. `demote` has no effect."""
-        if entry.queued:
+        assert isinstance(entry, SequenceEntry), "a model with sequences queues their requests only"
+        if entry.queued and not entry.steps:
             text = "the request exceeded its timeout in the queue before it ran, and its sequence has ended: start it again"
             entry.completion.settle(QueueTimeout(text, self._retry_s()))  # which calls `discard`
 
@@ -153,6 +155,28 @@ class SequenceScheduler(Scheduler):
         with self._lock:
             self._table.lose_state(index, reason)
         self._settle()
+
+    def reschedule(self, entry: Entry, result: Rescheduled) -> None:
+        """Record that the model has scheduled a request of the running batch again; on the thread of its instance."""
+        assert isinstance(entry, SequenceEntry), "a model with sequences queues their requests only"
+        assert entry.member is not None, "a Python model runs its requests as a list"
+        member, entry.is_start = entry.member, False
+        parameters, sink = {**member.parameters, FLAGS_PARAMETER: 0}, None if result.open is None else result.open.sink
+        entry.member = member._replace(parameters=parameters, sink=sink, open=result.open)
+        entry.is_rescheduled = entry.is_held = True
+        if result.open is None or result.open.when_room(lambda: self._release(entry)):
+            entry.is_held = False
+
+    def _release(self, entry: SequenceEntry) -> None:
+        """Let the next step of a request run; called once, perhaps before `finish_batch`."""
+        with self._lock:
+            self._table.release(entry)
+        self._wake_instances()
+
+    def new_id(self, limit: int, is_text: bool) -> CorrelationId:
+        """Return an id for a request without one; see `SequenceTable.new_id`."""
+        with self._lock:
+            return self._table.new_id(limit, is_text)
 
     def finish_batch(self, index: int) -> None:
         """Record the end of the running batch of an instance, once its requests are settled."""

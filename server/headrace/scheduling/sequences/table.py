@@ -10,6 +10,7 @@
 - At most one request of a sequence runs at a time, in the order of arrival.
 - At most one of the sequences with one correlation id has a slot: a later one waits until the earlier one has ended.
 - A request that leaves the queue without running ends its sequence: later requests would read a state that lacks it.
+- A request of an iterative model is a sequence of its own. While the model schedules it again, it keeps its slot.
 
 The rules are those of Triton's sequence batcher where they are documented; docs/sequences.md lists the others.
 """
@@ -32,6 +33,11 @@ from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch, queue_full
 
 CorrelationId = int | str
+
+# Parameters by which the code of a Python model gets the sequence of a request; clients cannot send these names.
+ID_PARAMETER = "headrace.sequence_id"
+FLAGS_PARAMETER = "headrace.sequence_flags"
+START_FLAG, END_FLAG = 1, 2
 
 # Ended sequences whose reason is kept for the error of a later request.
 _MAX_REASONS = 4096
@@ -66,10 +72,25 @@ class SequenceEntry(Entry):
         is_start, is_end: first and last request of its sequence.
         sequence: the sequence, once it is queued.
         slot: slot of the sequence on its instance while the request runs.
-        number: order of arrival among all requests of the version.
+        number: order of arrival among all requests of the version; a later step has a new number.
+        ready_ns: monotonic time at which its next step was queued.
+        steps: batches that it has been part of.
+        is_rescheduled: the model has scheduled it again in the running batch.
+        is_held: its client has not read enough of its responses: the next step waits.
     """
 
-    __slots__ = ("correlation_id", "is_end", "is_start", "number", "sequence", "slot")
+    __slots__ = (
+        "correlation_id",
+        "is_end",
+        "is_held",
+        "is_rescheduled",
+        "is_start",
+        "number",
+        "ready_ns",
+        "sequence",
+        "slot",
+        "steps",
+    )
 
     def __init__(
         self,
@@ -84,7 +105,9 @@ class SequenceEntry(Entry):
         self.correlation_id = correlation_id
         self.is_start, self.is_end = is_start, is_end
         self.sequence: LiveSequence | None = None
-        self.slot = self.number = 0
+        self.slot = self.number = self.steps = 0
+        self.ready_ns = enqueued_ns
+        self.is_rescheduled = self.is_held = False
 
 
 class LiveSequence:
@@ -98,6 +121,7 @@ class LiveSequence:
         slot: number of the slot on the instance.
         is_closed: it accepts no more requests, and ends once its queued ones have run.
         is_over: it has ended.
+        abort_reason: the reason for which it ends after its running request; "" for none.
         heir: the next sequence of the same id, which waits for the end of this one.
         before: the sequence whose heir this one is; None without one.
         keeps_slot: as an heir it takes over a slot from the sequence before it, which had no END; else it joins the backlog.
@@ -106,6 +130,7 @@ class LiveSequence:
     """
 
     __slots__ = (
+        "abort_reason",
         "before",
         "correlation_id",
         "end_reason",
@@ -127,6 +152,7 @@ class LiveSequence:
         self.instance: InstanceSlots | None = None
         self.slot = 0
         self.is_closed = self.is_over = self.keeps_slot = False
+        self.abort_reason = ""
         self.heir: LiveSequence | None = None
         self.before: LiveSequence | None = None
         self.idle_since_ns = 0
@@ -216,7 +242,7 @@ class SequenceTable:
         self._backlog: dict[LiveSequence, None] = {}
         self._idle: OrderedDict[LiveSequence, None] = OrderedDict()  # in the order of `idle_since_ns`
         self._reasons: OrderedDict[CorrelationId, str] = OrderedDict()
-        self._numbers = 0
+        self._numbers = self._ids = 0
 
     # Requests
 
@@ -253,14 +279,29 @@ class SequenceTable:
             raise queue_full(self.count, self.size_bytes, limits.max_count, limits.max_size_bytes, self._retry_s())
         if entry.is_start or sequence is None:
             sequence = self._begin(entry.correlation_id, sequence)
-        sequence.is_closed = entry.is_end
-        self._numbers += 1
-        entry.sequence, entry.queued, entry.number = sequence, True, self._numbers
-        sequence.waiting.append(entry)
-        self.count += 1
-        self.size_bytes += entry.size_bytes
+        sequence.is_closed = entry.is_end or self.policy.is_iterative
+        entry.sequence = sequence
         self._idle.pop(sequence, None)
-        self._mark_ready(sequence)
+        self._queue(sequence, entry)
+
+    def release(self, entry: SequenceEntry) -> None:
+        """Let the next step of a request run: its client has read enough of its responses."""
+        entry.is_held = False
+        if entry.queued and entry.sequence is not None:
+            self._mark_ready(entry.sequence)
+
+    def new_id(self, limit: int, is_text: bool) -> CorrelationId:
+        """Return an id that no live sequence has, for a request without one.
+
+        Args:
+            limit: largest number of the model's ids.
+            is_text: ids of the model are texts.
+        """
+        while True:
+            self._ids = self._ids % limit + 1
+            correlation_id: CorrelationId = str(self._ids) if is_text else self._ids
+            if correlation_id not in self._sequences:
+                return correlation_id
 
     def discard(self, entry: SequenceEntry) -> None:
         """End the sequence of a queued request that was cancelled or timed out; a no-op once the request runs."""
@@ -328,6 +369,7 @@ class SequenceTable:
                     continue
                 sequence.waiting.popleft()
                 entry.queued, entry.slot = False, sequence.slot
+                entry.is_rescheduled, entry.steps = False, entry.steps + 1
                 self.count -= 1
                 self.size_bytes -= entry.size_bytes
                 sequence.running = entry
@@ -345,7 +387,11 @@ class SequenceTable:
             return
         finished, instance.running = instance.running, []
         for sequence in finished:
-            sequence.running = None
+            entry, sequence.running = sequence.running, None
+            if entry is not None and entry.is_rescheduled and self._requeue(sequence, entry, now_ns):
+                continue
+            if entry is not None and entry.steps > 1:
+                entry.member = None
             if sequence.waiting:
                 self._mark_ready(sequence)
             elif sequence.is_closed:
@@ -424,22 +470,44 @@ class SequenceTable:
             min(free, key=attrgetter("used", "index")).assign(sequence)
             self._mark_ready(sequence)
 
+    def _queue(self, sequence: LiveSequence, entry: SequenceEntry) -> None:
+        self._numbers += 1
+        entry.queued, entry.number = True, self._numbers
+        sequence.waiting.append(entry)
+        self.count += 1
+        self.size_bytes += entry.size_bytes
+        self._mark_ready(sequence)
+
+    def _requeue(self, sequence: LiveSequence, entry: SequenceEntry, now_ns: int) -> bool:
+        """Queue the next step of a request that the model has scheduled again; False if its sequence ends instead."""
+        if sequence.abort_reason:
+            self.refusals[RefusalReason.ENDED] += 1
+            self.refused.append((entry, self._ended(sequence, sequence.abort_reason)))
+            return False
+        assert not sequence.waiting, "a sequence of an iterative model has one request"
+        entry.ready_ns = now_ns
+        self._queue(sequence, entry)
+        if entry.completion.is_settled:  # cancelled or timed out while it ran
+            self.discard(entry)
+        return True
+
     def _mark_ready(self, sequence: LiveSequence) -> None:
         instance = sequence.instance
-        if instance is not None and sequence.running is None and sequence.waiting:
+        if instance is not None and sequence.running is None and sequence.waiting and not sequence.waiting[0].is_held:
             instance.ready[sequence] = None
             self.touched.add(instance.index)
 
     def _abort(self, sequence: LiveSequence, reason: str, cause: SequenceEntry | None = None) -> None:
         """Refuse the queued requests of a sequence and end it, after its running one; `cause` is settled already."""
-        text = f"sequence {_quoted(sequence.correlation_id)} has ended: {reason}; start it again with sequence_start"
         for entry in sequence.waiting:
             entry.queued = False
             self.count -= 1
             self.size_bytes -= entry.size_bytes
+            if entry.steps:
+                entry.member = None  # it refers to the open request, whose sink refers to this entry
             if entry is not cause:
                 self.refusals[RefusalReason.ENDED] += 1
-                self.refused.append((entry, Unavailable(text)))
+                self.refused.append((entry, self._ended(sequence, reason)))
         sequence.waiting.clear()
         sequence.is_closed = True
         if sequence.instance is not None:
@@ -447,6 +515,7 @@ class SequenceTable:
         if sequence.running is None:
             self._finish(sequence, reason)
         else:
+            sequence.abort_reason = reason
             self._remember(sequence, reason)
 
     def _end_all(self, instance: InstanceSlots, reason: str) -> None:
@@ -506,7 +575,7 @@ class SequenceTable:
         elif preferred := [rows for rows in policy.preferred_rows if rows <= count]:
             count, reason = max(preferred), CloseReason.PREFERRED
         elif self._is_held(len(alike)):
-            until_ns = oldest.waiting[0].enqueued_ns + policy.max_delay_ns
+            until_ns = oldest.waiting[0].ready_ns + policy.max_delay_ns
             if closed or self.is_draining:
                 reason = CloseReason.DRAIN
             elif now_ns < until_ns:
@@ -533,7 +602,17 @@ class SequenceTable:
         if len(self._reasons) > _MAX_REASONS:
             self._reasons.popitem(last=False)
 
+    def _ended(self, sequence: LiveSequence, reason: str) -> Unavailable:
+        cure = "send the request again" if self.policy.is_iterative else "start it again with sequence_start"
+        return Unavailable(f"sequence {_quoted(sequence.correlation_id)} has ended: {reason}; {cure}")
+
     def _not_live(self, correlation_id: CorrelationId) -> str:
+        if self.policy.is_iterative:
+            return (
+                f"inference request for sequence {_quoted(correlation_id)} must specify the START flag on the first request of "
+                "the sequence: the model is iterative, and each request is a sequence of its own; send it with sequence_start, "
+                "or without sequence_id"
+            )
         reason = self._reasons.get(correlation_id)
         detail = f" has ended: {reason}" if reason else " is not live: it was not started, or has ended"
         # The middle is Triton's text, which clients search for.

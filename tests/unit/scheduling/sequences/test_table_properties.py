@@ -17,6 +17,11 @@ POLICIES = [
     SequencePolicy(slots=2, is_direct=False, max_rows=4, idle_ns=100, max_delay_ns=20, preferred_rows=(2,)),
     SequencePolicy(slots=1, is_direct=True, max_rows=1, idle_ns=100),
 ]
+ITERATIVE = [
+    SequencePolicy(slots=2, is_direct=True, max_rows=2, idle_ns=100, is_iterative=True),
+    SequencePolicy(slots=4, is_direct=False, max_rows=2, idle_ns=100, is_iterative=True),
+    SequencePolicy(slots=2, is_direct=False, max_rows=4, idle_ns=100, max_delay_ns=20, is_iterative=True),
+]
 IDS = st.sampled_from([1, 2, "1", "a", 2**64 - 1])
 
 
@@ -25,7 +30,7 @@ class Sequences(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.worlds = [VirtualSequences(policy) for policy in POLICIES[:1] + POLICIES[2:3]]
+        self.worlds = [VirtualSequences(policy) for policy in POLICIES[:1] + POLICIES[2:3] + ITERATIVE[:2]]
 
     def version(self, world: VirtualSequences, index: int) -> VirtualVersion:
         return world.versions[index % len(world.versions)]
@@ -72,6 +77,13 @@ class Sequences(RuleBasedStateMachine):
         for world in self.worlds:
             world.reopen(self.version(world, version), instance)
 
+    @rule(index=st.integers(0, 30))
+    def read(self, index: int) -> None:
+        for world in self.worlds:
+            entries = list(world.held)
+            if entries:
+                world.read(entries[index % len(entries)])
+
     @precondition(lambda self: all(len(world.versions) < 3 for world in self.worlds))
     @rule()
     def reload(self) -> None:
@@ -99,8 +111,15 @@ def test_random_interleavings(policy: SequencePolicy) -> None:
     assert sum(run.refusals for run in runs) > 30
 
 
+@pytest.mark.parametrize("policy", ITERATIVE)
+def test_random_steps(policy: SequencePolicy) -> None:
+    runs = [random_run(seed, policy) for seed in range(100)]
+    assert sum(run.answers for run in runs) > 300
+    assert sum(run.later_steps for run in runs) > 300
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES + ITERATIVE)
 def test_ten_thousand_random_interleavings(policy: SequencePolicy) -> None:
     for seed in range(1000, 3000):
         random_run(seed, policy)
