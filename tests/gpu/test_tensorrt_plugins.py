@@ -74,6 +74,15 @@ def test_every_batch_of_the_profile_is_right(plan: Path) -> None:
     engine.close()
 
 
+def test_an_engine_is_opened_and_closed_often(plan: Path) -> None:
+    """Objects of closed engines end once only: TensorRT's binding deleted some twice, and the heap was damaged."""
+    x = images(3, size=SIZE)
+    for _ in range(20):
+        engine = TensorRtTarget().open(plan)
+        np.testing.assert_allclose(engine.run({"x": x})["y"].astype(np.float32), expected(x), atol=TOLERANCE)
+        engine.close()
+
+
 def test_another_process_runs_the_plan(plan: Path) -> None:
     program = (
         "import sys; import tests.gpu.test_tensorrt_plugins as t; from pathlib import Path; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCuda]:
     fake_cuda.install(monkeypatch, cuda)
     install_host_kernels(monkeypatch, cuda, tmp_path)
     yield cuda
+    # As TensorRT does before it deletes them.
+    for one in convolution_plugin._plugins:
+        one.destroy()
+    convolution_plugin._plugins.clear()
     gc.collect()
     assert not cuda.live, "memory was not freed"
 
@@ -218,14 +223,14 @@ def test_contexts_share_weights_unless_they_need_scratch_memory(gpu: FakeCuda, m
         attached = [first.attach_to_context(None) for _ in range(3)]
         assert len({id(one.convolution) for one in attached}) == 1
         assert first.clone().convolution is None
-        del attached
+        for one in attached:
+            one.destroy()
         gc.collect()
         assert not gpu.live
         with_scratch = property(lambda self: 256)
         monkeypatch.setattr("headrace.cuda.kernels.convolution.direct._DirectConvolution.workspace_bytes", with_scratch)
         attached = [first.attach_to_context(None) for _ in range(3)]
         assert len({id(one.convolution) for one in attached}) == 3
-        del attached
 
 
 def test_a_destroyed_plugin_keeps_no_memory(gpu: FakeCuda) -> None:
@@ -242,6 +247,19 @@ def test_a_destroyed_plugin_keeps_no_memory(gpu: FakeCuda) -> None:
     assert attached[0].content == b""
     with pytest.raises(PluginRefused):
         attached[0].open()
+
+
+def test_a_plugin_object_never_ends_before_the_process(gpu: FakeCuda) -> None:
+    """The binding of TensorRT 10.6 would delete the C++ object a second time with it."""
+    first = plugin()
+    clones = [weakref.ref(first.clone()), weakref.ref(first.attach_to_context(None))]
+    for clone in clones:
+        one = clone()
+        assert one is not None
+        one.destroy()
+        del one
+    gc.collect()
+    assert all(clone() is not None for clone in clones)
 
 
 def test_kernels_of_pycuda_streams_do_not_run_on_borrowed_ones(gpu: FakeCuda) -> None:
