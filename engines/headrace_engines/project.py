@@ -298,11 +298,11 @@ def _shape_range(config: ModelConfig, profile: EngineProfile) -> ShapeRange:
     if config.max_batch_size and rows[2] > config.max_batch_size:
         cure = f"raise max_batch_size to {rows[2]}, or write [.., .., {max_rows}]"
         raise BuildError(f"{config.name}: a profile has a batch of {rows[2]}, max_batch_size is {max_rows}: {cure}")
-    unknown = sorted(set(profile.shapes) - {tensor.name for tensor in config.input})
+    unknown = sorted(set(profile.shapes) - {tensor.name for tensor in config.model_input})
     if unknown:
-        names = ", ".join(tensor.name for tensor in config.input)
+        names = ", ".join(tensor.name for tensor in config.model_input)
         raise BuildError(f"{config.name}: a profile names {', '.join(unknown)}, the model's inputs are {names}")
-    for tensor in config.input:
+    for tensor in config.model_input:
         dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
         shapes_of_input = profile.shapes.get(tensor.name)
         if shapes_of_input is None and any(size < 0 for size in dims):

@@ -77,6 +77,17 @@ def test_every_protocol_answers(server: Server) -> None:
             assert client.is_server_ready()
 
 
+def test_large_messages_of_grpc_are_answered(server: Server) -> None:
+    """They are received in memory that is shared with the engine process."""
+    rows = np.random.default_rng(0).random((100, 3_000), np.float32)
+    with triton_grpc.InferenceServerClient(server.grpc_address) as client:
+        for _ in range(4):
+            x = triton_grpc.InferInput("X", list(rows.shape), "FP32")
+            x.set_data_from_numpy(rows)
+            output = client.infer("row_sums", [x]).as_numpy("SUM")
+            np.testing.assert_allclose(output.ravel(), rows.sum(axis=1), rtol=1e-4)
+
+
 def test_loads_and_unloads_are_seen_by_all_front_ends(server: Server) -> None:
     for _ in range(3):
         assert server.request("POST", "/v2/repository/models/row_sums/unload")[0] == 200

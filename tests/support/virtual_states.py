@@ -11,9 +11,10 @@ from headrace.backends.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeModel
 from headrace.core.completion import settle_all
 from headrace.core.errors import Cancelled
 from headrace.core.request import InferResponse
+from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.scheduling.executor import OutputCheck
-from headrace.scheduling.policy import SequencePolicy, StateTensor
+from headrace.scheduling.policy import SequencePolicy
 from headrace.scheduling.scheduler import Batch
 from headrace.scheduling.sequences.runner import SequenceRunner
 from headrace.scheduling.sequences.table import SequenceEntry
@@ -32,10 +33,12 @@ def state_tensors(history_initial: int = 1, sum_is_output: bool = False) -> tupl
     )
 
 
-def spec(batched: bool, outputs: tuple[str, ...]) -> ModelSpec:
+def spec(batched: bool, outputs: tuple[str, ...], fails: bool = True) -> ModelSpec:
     """Return the tensors of `state_sums` as clients see them."""
     rows = (-1,) if batched else ()
-    inputs = {"X": TensorSpec("X", FP32, (*rows, 1)), "FAIL": TensorSpec("FAIL", INT64, (*rows, 1))}
+    inputs = {"X": TensorSpec("X", FP32, (*rows, 1))}
+    if fails:
+        inputs["FAIL"] = TensorSpec("FAIL", INT64, (*rows, 1))
     return ModelSpec(
         "sums", "1", "", inputs, {name: TensorSpec(name, FP32, (*rows, 1)) for name in outputs}, 4 * batched
     )
@@ -93,12 +96,13 @@ class VirtualStates(VirtualSequences):
     def _runner(self, instance: VirtualInstance) -> SequenceRunner:
         runner = instance.sums.get("runner")  # lost with the instance
         if runner is None:
-            model = spec(self._batched, self._names)
-            execution = loaded(self._batched, "TOTAL" in self._names).execution(0)
-            results = Results(model)
-            runner = SequenceRunner(0, execution, None, self.policy, model, results, lambda: 0)  # type: ignore[arg-type]
-            instance.sums["runner"] = runner  # type: ignore[assignment]
+            runner = instance.sums["runner"] = self._create_runner()  # type: ignore[assignment]
         return runner  # type: ignore[return-value]
+
+    def _create_runner(self) -> SequenceRunner:
+        model = spec(self._batched, self._names)
+        execution = loaded(self._batched, "TOTAL" in self._names).execution(0)
+        return SequenceRunner(0, execution, None, self.policy, model, Results(model), lambda: 0)  # type: ignore[arg-type]
 
     def _compute(self, instance: VirtualInstance, batch: Batch) -> list[SequenceEntry]:
         self._runner(instance)._run_sequences(batch)
@@ -107,7 +111,7 @@ class VirtualStates(VirtualSequences):
             expected, outcome = self.expected.pop(entry), entry.completion.outcome  # type: ignore[attr-defined]
             if isinstance(outcome, Cancelled):
                 continue
-            if entry.inputs["FAIL"].any():
+            if "FAIL" in entry.inputs and entry.inputs["FAIL"].any():
                 assert isinstance(outcome, Exception)
                 self.failures += 1
                 continue

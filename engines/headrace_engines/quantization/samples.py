@@ -145,7 +145,7 @@ class InputLayout:
 
 
 def input_layouts(config: ModelConfig) -> dict[str, InputLayout]:
-    """Return the layouts of the inputs of a completed configuration, by name."""
+    """Return the layouts of the inputs of the model by name, with those that the server fills for sequences."""
     return {
         tensor.name: InputLayout(
             tensor.name,
@@ -155,7 +155,7 @@ def input_layouts(config: ModelConfig) -> dict[str, InputLayout]:
             config.max_batch_size > 0,
             tensor.optional,
         )
-        for tensor in config.input
+        for tensor in config.model_input
     }
 
 

@@ -72,6 +72,7 @@ class DriverThread:
             del job  # it may hold memory until the next job arrives
 
 
+_BLOCK_BYTES = 512  # unit of `st_blocks`
 HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
 _BYTES: np.dtype[Any] = np.dtype(np.uint8)
 
@@ -319,5 +320,11 @@ def _close(context: Any, memory: Any) -> None:
 
 
 def _has_memory(descriptor: int, start: int, size_bytes: int) -> bool:
-    """Return True if every page of the range is allocated."""
+    """Return True if every page of the range is allocated.
+
+    Pages that are allocated and were never written, such as those of a new arena, count as a hole for `lseek`.
+    """
+    status = os.fstat(descriptor)
+    if status.st_blocks * _BLOCK_BYTES >= status.st_size >= start + size_bytes:
+        return True
     return os.lseek(descriptor, start, os.SEEK_HOLE) >= start + size_bytes

@@ -16,7 +16,7 @@ from headrace.front_ends.proxy import GrpcProxy, HttpProxy, engine_gone
 from headrace.front_ends.remote_models import RemoteHandle, RemoteModels
 from headrace.grpc.codec import Envelope, scan, sequence_of
 from headrace.grpc.infer import GrpcInference
-from headrace.grpc.methods import GrpcCall, Message, StreamCall
+from headrace.grpc.methods import GrpcCall, Message, RequestMessage, StreamCall
 from headrace.http.infer_endpoint import InferEndpoint, Receive, Scope, Send
 from headrace.http.origins import OriginPolicy
 from headrace.inference.codec_threads import LARGE_BYTES
@@ -162,7 +162,7 @@ class FrontEndInference:
         self._models = models
         self._pass_on = proxy.unary_method(path)
 
-    async def infer(self, message: bytes, call: GrpcCall) -> Message:
+    async def infer(self, message: RequestMessage, call: GrpcCall) -> Message:
         """Serve a request, or pass it on."""
         try:
             envelope = scan(message)
@@ -172,7 +172,7 @@ class FrontEndInference:
             return await self._infer.infer(message, call)
         return cast(Message, await self._pass_on(message, call))
 
-    def start(self, message: bytes, call: GrpcCall) -> PendingRequest | None:
+    def start(self, message: RequestMessage, call: GrpcCall) -> PendingRequest | None:
         """See `DirectMethod`: None for a request that is passed on."""
         if len(message) > LARGE_BYTES:
             return None

@@ -14,7 +14,7 @@ from headrace.core.errors import Cancelled, HeadraceError, Unavailable
 from headrace.front_ends.control import PIECE_BYTES, WINDOW_BYTES, CallHead, ControlStream, Hello, MessageKind
 from headrace.front_ends.exchanges import HttpHead, pieces
 from headrace.front_ends.meeting import EngineFacts, connect
-from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall
+from headrace.grpc.methods import GrpcCall, Message, Methods, RequestMessage, StreamCall
 from headrace.grpc.status import ErrorStatus, StatusError
 from headrace.http.infer_endpoint import Connection, Receive, Scope, Send, send_error
 from headrace.inference.codec_threads import CodecThreads
@@ -441,7 +441,7 @@ class GrpcProxy:
     def unary_method(self, path: str) -> Any:
         """Return the method of a path with one message each way."""
 
-        async def method(message: bytes, call: GrpcCall) -> Message:
+        async def method(message: RequestMessage, call: GrpcCall) -> Message:
             return await self._call(path, message, call)
 
         return method
@@ -484,7 +484,7 @@ class GrpcProxy:
         finally:
             events.close()
 
-    async def _call(self, path: str, message: bytes, call: GrpcCall) -> Message:
+    async def _call(self, path: str, message: RequestMessage, call: GrpcCall) -> Message:
         events = _Events(self._link)
         try:
             events.send(MessageKind.CALL, _call_head(path, cast(Any, call)))
@@ -544,7 +544,7 @@ class GrpcProxy:
             events.fail(error)
 
 
-async def _send_whole(events: _Events, message: bytes) -> None:
+async def _send_whole(events: _Events, message: RequestMessage) -> None:
     """Send a message at once: the engine needs all of it, and returns credit for it later."""
     events.credit_bytes = len(message) + 1
     if len(message) <= PIECE_BYTES:

@@ -21,7 +21,7 @@ from headrace.core.request import InferResponse, ParameterValue
 from headrace.core.tensor import BYTES, Array, Datatype, ModelSpec, TensorSpec, classify
 from headrace.grpc import large_contents
 from headrace.grpc.large_contents import MAX_VARINT_BYTES, read_varint, varint
-from headrace.grpc.methods import Message
+from headrace.grpc.methods import Message, RequestMessage
 from headrace.inference import tensor_codec
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import EMPTY_FINAL_PARAMETER, request_parameters, tensor_parameters
@@ -145,7 +145,7 @@ class Envelope(msgspec.Struct, frozen=True, eq=False):
     spans: list[tuple[int, int]]
 
 
-def scan(message: bytes) -> Envelope:
+def scan(message: RequestMessage) -> Envelope:
     """Scan the top-level fields of a serialized ModelInferRequest.
 
     Args:
@@ -156,7 +156,7 @@ def scan(message: bytes) -> Envelope:
     """
     name = version = request_id = ""
     spans: list[tuple[int, int]] = []
-    header: list[bytes] = []
+    header: list[RequestMessage] = []
     copied_until = 0  # position up to which the message is copied to `header` or left out
     position, end = 0, len(message)
     try:
@@ -176,11 +176,11 @@ def scan(message: bytes) -> Envelope:
             if tag == _RAW_INPUT:
                 spans.append((position, size))
             elif tag == _MODEL_NAME:
-                name = message[position:stop].decode()
+                name = bytes(message[position:stop]).decode()
             elif tag == _MODEL_VERSION:
-                version = message[position:stop].decode()
+                version = bytes(message[position:stop]).decode()
             elif tag == _ID:
-                request_id = message[position:stop].decode()
+                request_id = bytes(message[position:stop]).decode()
             position = stop
             if tag in (_RAW_INPUT, _ID):
                 if start > copied_until:
@@ -195,10 +195,10 @@ def scan(message: bytes) -> Envelope:
         raise BadRequest("the request's model_name, model_version and id must be UTF-8 text") from None
     if copied_until < end:
         header.append(message[copied_until:end])
-    return Envelope(name, version, request_id, header[0] if len(header) == 1 else b"".join(header), spans)
+    return Envelope(name, version, request_id, bytes(header[0]) if len(header) == 1 else b"".join(header), spans)
 
 
-class GrpcCodec(Codec[bytes, Envelope, Message]):
+class GrpcCodec(Codec[RequestMessage, Envelope, Message]):
     """Codec of serialized ModelInferRequest and ModelInferResponse messages; the layout of a message comes from `scan`.
 
     Args:
@@ -213,11 +213,11 @@ class GrpcCodec(Codec[bytes, Envelope, Message]):
         self._descriptions: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
         self._has_text = any(tensor.datatype is BYTES for tensor in spec.inputs.values())
 
-    def is_large_request(self, message: bytes, envelope: Envelope) -> bool:
+    def is_large_request(self, message: RequestMessage, envelope: Envelope) -> bool:
         """See `Codec.is_large_request`: typed contents and texts are read one by one, other tensors are views of the message."""
         return len(message) > LARGE_BYTES and (self._has_text or len(envelope.header) > LARGE_BYTES)
 
-    def read(self, message: bytes, envelope: Envelope) -> ReadContent:
+    def read(self, message: RequestMessage, envelope: Envelope) -> ReadContent:
         """See `Codec.read`."""
         header, spans = envelope.header, envelope.spans
         template = self._templates.find(header) if len(header) <= MAX_TEMPLATE_BYTES else None
@@ -383,7 +383,7 @@ def _response(**fields: object) -> bytes:
     return serialized
 
 
-def _skip(message: bytes, position: int) -> int:
+def _skip(message: RequestMessage, position: int) -> int:
     """Skip a field whose tag has several bytes, an unknown number or another wire type; returns the position after it.
 
     Raises:

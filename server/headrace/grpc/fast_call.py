@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Protocol
+from typing import Protocol, cast
 from weakref import ref
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
@@ -33,7 +33,8 @@ from headrace.grpc.fast_wire import (
     unary_response,
     unpack_prefix,
 )
-from headrace.grpc.methods import DirectMethod, GrpcCall, Message, StartedRequest
+from headrace.grpc.message_memory import message_allocator
+from headrace.grpc.methods import DirectMethod, GrpcCall, Message, RequestMessage, StartedRequest
 from headrace.grpc.response_room import ResponseRoom
 from headrace.grpc.status import ErrorStatus, error_status
 from headrace.http2.connection import Http2Connection
@@ -226,7 +227,7 @@ class FastCall(Http2Stream):
         self._send_error(error_status(error))
         self._cancel_method(error)
 
-    async def _serve(self, method: Callable[..., Awaitable[Message | None]], *message: bytes) -> None:
+    async def _serve(self, method: Callable[..., Awaitable[Message | None]], *message: RequestMessage) -> None:
         """Run the method with the message of a unary call, or with none, and end the call."""
         try:
             response = await method(*message, self)
@@ -367,11 +368,12 @@ class UnaryCall(FastCall):
         if message is not None:
             self._start_method(message)
 
-    def _assemble_message(self, data: bytes, start: int, stop: int, end: bool) -> bytes | None:
+    def _assemble_message(self, data: bytes, start: int, stop: int, end: bool) -> RequestMessage | None:
         """Read a part of the message; returns the message when it is complete. Raises as `_read_data`."""
         reader = self._reader
         if reader is None:
-            reader = self._reader = MessageReader(self._head.encoding, self._client_limits)
+            allocate = None if self._head.direct is None else message_allocator(self._client_limits)
+            reader = self._reader = MessageReader(self._head.encoding, self._client_limits, allocate)
         self._read_data(reader, data, start, stop)
         complete, partial = reader.complete, reader.partial
         if complete > 1 or (complete and partial):
@@ -407,7 +409,7 @@ class UnaryCall(FastCall):
         self.received_ns = monotonic_ns()
         return await method(message, self)
 
-    def _start_method(self, message: bytes) -> None:
+    def _start_method(self, message: RequestMessage) -> None:
         self.awaiting_body = False
         self._reader = None
         self.received_ns = monotonic_ns()
@@ -417,7 +419,7 @@ class UnaryCall(FastCall):
         assert method is not None
         self._task = self.connection.loop.create_task(self._serve(method, message))
 
-    def _start_directly(self, method: DirectMethod, message: bytes) -> bool:
+    def _start_directly(self, method: DirectMethod, message: RequestMessage) -> bool:
         """Start the method without a task; returns False if this request needs one."""
         try:
             request = method.start(message, self)
@@ -569,7 +571,7 @@ class StreamingCall(FastCall):
     def _pop_message(self) -> bytes:
         message, wire_bytes = self._reader.pop()
         self._message_popped(wire_bytes)
-        return message
+        return cast(bytes, message)  # the reader of a stream has no allocator
 
     def _message_popped(self, wire_bytes: int) -> None:
         self.reservation.shrink(wire_bytes)

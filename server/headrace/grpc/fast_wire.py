@@ -15,6 +15,7 @@ from struct import Struct
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.errors import BadRequest
 from headrace.core.limits import ClientLimits
+from headrace.grpc.message_memory import MIN_DIRECT_BYTES, AllocateMessage
 from headrace.grpc.methods import DirectMethod, Methods, StreamMethod, UnaryMethod
 from headrace.grpc.status import CODES, ErrorStatus, error_status
 from headrace.http2.connection import MalformedHeadersError
@@ -286,18 +287,21 @@ class MessageReader:
     Args:
         encoding: see `RequestHead`.
         client_limits: limits of a message, both as received and decompressed.
+        allocate: returns memory for large messages that are not compressed; None joins them as bytes.
 
     Attributes:
         missing_bytes: of the incomplete message; 0 if there is none or its prefix is incomplete.
     """
 
-    def __init__(self, encoding: str, client_limits: ClientLimits) -> None:
+    def __init__(self, encoding: str, client_limits: ClientLimits, allocate: AllocateMessage | None = None) -> None:
         self._client_limits = client_limits
+        self._allocate = allocate
+        self._memory: memoryview | None = None  # of the incomplete message
         self._encoding = encoding
         self._prefix = b""
-        self._compressed = False
+        self._compressed = self._is_direct = False
         self._parts: list[bytes | bytearray] = []
-        self._messages: deque[tuple[bytes, bool]] = deque()
+        self._messages: deque[tuple[bytes | memoryview, bool]] = deque()
         self.missing_bytes = 0
 
     @property
@@ -340,7 +344,8 @@ class MessageReader:
                 self.missing_bytes -= end - start
                 start = end
             if not self.missing_bytes:
-                self._messages.append((b"".join(self._parts), self._compressed))
+                memory, self._memory = self._memory, None
+                self._messages.append((b"".join(self._parts) if memory is None else memory, self._compressed))
                 self._parts.clear()
 
     def _feed_complete(self, data: bytes, start: int, stop: int) -> int:
@@ -365,10 +370,22 @@ class MessageReader:
             text = f"a message of {self.missing_bytes} bytes; the limit is {limit}"
             raise self._client_limits.too_large("max_body_bytes", text)
         self._compressed = flag == 1
+        self._is_direct = not flag and self._allocate is not None and self.missing_bytes > MIN_DIRECT_BYTES
+
+    def _begin_direct(self, data: bytes, start: int, stop: int) -> memoryview:
+        """Allocate memory for the message that begins with a piece."""
+        assert self._allocate is not None
+        return self._allocate(self.missing_bytes, memoryview(data)[start:stop])
 
     def _add(self, data: bytes, start: int, stop: int) -> None:
         """Store a piece of a message. Small pieces are merged, so that a million of them are not a million objects."""
-        parts = self._parts
+        parts, memory = self._parts, self._memory
+        if memory is None and self._is_direct and not parts:
+            memory = self._memory = self._begin_direct(data, start, stop)
+        if memory is not None:
+            position = len(memory) - self.missing_bytes
+            memory[position : position + stop - start] = memoryview(data)[start:stop]
+            return
         if stop - start >= 8192:
             parts.append(data[start:stop])
         elif parts and type(parts[-1]) is bytearray:
@@ -376,7 +393,7 @@ class MessageReader:
         else:
             parts.append(bytearray(data[start:stop]))
 
-    def pop(self) -> tuple[bytes, int]:
+    def pop(self) -> tuple[bytes | memoryview, int]:
         """Remove the oldest complete message; it is decompressed only now, when a reader needs it.
 
         Returns:

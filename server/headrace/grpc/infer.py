@@ -22,7 +22,7 @@ from headrace.core.limits import SMALL_BODY_BYTES
 from headrace.core.request import InferResponse
 from headrace.grpc.codec import Envelope, GrpcCodec, scan
 from headrace.grpc.decoupled import DecoupledRequest, error_message, stream_message
-from headrace.grpc.methods import GrpcCall, Message, StreamCall
+from headrace.grpc.methods import GrpcCall, Message, RequestMessage, StreamCall
 from headrace.grpc.response_room import max_held_bytes, unread_error
 from headrace.grpc.status import StatusError
 from headrace.inference.codec_threads import LARGE_BYTES
@@ -52,7 +52,7 @@ class GrpcInference:
         self.service = InferenceService(services, WIRE, lambda spec: GrpcCodec(spec, regions, max_shared_bytes))
         self.large_responses: dict[str, int] = {}
 
-    async def infer(self, message: bytes, call: GrpcCall) -> Message:
+    async def infer(self, message: RequestMessage, call: GrpcCall) -> Message:
         """Serve ModelInfer: one ModelInferRequest in, one ModelInferResponse out.
 
         Raises:
@@ -67,9 +67,9 @@ class GrpcInference:
             return await self._infer_large(message, envelope, call, options)
         return await self._run(message, envelope, call, options)
 
-    def start(self, message: bytes, call: GrpcCall) -> PendingRequest | None:
+    def start(self, message: RequestMessage, call: GrpcCall) -> PendingRequest | None:
         """See `DirectMethod`: a large request or response needs the coroutine."""
-        if len(message) > LARGE_BYTES or (self.service.has_shared_memory and may_have_shared_inputs(message)):
+        if len(message) > LARGE_BYTES or (self.service.has_shared_memory and may_have_shared_inputs(bytes(message))):
             return None
         if self.service.needs_charge(call.options):
             return None
@@ -93,7 +93,7 @@ class GrpcInference:
         raise error
 
     async def _infer_large(
-        self, message: bytes, envelope: Envelope, call: GrpcCall, options: RequestOptions
+        self, message: RequestMessage, envelope: Envelope, call: GrpcCall, options: RequestOptions
     ) -> Message:
         """Serve a request whose response will be large: it waits while the client does not read earlier ones."""
         room, expected_bytes = call.room, self.large_responses[envelope.model_name]
@@ -103,7 +103,9 @@ class GrpcInference:
         finally:
             room.end(expected_bytes)
 
-    async def _run(self, message: bytes, envelope: Envelope, call: GrpcCall, options: RequestOptions) -> Message:
+    async def _run(
+        self, message: RequestMessage, envelope: Envelope, call: GrpcCall, options: RequestOptions
+    ) -> Message:
         if not self.needs_coroutine(message, options):
             pending = self.begin(message, envelope, call.received_ns, call.deadline_ns, options)
         else:
@@ -122,14 +124,14 @@ class GrpcInference:
             return await self.finish_large(pending, call)
         return self.finish(pending, call=call)
 
-    def needs_coroutine(self, message: bytes, options: RequestOptions) -> bool:
+    def needs_coroutine(self, message: RequestMessage, options: RequestOptions) -> bool:
         """Return True for a request that `begin_large` must queue."""
         service = self.service
         return len(message) > LARGE_BYTES or service.has_shared_memory or service.needs_charge(options)
 
     def begin(
         self,
-        message: bytes,
+        message: RequestMessage,
         envelope: Envelope,
         received_ns: int,
         deadline_ns: int,
@@ -166,7 +168,7 @@ class GrpcInference:
 
     async def begin_large(
         self,
-        message: bytes,
+        message: RequestMessage,
         envelope: Envelope,
         received_ns: int,
         deadline_ns: int,
@@ -433,7 +435,7 @@ class _Stream:
         if (
             size_bytes > LARGE_BYTES
             or self._infer.large_responses
-            or (self._infer.service.has_shared_memory and may_have_shared_inputs(message))
+            or (self._infer.service.has_shared_memory and may_have_shared_inputs(bytes(message)))
             or self._infer.service.needs_charge(self._options)
             or self._in_flight + 1 >= streams.max_in_flight
             or self._in_flight_bytes + size_bytes >= streams.max_bytes

@@ -19,6 +19,8 @@ from headrace.inference.request_options import RequestOptions, RequestOptionsRea
 
 # The parts of one serialized message, in order.
 Message = list[bytes | memoryview]
+# A serialized request; a large one for a `DirectMethod` may be a memoryview.
+RequestMessage = bytes | memoryview
 
 
 class GrpcCall(Protocol):
@@ -118,7 +120,7 @@ class StartedRequest(Protocol):
 class DirectMethod(Protocol):
     """A unary method in two synchronous halves, which an engine runs without a task: the completion of the request calls back."""
 
-    def start(self, message: bytes, call: GrpcCall) -> StartedRequest | None:
+    def start(self, message: RequestMessage, call: GrpcCall) -> StartedRequest | None:
         """Start a request; None if it needs the coroutine in `Methods.unary`. Raises as the coroutine."""
 
     def end(self, request: Any, call: GrpcCall) -> Message | Awaitable[Message]:

@@ -72,7 +72,12 @@ def check_size(spec: TensorSpec, shape: tuple[int, ...], elements: int, size_byt
 
 
 def from_binary(
-    spec: TensorSpec, shape: tuple[int, ...], elements: int, body: bytes | BodyBytes, start: int, size_bytes: int
+    spec: TensorSpec,
+    shape: tuple[int, ...],
+    elements: int,
+    body: bytes | memoryview | BodyBytes,
+    start: int,
+    size_bytes: int,
 ) -> Array:
     """Decode a tensor from `body[start:start + size_bytes]`.
 
@@ -306,7 +311,7 @@ def _to_bf16(wide: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
 
 
 def _split_bytes(
-    name: str, shape: tuple[int, ...], elements: int, body: bytes | BodyBytes, start: int, size_bytes: int
+    name: str, shape: tuple[int, ...], elements: int, body: bytes | memoryview | BodyBytes, start: int, size_bytes: int
 ) -> Array:
     if elements * _LENGTH.size > size_bytes:
         raise _too_small(name, elements, size_bytes)

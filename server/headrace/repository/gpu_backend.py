@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from headrace.backends.process.backend import IsolatedModel
 from headrace.backends.tensorrt.backend import GPUS, HOST_CODE, JOINED, MAX_BATCH_SIZE, TensorRtModel
 from headrace.backends.tensorrt.plan import PlanTensor, installed
+from headrace.backends.tensorrt.states import PlanStates
 from headrace.config.completion import instances_on_each_gpu
 from headrace.config.manifest import Machine, onnxruntime_machine
 from headrace.config.ragged_rules import is_ragged, joined_inputs, joined_outputs
@@ -21,6 +23,7 @@ from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.cuda import devices as gpus
 from headrace.cuda.kernels.launching import ClassStage, PictureStage
 from headrace.pipelines.execution import Steps
+from headrace.repository.sequence_policy import sequence_policy, state_tensors
 
 logger = logging.getLogger("headrace.tensorrt")
 
@@ -110,6 +113,21 @@ def check_tensors(model: TensorRtModel | IsolatedModel, config: ModelConfig, fil
             ]
     if findings:
         raise ConfigError(findings)
+
+
+def keep_states(model: TensorRtModel, config: ModelConfig, folder: Path) -> None:
+    """Keep the states of sequences on the GPU, if they have constant shapes.
+
+    Raises:
+        ConfigError: the file of an initial state cannot be read.
+    """
+    rules = sequence_policy(config, max(config.max_batch_size, 1))
+    if rules is None or not rules.states:
+        return
+    states = PlanStates(state_tensors(config, folder), rules.slots, rules.is_direct)
+    reason = model.attach_states(states)
+    if reason:
+        logger.info("model %s: the states of its sequences are in host memory: %s", config.name, reason)
 
 
 def join_steps(model: TensorRtModel, config: ModelConfig, steps: Steps) -> Steps:

@@ -466,7 +466,7 @@ class Loader:
         steps = steps_of(config, folder.labels)
         try:
             if plan.runtime in GPU_RUNTIMES:
-                devices, model, steps = self._on_gpus(plan, config, steps, account)
+                devices, model, steps = self._on_gpus(plan, folder, steps, account)
                 instances = len(devices)
                 # Images that the CPU prepares must be in host memory.
                 residents = getattr(model, "resident_devices", residents) if steps.pixels is None else residents
@@ -485,7 +485,7 @@ class Loader:
             raise
 
     def _on_gpus(
-        self, plan: ServingPlan, config: ModelConfig, steps: Steps, account: MemoryAccount
+        self, plan: ServingPlan, folder: ModelFolder, steps: Steps, account: MemoryAccount
     ) -> tuple[list[int], LoadedModel, Steps]:
         from headrace.backends.tensorrt.backend import TensorRtModel
         from headrace.repository.gpu_backend import (
@@ -493,10 +493,11 @@ class Loader:
             check_tensors,
             devices_of,
             join_steps,
+            keep_states,
             memory_bytes,
         )
 
-        devices = devices_of(config)
+        config, devices = folder.config, devices_of(folder.config)
         host_code = plan.stamp is not None and plan.stamp.version_compatible
         backend = self._create_backend(plan.runtime, config)
         parameters = backend_parameters(config, devices, host_code=host_code)
@@ -508,6 +509,8 @@ class Loader:
         try:
             if isinstance(model, TensorRtModel | IsolatedModel) and plan.runtime == "tensorrt":
                 check_tensors(model, config, plan.file.name)
+            if isinstance(model, TensorRtModel):
+                keep_states(model, config, folder.path)
             if isinstance(model, TensorRtModel) and not is_ragged(config):  # kernels of steps take rows
                 steps = join_steps(model, config, steps)
         except BaseException:

@@ -11,9 +11,10 @@ from headrace.config.model_folder import INITIAL_STATE_FOLDER
 from headrace.core.clock import NS_PER_US
 from headrace.core.model_config import ModelConfig
 from headrace.core.sequence_config import DEFAULT_IDLE_US, ControlInput, DirectStrategy, SequenceState
+from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BY_CONFIG_NAME
 from headrace.repository.data_files import read_values, zeros
-from headrace.scheduling.policy import ControlTensor, SequencePolicy, StateTensor
+from headrace.scheduling.policy import ControlTensor, SequencePolicy
 
 
 def sequence_policy(config: ModelConfig, max_rows: int) -> SequencePolicy | None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from headrace.core.quota import Quota
-from headrace.core.tensor import Array, Datatype, PaddedInputs
+from headrace.core.sequence_state import StateTensor
+from headrace.core.tensor import Datatype, PaddedInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,26 +148,6 @@ class ControlTensor:
     datatype: Datatype
     false: float = 0
     true: float = 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StateTensor:
-    """A state of each sequence: an output of the model that is an input of the sequence's next request.
-
-    Attributes:
-        input_name, output_name: names of the model's tensors, of shape (rows, *dims), or dims without a batch dimension.
-        datatype: datatype of both.
-        dims: shape of a row; -1 for sizes that may change with each request.
-        initial: value at START, of a shape that fits `dims`.
-        is_output: clients read it, too.
-    """
-
-    input_name: str
-    output_name: str
-    datatype: Datatype
-    dims: tuple[int, ...]
-    initial: Array
-    is_output: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.core.errors import BadRequest
+from headrace.core.tensor import is_resident
 from headrace.cuda.shared_memory import ClientMemory, PinnedFile, find_client_memory
+from headrace.front_ends.arena import UNIT_BYTES, Arena, MappedArena
 
 from tests.support.fake_streams import LateCuda, install
 
@@ -109,6 +111,34 @@ def test_a_truncated_file_is_reported_and_logged(
     monkeypatch.setattr("headrace.cuda.shared_memory._has_memory", lambda *_: os.ftruncate(file, 10) is None)
     assert pinned(memory, file, 0, 10_000) is None
     assert "cannot be mapped" in caplog.text
+
+
+@needs_shm
+def test_a_file_with_holes_is_not_pinned(memory: ClientMemory, file: int) -> None:
+    os.ftruncate(file, 100 * PAGE)
+    assert pinned(memory, file, 0, 100 * PAGE) is None
+    assert pinned(memory, file, 0, 10_000) is not None
+
+
+@needs_shm
+def test_an_arena_is_pinned_before_it_was_written(memory: ClientMemory) -> None:
+    arena = Arena(4 * UNIT_BYTES)
+    mapped = MappedArena(os.dup(arena.fd), lambda _slot, _generation: None)
+    mapped.start_pinning(memory.pin, {0})
+    finished(memory)
+    assert mapped.pinned is not None
+    slot = arena.allocate(100)
+    assert slot is not None
+    slot[:] = 7
+    place = arena.find(slot)
+    assert place is not None
+    rows = mapped.tensor(mapped.view(*place, 100), np.dtype(np.uint8), (4, 25), on_gpu=True)
+    assert is_resident(rows)
+    np.testing.assert_array_equal(rows, np.full((4, 25), 7, np.uint8))
+    mapped.close()
+    arena.close()
+    del rows, mapped
+    finished(memory)
 
 
 def exported(cuda: LateCuda) -> Any:

@@ -16,7 +16,15 @@ MODEL = {"1/model.onnx": b"x"}
 
 
 @pytest.mark.parametrize(
-    "path", ["2/model.onnx", "1/model.onnx/model.onnx2", "1/a/b/weights.bin", "warmup/x", "names/labels.txt"]
+    "path",
+    [
+        "2/model.onnx",
+        "1/model.onnx/model.onnx2",
+        "1/a/b/weights.bin",
+        "warmup/x",
+        "initial_state/x",
+        "names/labels.txt",
+    ],
 )
 def test_files_of_a_model_are_accepted(path: str) -> None:
     check_files({"3/model.onnx": b"", path: b""}, LABELLED)
@@ -28,6 +36,7 @@ def test_files_of_a_model_are_accepted(path: str) -> None:
         "", "/", ".", "..", "/etc/passwd", "../x", "1/../../x", "1/..", "1/../1/x", "1\\x", "1/x\0y", "1/x\ny", "1/\x1b[31m",
         "1/\ud800", "1//x", "1/./x", "1/x/", "./1/x", "1", "01/x", "0/x", "-1/x", "\u0661/x", "99999999999999999999/x",
         "model.onnx", "config.pbtxt", "config.yaml", "labels.txt", "names", "other/labels.txt", "warmup", "~/x", "$(id)/x",
+        "initial_state",
         "1/" + "x" * 300, "1/" + "é" * 150, "1/" + "a/" * 20 + "x", "C:/x", "//host/share",
     ],
 )  # fmt: skip

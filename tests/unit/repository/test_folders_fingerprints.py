@@ -21,8 +21,17 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "m"
     (path / "1" / "data").mkdir(parents=True)
     (path / "warmup").mkdir()
+    (path / "initial_state").mkdir()
     (path / "notes").mkdir()
-    for file in ("config.pbtxt", "1/model.onnx", "1/data/weights", "warmup/x", "notes/readme", ".hidden"):
+    for file in (
+        "config.pbtxt",
+        "1/model.onnx",
+        "1/data/weights",
+        "warmup/x",
+        "initial_state/x",
+        "notes/readme",
+        ".hidden",
+    ):
         (path / file).write_text(file)
     return path
 
@@ -54,7 +63,7 @@ def test_every_change_below_a_version_shows(folder: Path, file: str, change: Cal
     assert fingerprint_model(folder) != model
 
 
-@pytest.mark.parametrize("file", ["config.pbtxt", "warmup/x"])
+@pytest.mark.parametrize("file", ["config.pbtxt", "warmup/x", "initial_state/x"])
 def test_a_change_beside_the_versions_shows_in_the_model_alone(folder: Path, file: str) -> None:
     versions, model = fingerprint_versions(folder), fingerprint_model(folder)
     rewrite(folder / file)

@@ -47,6 +47,7 @@ from headrace.backends.tensorrt.plan import (
     load,
     plan_error,
 )
+from headrace.backends.tensorrt.states import BUFFER_SLOTS, NO_STATES, DeviceStates, PlanStates, host_reason
 from headrace.backends.tensorrt.tuning import tune
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom, Reservation
@@ -169,6 +170,7 @@ class TensorRtModel:
         self._plans: dict[int, TensorRtPlan] = {}
         self._stages: dict[int, dict[str, OpenStage]] = {}
         self._gathers: dict[int, RowGather] = {}
+        self._states = NO_STATES
         self._weights: list[Reservation | None] = []
         self._lock = threading.Lock()  # guards _warned: instances open on threads of their own
         self._warned = False
@@ -201,6 +203,18 @@ class TensorRtModel:
             return str(error)
         return ""
 
+    def attach_states(self, states: PlanStates) -> str:
+        """Keep states of sequences on the GPUs; called once, before the first execution is created.
+
+        Returns:
+            "" on success, else the reason; the model then runs as if this had not been called.
+        """
+        placement = self._placements[0]
+        reason = host_reason(states.tensors, self.inputs, self.outputs, placement.max_rows > 0)
+        if not reason:
+            self._states = states
+        return reason
+
     def execution(self, index: int) -> TensorRtExecution:
         """Create instance `index` on its GPU.
 
@@ -211,7 +225,8 @@ class TensorRtModel:
         try:
             stages = self._stages.get(placement.device)
             gather = self._gathers.get(placement.device)
-            return TensorRtExecution(self._plans[placement.device], placement, self._warn, stages, gather)
+            plan = self._plans[placement.device]
+            return TensorRtExecution(plan, placement, self._warn, stages, gather, self._states)
         except ConfigError:
             raise
         except OutOfDeviceMemory as error:
@@ -364,6 +379,10 @@ class TensorRtExecution:
         warn: called once with the reason if CUDA graphs are not available.
         stages: run on the GPU before and after the plan, by the plan's tensor.
         kernel: gathers resident rows; None: batches have none.
+        states: states of sequences that stay on the GPU.
+
+    Attributes:
+        slot_states: the same, by slot; None without any.
 
     Raises:
         ConfigError: the plan does not support batches of `max_rows` rows, or its outputs cannot be served.
@@ -377,16 +396,20 @@ class TensorRtExecution:
         warn: Callable[[str], None],
         stages: Mapping[str, OpenStage] | None = None,
         kernel: RowGather | None = None,
+        states: PlanStates = NO_STATES,
     ) -> None:
+        if states.tensors:
+            placement = placement._replace(depth=BUFFER_SLOTS)
         self.depth = placement.depth
         self._plan = plan
-        self._ports = PlanBindings(plan, stages or {})
+        self._ports = PlanBindings(plan, stages or {}, states.hidden)
         self._input_types = self._ports.input_types
         self._batched = placement.max_rows > 0
         self._joined = placement.joined
         self._device = None if kernel is None else placement.device
         self._on_device = _CurrentDevice(primary_context(placement.device), placement.device, plan.name)
-        self._resources = DeviceResources(plan, self._ports, placement, kernel, warn)
+        self.slot_states = DeviceStates(states, plan.allocator, self._on_device) if states.tensors else None
+        self._resources = DeviceResources(plan, self._ports, placement, kernel, warn, self.slot_states)
         self._free: deque[BufferSlot] = deque()
         self._run_shapes: dict[InputShapes, InputShapes] = {}
         self._views: dict[tuple[int, InputShapes], BatchViews] = {}
@@ -471,6 +494,9 @@ class TensorRtExecution:
         padded = self._run_shapes.get(requested)
         if padded is None:
             padded = self._cached_run_shapes(requested, rows)
+        states = self.slot_states
+        while states is not None and self._free[0].index != states.buffer_slot:
+            self._free.rotate()
         slot = self._free.popleft()
         try:
             context = self._resources.find_context(slot, padded)

@@ -38,6 +38,7 @@ from headrace.backends.tensorrt.plan import (
     largest,
     plan_error,
 )
+from headrace.backends.tensorrt.states import DeviceStates
 from headrace.core.errors import ModelFailed
 from headrace.core.ledger import Kind
 from headrace.core.tensor import Array
@@ -356,6 +357,7 @@ class DeviceResources:
         placement: GPU and launch settings.
         kernel: gathers resident rows; None without them.
         warn: called once with the reason if CUDA graphs are not available.
+        states: states that stay on the GPU; None without any.
 
     Attributes:
         slots: one for each batch in flight.
@@ -381,9 +383,11 @@ class DeviceResources:
         placement: InstancePlacement,
         kernel: RowGather | None,
         warn: Callable[[str], None],
+        states: DeviceStates | None = None,
     ) -> None:
         self._plan = plan
         self._ports = ports
+        self._states = states
         self._placement = placement
         self._kernel = kernel
         self._warn = warn
@@ -421,14 +425,20 @@ class DeviceResources:
             self._inner_buffers[name] = self._plan.allocator.device()
             self._inner_buffers[name].reserve(size_bytes)
         inner = {name: buffer.address for name, buffer in self._inner_buffers.items()}
+        if self._states is not None:
+            self._states.open(self._buckets[-1] if self._buckets else 1, self.computing)
         for index in range(self._placement.depth):
-            slot = BufferSlot(index, self._ports, sizes, inner, self._plan.allocator)
+            kept = {} if self._states is None else self._states.addresses(index)
+            slot = BufferSlot(index, self._ports, sizes, inner | kept, self._plan.allocator)
             self.slots.append(slot)
             if self._kernel is not None:
                 max_rows = self._buckets[-1] if self._buckets else 1
                 slot.rows = RowTable(slot.inputs, max_rows, self._plan.allocator)
             for memory in slot.inputs.values():
                 memory.clear(self.copying_in)
+        if self._states is not None:
+            outputs = [{name: memory.address for name, memory in slot.outputs.items()} for slot in self.slots]
+            self._states.read_outputs(outputs)
         self.copying_in.synchronize()
         self.synchronize()
 
@@ -590,6 +600,8 @@ class DeviceResources:
             slot.close()
         self.slots.clear()
         self.output_pool.close()
+        if self._states is not None:
+            self._states.close()
         for buffer in (*self._inner_buffers.values(), self._scratch):
             buffer.free()
         self._streams.clear()

@@ -568,6 +568,7 @@ class PlanBindings:
     Args:
         plan: the plan.
         stages: by the plan's tensor, on the plan's GPU.
+        hidden: names of inputs and outputs that clients do not use: states that stay on the GPU.
 
     Attributes:
         inputs: in the plan's order.
@@ -578,10 +579,13 @@ class PlanBindings:
         ConfigError: two tensors would have the same name, or a stage does not fit its tensor.
     """
 
-    def __init__(self, plan: TensorRtPlan, stages: Mapping[str, OpenStage]) -> None:
+    def __init__(
+        self, plan: TensorRtPlan, stages: Mapping[str, OpenStage], hidden: frozenset[str] = frozenset()
+    ) -> None:
         self._plan = plan
-        self.inputs = [_bind(tensor.name, tensor.dtype, stages) for tensor in plan.inputs]
-        self.outputs = [_bind(tensor.name, tensor.dtype, stages) for tensor in plan.outputs]
+        self._hidden = {tensor.name: tensor for tensor in plan.inputs if tensor.name in hidden}
+        self.inputs = [_bind(t.name, t.dtype, stages) for t in plan.inputs if t.name not in hidden]
+        self.outputs = [_bind(t.name, t.dtype, stages) for t in plan.outputs if t.name not in hidden]
         self.input_types = {name: dtype for port in self.inputs for name, dtype in port.client_tensors.items()}
         client_names = [name for port in self.outputs for name in port.client_tensors]
         for name in client_names:
@@ -603,7 +607,12 @@ class PlanBindings:
             if expected is None:
                 raise ModelFailed(f"{self._plan.name} takes no '{port.tensor}' of {list(shape)}")
             shapes_by_name[port.tensor] = expected
-        return shapes_by_name
+        if not self._hidden:
+            return shapes_by_name
+        rows = next((shape[0] for shape in shapes_by_name.values() if shape), 1)
+        for tensor in self._hidden.values():
+            shapes_by_name[tensor.name] = tuple(rows if size == -1 else size for size in tensor.shape)
+        return {tensor.name: shapes_by_name[tensor.name] for tensor in self._plan.inputs}
 
     def client_shapes(self, ports: Iterable[TensorBinding], shapes: Shapes) -> dict[str, Shape]:
         """Return shapes of clients' tensors for shapes of the plan's.

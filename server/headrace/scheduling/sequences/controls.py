@@ -20,9 +20,11 @@ from headrace.backends.base import (
     runs_by_member,
 )
 from headrace.core.errors import BadRequest
+from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BYTES, Array
-from headrace.scheduling.policy import ControlTensor, StateTensor
+from headrace.scheduling.policy import ControlTensor
 from headrace.scheduling.queue import Entry
+from headrace.scheduling.sequences.state import find_slot_states
 from headrace.scheduling.sequences.table import CorrelationId, SequenceEntry
 
 MAX_ID = 2**64 - 1
@@ -96,7 +98,7 @@ class ControlledExecution(WrappedExecution):
         inner: the wrapped execution.
         controls: control tensors of the model.
         batched: True if the first dimension is the batch.
-        states: states that the server keeps.
+        states: states that the server keeps; those that the execution keeps itself are not added.
     """
 
     def __init__(
@@ -108,8 +110,8 @@ class ControlledExecution(WrappedExecution):
     ) -> None:
         super().__init__(inner)
         self._controls = controls
-        self._states = states
-        self._added = (*(control.name for control in controls), *(state.input_name for state in states))
+        self._states = () if find_slot_states(inner) is not None else tuple(states)
+        self._added = (*(control.name for control in controls), *(state.input_name for state in self._states))
         self._batched = batched
         self.depth = 1  # a request of a sequence must not start before the one before it has ended
         self.by_member = runs_by_member(inner)

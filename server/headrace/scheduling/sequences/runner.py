@@ -10,6 +10,7 @@ import numpy as np
 from headrace.backends.base import Execution, MemberResult, Rescheduled
 from headrace.core.clock import Clock
 from headrace.core.request import BatchTimes
+from headrace.core.sequence_state import BatchSlots, SlotStates
 from headrace.core.tensor import BYTES, Array, ModelSpec
 from headrace.scheduling.executor import BatchResults, SerialRunner
 from headrace.scheduling.policy import SequencePolicy
@@ -17,7 +18,7 @@ from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch
 from headrace.scheduling.sequences.controls import control_rows
 from headrace.scheduling.sequences.scheduler import SequenceScheduler
-from headrace.scheduling.sequences.state import BatchSlots, HostStates, SlotStates
+from headrace.scheduling.sequences.state import HostStates, find_slot_states
 from headrace.scheduling.sequences.table import SequenceEntry
 
 _DIED = "the instance that has its state died"
@@ -77,7 +78,9 @@ class SequenceRunner(SerialRunner):
         self._state = find_state(execution)
         self._states: SlotStates | None = None
         if policy.states:
-            self._states = HostStates(policy.states, policy.slots, self._batched, spec.name)
+            self._states = find_slot_states(execution)
+            if self._states is None:
+                self._states = HostStates(policy.states, policy.slots, self._batched, spec.name)
 
     def serve(self) -> None:
         """Run batches until the scheduler is closed and empty; the sequences of the instance end with it."""
@@ -113,6 +116,7 @@ class SequenceRunner(SerialRunner):
 
     def _run_with_states(self, batch: Batch, states: SlotStates) -> None:
         """Run the requests of a batch whose states have equal shapes together."""
+        _release_ended(states, batch.entries[0])
         groups: dict[Hashable, list[Entry]] = {}
         for entry in batch.entries:
             assert isinstance(entry, SequenceEntry), "a model with sequences queues their requests only"
@@ -190,6 +194,17 @@ class SequenceRunner(SerialRunner):
 
     def _controls(self, rows: Sequence[Entry | None]) -> dict[str, Array]:
         return {control.name: control_rows(control, rows, self._batched) for control in self._policy.controls}
+
+
+def _release_ended(states: SlotStates, entry: Entry) -> None:
+    """Release the states of sequences that have ended without an END; `entry` is of a batch of the instance.
+
+    The slots are read without the lock of the scheduler: a free slot gets a sequence whose first request resets its states.
+    """
+    instance = entry.sequence.instance if isinstance(entry, SequenceEntry) and entry.sequence is not None else None
+    if instance is not None and len(states.live) > instance.used:
+        for slot in [each for each in states.live if instance.sequences[each] is None]:
+            states.release(slot)
 
 
 def _slot(entry: Entry | None) -> int:

@@ -1,9 +1,6 @@
-"""Implicit state: tensors of each sequence that the server keeps between its requests, in one place for each slot.
+"""Implicit state in host memory: tensors of each sequence that the server keeps between its requests, by slot.
 
-    START -> reset(slot)
-    batch -> load(rows) -> the model -> save(outputs, rows)
-
-A batch that fails is not saved: its sequences keep the state from before it.
+The contract is `headrace.core.sequence_state`. An execution may keep the states where it runs: `find_slot_states`.
 
 Rows of a batch are in the order of their slots, so a batch of neighbouring slots reads its states in place, without a copy. If it
 has all live sequences of the instance, from slot 0, its outputs become the states without a copy, too. Any other batch copies the
@@ -13,58 +10,25 @@ rows of its states, in host memory.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
+from headrace.backends.base import Execution
+from headrace.core.sequence_state import BatchSlots, SlotStates, StateTensor
 from headrace.core.tensor import BYTES, Array
 from headrace.scheduling.executor import OutputMismatch
-from headrace.scheduling.policy import StateTensor
 
 
-class BatchSlots(NamedTuple):
-    """The slots of a batch.
-
-    Attributes:
-        slots: slot of each row, ascending.
-        ready: indices of the rows with a request, ascending.
-    """
-
-    slots: Sequence[int]
-    ready: Sequence[int]
-
-    @property
-    def are_neighbours(self) -> bool:
-        """True if each slot follows the one before it."""
-        return self.slots[-1] - self.slots[0] + 1 == len(self.slots)
-
-    @property
-    def all_ready(self) -> bool:
-        """True if every row has a request."""
-        return len(self.ready) == len(self.slots)
-
-
-class SlotStates(Protocol):
-    """States of the sequences of one instance by slot; used by its thread."""
-
-    def reset(self, slot: int) -> None:
-        """Set the states of a slot to their initial values: a sequence starts there."""
-
-    def release(self, slot: int) -> None:
-        """The sequence of a slot has ended. States of sequences that end otherwise stay until the next `reset`."""
-
-    def key(self, slot: int) -> Hashable:
-        """Return the key of a slot's states: only sequences of equal keys share a batch."""
-
-    def load(self, rows: BatchSlots) -> dict[str, Array]:
-        """Return the state inputs of a batch whose ready rows have equal keys; valid until `save` returns."""
-
-    def save(self, outputs: Mapping[str, Array], rows: BatchSlots) -> None:
-        """Set the states of the ready rows to the model's outputs, which the caller may not change afterwards.
-
-        Raises:
-            OutputMismatch: an output is missing or has another type or shape; no state is changed.
-        """
+def find_slot_states(execution: Execution) -> SlotStates | None:
+    """Return the states that the execution, or the one that it wraps, keeps where it runs; None if it keeps none."""
+    inner: Any = execution
+    while inner is not None:
+        states: SlotStates | None = getattr(inner, "slot_states", None)
+        if states is not None:
+            return states
+        inner = getattr(inner, "_inner", None)
+    return None
 
 
 class _FixedState:
@@ -149,23 +113,26 @@ class HostStates:
         slots: number of slots of the instance.
         batched: True if the first dimension of the model's tensors is the batch.
         model: name of the model, for errors.
+
+    Attributes:
+        live: slots with states.
     """
 
     def __init__(self, states: Sequence[StateTensor], slots: int, batched: bool, model: str) -> None:
         self._states = [_FreeState(each, slots) if -1 in each.dims else _FixedState(each, slots) for each in states]
         self._free = [each for each in self._states if isinstance(each, _FreeState)]
         self._batched, self._model = batched, model
-        self._live: set[int] = set()  # slots whose states are in use, or were: a sequence may end unseen
+        self.live: set[int] = set()
 
     def reset(self, slot: int) -> None:
         """Set the states of a slot to their initial values."""
-        self._live.add(slot)
+        self.live.add(slot)
         for state in self._states:
             state.reset(slot)
 
     def release(self, slot: int) -> None:
         """The sequence of a slot has ended."""
-        self._live.discard(slot)
+        self.live.discard(slot)
 
     def key(self, slot: int) -> Hashable:
         """Return the shapes of the states of variable size."""
@@ -179,8 +146,7 @@ class HostStates:
     def save(self, outputs: Mapping[str, Array], rows: BatchSlots) -> None:
         """Set the states of the ready rows to the model's outputs."""
         arrays = [self._checked(each.state, outputs, len(rows.slots)) for each in self._states]
-        ready = {rows.slots[row] for row in rows.ready}
-        has_all = rows.slots[0] == 0 and rows.are_neighbours and self._live <= ready
+        has_all = rows.slots[0] == 0 and rows.are_neighbours and self.live <= rows.ready_slots
         for state, array in zip(self._states, arrays, strict=True):
             state.save(array, rows, has_all)
 

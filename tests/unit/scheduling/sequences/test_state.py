@@ -7,15 +7,16 @@ import pytest
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import Cancelled, HeadraceError
 from headrace.core.request import InferRequest, InferResponse
+from headrace.core.sequence_state import BatchSlots, StateTensor
 from headrace.core.tensor import BY_NAME
 from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.executor import OutputMismatch
-from headrace.scheduling.policy import SequencePolicy, StateTensor
+from headrace.scheduling.policy import QueueLimits, SequencePolicy
 from headrace.scheduling.scheduler import Batch
 from headrace.scheduling.sequences.controls import ControlledExecution
 from headrace.scheduling.sequences.runner import SequenceRunner
-from headrace.scheduling.sequences.state import BatchSlots, HostStates
-from headrace.scheduling.sequences.table import SequenceEntry
+from headrace.scheduling.sequences.state import HostStates
+from headrace.scheduling.sequences.table import SequenceEntry, SequenceTable
 
 from tests.support.virtual_states import Results, loaded, spec, state_tensors
 
@@ -191,6 +192,30 @@ def test_a_state_among_the_outputs() -> None:
     outcome = first.completion.outcome
     assert isinstance(outcome, InferResponse)
     assert {name: array.tolist() for name, array in outcome.outputs.items()} == {"Y": [[1]], "SUM_OUT": [[1]]}
+
+
+def test_a_sequence_that_has_ended_without_an_end_is_released() -> None:
+    world = World(is_direct=True)
+    table = SequenceTable(SequencePolicy(slots=4, idle_ns=100, max_rows=4), QueueLimits())
+    table.open_instance(0)
+    entries = [world.entry(slot, 1, start=True) for slot in range(3)]
+    for entry in entries:
+        table.add(entry, 0)
+    batch = table.take(0, 0)
+    assert isinstance(batch, Batch)
+    world.runner._run_sequences(batch)
+    table.finish_batch(0, 0)
+    later = world.entry(0, 2)
+    table.add(later, 50)
+    states = world.runner._states
+    assert states is not None
+    assert states.live == {0, 1, 2}
+    table.expire(120)  # sequences 1 and 2
+    batch = table.take(0, 120)
+    assert isinstance(batch, Batch)
+    world.runner._run_sequences(batch)
+    assert states.live == {0}
+    assert world.value(later.completion.outcome) == 3
 
 
 def test_runs_without_states_do_not_touch_live_ones() -> None:
