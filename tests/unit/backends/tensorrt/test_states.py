@@ -17,8 +17,11 @@ from headrace.core.sequence_state import BatchSlots, StateTensor
 from headrace.core.tensor import BY_NAME
 from headrace.cuda.driver import DeviceError
 from headrace.scheduling.policy import SequencePolicy
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 
 from tests.support.fake_streams import LateCuda
+from tests.support.sequence_models import state_sums
+from tests.support.tensorrt_case import build
 from tests.support.virtual_gpu_states import VirtualGpuStates, build_sums, loaded
 from tests.support.virtual_sequences import random_run
 
@@ -77,6 +80,29 @@ def test_direct_swaps_and_keeps_rows_without_a_request(tmp_path: Path) -> None:
         states.release(2)
         states.reset(1)
         assert run(execution, [0, 1], [0, 0]) == [101, 100]
+
+
+@pytest.mark.usefixtures("trt")
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_plan_without_a_dimension_of_rows(slots: int, tmp_path: Path) -> None:
+    shapes = ((1,), (1,), (1,))
+    spec = TargetSpec("fp32", (ShapeRange({"X": shapes, "SUM_IN": shapes}),))
+    plan = build(tmp_path, state_sums(batched=False, free=False), spec)
+    policy = policy_of(slots == 1, slots=slots, initial=10)
+    with closing(TensorRtBackend().load(plan, 1, {MAX_BATCH_SIZE: "0"})) as model:
+        assert model.attach_states(PlanStates(policy.states, slots, slots == 1)) == ""
+        with closing(model.execution(0)) as execution:
+            states = execution.slot_states
+            assert states is not None
+            for slot in range(slots):
+                states.reset(slot)
+            for step in range(3):
+                for slot in range(slots):
+                    rows = BatchSlots([slot], [0])
+                    states.load(rows)
+                    outputs = execution.run({"X": np.full(1, slot + 1, np.float32)})
+                    states.save(outputs, rows)
+                    assert outputs["Y"].tolist() == [10 + (slot + 1) * (step + 1)]
 
 
 @pytest.mark.usefixtures("cuda")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
+
 import numpy as np
 import pytest
+from headrace.backends.onnxruntime import OnnxRuntimeBackend
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import Cancelled, HeadraceError
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.sequence_state import BatchSlots, StateTensor
-from headrace.core.tensor import BY_NAME
+from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.executor import OutputMismatch
 from headrace.scheduling.policy import QueueLimits, SequencePolicy
@@ -17,7 +21,9 @@ from headrace.scheduling.sequences.controls import ControlledExecution
 from headrace.scheduling.sequences.runner import SequenceRunner
 from headrace.scheduling.sequences.state import HostStates
 from headrace.scheduling.sequences.table import SequenceEntry, SequenceTable
+from onnx import helper
 
+from loadtest.onnx_models import onnx_model
 from tests.support.virtual_states import Results, loaded, spec, state_tensors
 
 FP32 = BY_NAME["FP32"]
@@ -192,6 +198,52 @@ def test_a_state_among_the_outputs() -> None:
     outcome = first.completion.outcome
     assert isinstance(outcome, InferResponse)
     assert {name: array.tolist() for name, array in outcome.outputs.items()} == {"Y": [[1]], "SUM_OUT": [[1]]}
+
+
+VALUES: dict[str, list[object]] = {
+    "BYTES": [b"", b"a", "\u00e9".encode(), b"bc"],
+    "BOOL": [False, True, False, True],
+    "INT8": [-128, 1, 2, 127],
+    "UINT8": [0, 1, 2, 255],
+    "INT64": [2**62, -1, 2, 3],
+    "FP16": [0.5, 1, -2, 3],
+    "FP64": [1e300, 1, 2, 3],
+    "BF16": [0x3F80, 0x4000, 0x4040, 1],
+}
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("name", VALUES)
+def test_states_of_a_datatype(name: str, is_direct: bool, tmp_path: Path) -> None:
+    """Y is the value of the request before it."""
+    datatype, (first, *values) = BY_NAME[name], VALUES[name]
+    kind = datatype.onnx_number, ("batch", 1)
+    nodes = [helper.make_node("Identity", ["IN"], ["Y"]), helper.make_node("Identity", ["X"], ["OUT"])]
+    file = tmp_path / "model.onnx"
+    file.write_bytes(onnx_model(nodes, {"X": kind, "IN": kind}, {"Y": kind, "OUT": kind}).SerializeToString())
+    state = StateTensor("IN", "OUT", datatype, (1,), np.array([first], datatype.dtype))
+    policy = SequencePolicy(slots=4, is_direct=is_direct, max_rows=4, states=(state,))
+    tensors = ({each: TensorSpec(each, datatype, (-1, 1))} for each in ("X", "Y"))
+    model = ModelSpec("m", "1", "", *tensors, 4)
+    with closing(OnnxRuntimeBackend().load(file, 1, {})) as loaded_model:
+        execution = loaded_model.execution(0)
+        runner = SequenceRunner(0, execution, None, policy, model, Results(model), lambda: 0)  # type: ignore[arg-type]
+        for step in range(3):
+            slots = (0, 3) if step == 1 else (0, 1, 3)  # slot 1 pauses, slot 2 has no sequence
+            entries = []
+            for slot in slots:
+                x = np.array([[values[step - slot]]], datatype.dtype)
+                request = InferRequest(inputs={"X": x}, rows=1, shape_key=None, received_ns=0)
+                entries.append(SequenceEntry(request, ThreadCompletion(), 0, slot + 1, step == 0))
+                entries[-1].slot = slot
+            runner._run_sequences(Batch(entries, CloseReason.IDLE, 0, len(entries)))
+            for slot, entry in zip(slots, entries, strict=True):
+                outcome = entry.completion.outcome
+                assert isinstance(outcome, InferResponse), outcome
+                before = step - 2 if slot == 1 else step - 1
+                expected = first if step == 0 else values[before - slot]
+                assert outcome.outputs["Y"].tolist() == np.array([[expected]], datatype.dtype).tolist()
+        execution.close()
 
 
 def test_a_sequence_that_has_ended_without_an_end_is_released() -> None:
