@@ -148,7 +148,7 @@ class _Session:
             case "tiny":
                 parts.small_requests(host, report, _repository(host.scratch), options.front_ends)
             case "lone":
-                parts.one_caller(host, report, _repository(host.scratch), options.rounds)
+                parts.one_caller(host, report, _repository(host.scratch), (0, 1, "auto"), options.rounds)
             case "two-cores":
                 parts.two_cores(host, report, host.scratch, options.rounds)
             case "overload":

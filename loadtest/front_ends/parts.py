@@ -26,13 +26,6 @@ TINY, MLP, CONVOLUTION = "tiny", "mlp", "convolution"
 _CALLERS = 64  # of one front end
 _FIXED = 256  # callers of the samples that compare numbers of front ends under the same load
 _IDLE_S = 5.0
-# Number of front ends and options of the servers for one caller.
-_LONE_SERVERS: dict[str, tuple[int | str, tuple[str, ...]]] = {
-    "0": (0, ()),
-    "1": (1, ()),
-    "1 asleep": (1, ("--front-end-spin-us", "0")),
-    "auto": ("auto", ()),
-}
 _OVERLOAD = 2.0
 _OBJECTIVES = (2.0, 5.0, 10.0)  # in durations of the most efficient batch
 _FRONT_ENDS_OF_OVERLOAD = 4
@@ -62,24 +55,18 @@ def small_requests(host: Host, report: Report, repository: Path, front_ends: Seq
                 report("tiny", protocol=protocol, load=name, front_ends=count, over_one=ratio, **figures(point))
 
 
-def one_caller(host: Host, report: Report, repository: Path, rounds: int) -> None:
-    """Median latency of one caller of `tiny`, and of a ping-pong of two processes; then processor time of the idle servers.
-
-    "asleep" is a front end that does not wait actively for answers.
-    """
+def one_caller(host: Host, report: Report, repository: Path, front_ends: Sequence[int | str], rounds: int) -> None:
+    """Median latency of one caller of `tiny`, and of a ping-pong of two processes; then processor time of the idle servers."""
     p50_us: dict[str, list[float]] = {}
     with ExitStack() as stack:
-        servers = {
-            name: stack.enter_context(host.serve(repository, [TINY], count, *options))
-            for name, (count, options) in _LONE_SERVERS.items()
-        }
+        servers = {count: stack.enter_context(host.serve(repository, [TINY], count)) for count in front_ends}
         for number in range(rounds):
             p50_us.setdefault("ping-pong", []).append(median_us(host.seconds / 2, host.server_cores[:2]))
-            for name in servers if number % 2 == 0 else reversed(servers):
-                for protocol, url in (("http", servers[name].url), ("grpc", grpc_url(servers[name]))):
+            for count in servers if number % 2 == 0 else reversed(servers):
+                for protocol, url in (("http", servers[count].url), ("grpc", grpc_url(servers[count]))):
                     words = ("--concurrency", "1", "--processes", "1", "--warm-up", "0.3")
                     point = host.bench(url, TINY, *words, seconds=host.seconds / 2)
-                    key = f"{protocol}, front ends {name}"
+                    key = f"{protocol}, front ends {count}"
                     p50_us.setdefault(key, []).append(point["latency_ms"]["p50"] * 1e3)
             report("one caller", round=number, p50_us={key: round(values[-1], 1) for key, values in p50_us.items()})
         for key, values in p50_us.items():

@@ -212,7 +212,6 @@ class Settings:
         front_ends: processes with the sockets and the protocols, in front of one engine process; 0 for one process for all,
             AUTO for a number by the cores of the machine.
         front_ends_reason: why AUTO chose `front_ends`; "" if it did not.
-        front_end_spin_us: longest time that a front end waits actively for the answer to its only request, microseconds.
         grpc_max_connection_age_s: with front ends, age of a gRPC connection after which its client connects again, so that
             long-lived connections spread over all front ends, seconds; 0 for no limit.
         hang_timeout_s: time without an answer of a front-end or engine process after which it is killed and started again.
@@ -264,7 +263,6 @@ class Settings:
     cache_config: CacheOptions | None = None
     front_ends: int = 0
     front_ends_reason: str = ""
-    front_end_spin_us: float = 50.0
     hang_timeout_s: float = 5.0
     grpc_max_connection_age_s: float = 600.0
 
@@ -278,7 +276,6 @@ _size = number_parser(int, lambda number: True, "is not a whole number")
 _port = number_parser(int, lambda number: number <= 65535, "is not a port (0 to 65535)")
 _positive = number_parser(int, lambda number: 0 < number < 2**62, "is not a whole number of 1 or more")
 _seconds = number_parser(float, lambda number: 0 <= number < 1e6, "is not a number of seconds")
-_spin_us = number_parser(float, lambda number: 0 <= number <= 1000, "is not a number of microseconds from 0 to 1000")
 _fraction = number_parser(float, lambda number: 0 < number <= 1, "is not a fraction (more than 0, 1 at most)")
 
 
@@ -499,12 +496,6 @@ OPTIONS: tuple[_Option, ...] = (
         "auto: by the cores)",
         _front_ends,
         "N|auto",
-    ),
-    _Option(
-        "front_end_spin_us",
-        "with --front-ends and a core for each: longest active wait for the answer to the only request (%(default)s; 0: none)",
-        _spin_us,
-        "US",
     ),
     _Option(
         "grpc_max_connection_age_s",

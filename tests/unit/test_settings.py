@@ -68,7 +68,6 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "cache_config": ("local,size=1MiB", CacheOptions(1 << 20)),
         "front_ends": ("4", 4),
         "hang_timeout_s": ("2.5", 2.5),
-        "front_end_spin_us": ("20", 20.0),
         "grpc_max_connection_age_s": ("60", 60.0),
     }
     assert set(values) == {field.name for field in dataclasses.fields(Settings)} - {

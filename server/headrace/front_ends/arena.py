@@ -16,13 +16,14 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.tensor import PINNED, Array, ResidentRows, as_input
-from headrace.front_ends.frames import FrameError
+from headrace.core.tensor import NOWHERE, PINNED, Array, ResidentRows, as_input
+from headrace.front_ends.frames import FrameError, TensorPlace
 from headrace.repository.shared_memory import Pin, Pinned
 
 UNIT_BYTES = 64 << 10
@@ -196,6 +197,18 @@ class Arena:
             self._blocks.free(slot)
 
 
+class _SlotOwner:
+    """Releases a slot when the last rows in it are gone, on any thread."""
+
+    __slots__ = ("_generation", "_on_release", "_slot")
+
+    def __init__(self, on_release: Callable[[int, int], None], slot: int, generation: int) -> None:
+        self._on_release, self._slot, self._generation = on_release, slot, generation
+
+    def __del__(self) -> None:
+        self._on_release(self._slot, self._generation)
+
+
 class MappedArena:
     """The engine's side of a front end's arena. Ownership: the event loop, but views may end on any thread.
 
@@ -251,25 +264,37 @@ class MappedArena:
         Raises:
             FrameError: the range exceeds the arena.
         """
-        if offset + size_bytes > self.size_bytes:
-            raise FrameError(f"{size_bytes} bytes at {offset} exceed an arena of {self.size_bytes} bytes")
-        on_release = self._on_release
-
-        def end() -> None:
-            on_release(slot, generation)
-
+        self._check(offset, size_bytes)
+        end = partial(self._on_release, slot, generation)
         return _view(self._mapping, self._base + offset, size_bytes, end)
 
-    def tensor(self, view: npt.NDArray[np.uint8], dtype: np.dtype[Any], shape: tuple[int, ...], on_gpu: bool) -> Array:
-        """Return a view as a tensor: rows in pinned memory for a model on a GPU once the arena is pinned, else an array."""
-        pinned = self.pinned
+    def tensor(self, place: TensorPlace, dtype: np.dtype[Any], on_gpu: bool) -> Array:
+        """Return a tensor in a slot, which is released when its last view has ended.
+
+        Args:
+            place: slot, range and shape of the tensor.
+            dtype: of its elements.
+            on_gpu: a model on a GPU reads it: rows in pinned memory once the arena is pinned, else an array.
+
+        Raises:
+            FrameError: the range exceeds the arena.
+        """
+        pinned, shape = self.pinned, place.shape
         if on_gpu and pinned is not None:
-            first = pinned.address + view.__array_interface__["data"][0] - self._base
-
-            def copy(address: int, count: int) -> Array:
-                return view[address - first : address - first + count].copy()
-
-            rows = ResidentRows(first, PINNED, np.dtype(np.uint8), (len(view),), (pinned, view), copy)
-            return as_input(rows.as_tensor(dtype, shape))
+            self._check(place.offset, place.size_bytes)
+            address = pinned.address + place.offset
+            owner = (pinned, _SlotOwner(self._on_release, place.slot, place.generation))
+            device = NOWHERE if address % dtype.alignment else PINNED
+            return as_input(ResidentRows(address, device, dtype, shape, owner, self._copy))
+        view = self.view(place.slot, place.generation, place.offset, place.size_bytes)
         array: Array = np.ndarray(shape, dtype, view.data) if len(view) else np.empty(shape, dtype)
         return array
+
+    def _check(self, offset: int, size_bytes: int) -> None:
+        if offset + size_bytes > self.size_bytes:
+            raise FrameError(f"{size_bytes} bytes at {offset} exceed an arena of {self.size_bytes} bytes")
+
+    def _copy(self, address: int, size_bytes: int) -> Array:
+        """Copy rows in pinned memory, uint8[size_bytes]."""
+        assert self.pinned is not None
+        return np.ndarray((size_bytes,), np.uint8, self._mapping, address - self.pinned.address).copy()

@@ -48,8 +48,7 @@ _GONE = "the front-end process of the request has ended"
 
 
 # Tensor blocks with checked shapes, for each version.
-_MAX_BLOCKS = 512
-_MAX_BLOCK_BYTES = 1024
+_MAX_BLOCKS = 4096
 
 
 class ServedVersion:
@@ -68,12 +67,11 @@ class ServedVersion:
         self.reader = TensorReader(handle.spec.inputs)
         self.writer = TensorWriter(handle.spec.outputs)
         self._shapes = CheckedShapes(handle.spec)
-        self._checked: dict[bytes, tuple[BlockLayout, int, object]] = {}
+        self._checked: dict[bytes, tuple[int, object]] = {}  # rows and shape key, by the key of a layout
 
     def layout(self, block: bytes) -> BlockLayout:
         """Parse the tensor block of a request, or return its cached form; raises FrameError."""
-        checked = self._checked.get(block)
-        return self.reader.layout(block) if checked is None else checked[0]
+        return self.reader.layout(block)
 
     def request(
         self,
@@ -90,15 +88,13 @@ class ServedVersion:
             FrameError: the frame does not follow the layout.
             BadRequest: names or shapes do not fit the model.
         """
-        block = frame.block
-        checked = self._checked.get(block)
+        checked = self._checked.get(layout.key)
         inputs = self.reader.read(layout, buffer, frame.data_start, frame.data_end)
         for spec, tensor in layout.slots:  # none in most requests, and no regions
             if arena is None:
                 raise FrameError(f"input '{spec.name}' is in a slot, and the front end has no arena")
-            view = arena.view(tensor.slot, tensor.generation, tensor.offset, tensor.size_bytes)
             on_gpu = bool(self.handle.spec.resident_devices)
-            inputs[spec.name] = arena.tensor(view, spec.datatype.dtype, tensor.shape, on_gpu)
+            inputs[spec.name] = arena.tensor(tensor, spec.datatype.dtype, on_gpu)
             size_bytes += tensor.size_bytes
         for spec, tensor in layout.regions:
             entry = RawInput(spec, tensor.shape, prod(tensor.shape), tensor.size_bytes)
@@ -107,12 +103,12 @@ class ServedVersion:
                 devices = self.handle.spec.resident_devices
                 size_bytes += read_shared_input(entry, region, tensor.offset, devices, inputs)
         if checked is None:
-            checked = (layout, *self._shapes.rows(inputs))
-            if len(block) <= _MAX_BLOCK_BYTES and layout.repeats:
+            checked = self._shapes.rows(inputs)
+            if layout.key:
                 if len(self._checked) >= _MAX_BLOCKS:
                     self._checked.clear()
-                self._checked[block] = checked
-        _, rows, shape_key = checked
+                self._checked[layout.key] = checked
+        rows, shape_key = checked
         if rows != frame.rows:
             raise BadRequest(f"the inputs have {rows} rows, their frame says {frame.rows}")
         request = InferRequest(

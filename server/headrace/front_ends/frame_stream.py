@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from headrace.core.clock import monotonic_ns
 from headrace.front_ends.frames import HEADER_BYTES, Buffer, FrameError, frame_bytes
 
 logger = logging.getLogger("headrace.front_ends")
@@ -18,7 +17,6 @@ OnFrame = Callable[[bytes, int, int], None]
 
 # Parts up to this size are copied into one buffer, larger ones are written by reference.
 _MAX_JOINED_BYTES = 16 << 10
-_SPIN_BYTES = 64 << 10
 # Above this size of unsent data a front end collects requests until the engine has read.
 HIGH_WATER_BYTES = 1 << 20
 
@@ -45,7 +43,6 @@ class FrameStream(asyncio.Protocol):
         self._on_frame, self._on_lost, self._on_room = on_frame, on_lost, on_room
         self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.Transport | None = None
-        self._socket: socket.socket | None = None  # of the transport: small writes and active waits pass it by
         self._chunks: list[bytes] = []  # the beginning of a frame
         self._size_bytes = self._needed_bytes = 0  # of the chunks, and of their frame
         self._parts: list[Buffer] = []
@@ -55,10 +52,7 @@ class FrameStream(asyncio.Protocol):
     async def open(self, sock: socket.socket) -> None:
         """Start on a connected socket, which the stream owns from now on."""
         self._loop = asyncio.get_running_loop()
-        sock.setblocking(False)
         await self._loop.create_unix_connection(lambda: self, sock=sock)
-        if not self.is_lost:
-            self._socket = sock
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
@@ -118,43 +112,8 @@ class FrameStream(asyncio.Protocol):
         if self._has_large:
             self._has_large = False
             transport.writelines([part for part in parts if part])
-            return
-        data = b"".join(parts)
-        if self._socket is not None and not transport.get_write_buffer_size():
-            # Now, not behind the callbacks of this turn: the peer works meanwhile.
-            try:
-                sent = self._socket.send(data)
-            except OSError:  # the peer has not read, or has ended: the transport waits for it, or ends
-                sent = 0
-            if sent == len(data):
-                return
-            data = data[sent:]
-        transport.write(data)
-
-    def spin(self, limit_ns: int) -> bool:
-        """Wait actively for data and handle it: to wake a process takes longer than a short answer.
-
-        Args:
-            limit_ns: longest wait in nanoseconds.
-
-        Returns:
-            True if data arrived.
-        """
-        sock = self._socket
-        if sock is None or self.is_lost:
-            return False
-        end_ns = monotonic_ns() + limit_ns
-        while monotonic_ns() < end_ns:
-            try:
-                data = sock.recv(_SPIN_BYTES)
-            except BlockingIOError:
-                continue
-            except OSError:
-                return False
-            if data:
-                self.data_received(data)
-            return bool(data)  # the transport sees an end as well
-        return False
+        else:
+            transport.write(b"".join(parts))
 
     def _schedule(self) -> None:
         assert self._loop is not None
@@ -187,7 +146,6 @@ class FrameStream(asyncio.Protocol):
         if self.is_lost:
             return
         self.is_lost = True
-        self._socket = None
         self._parts, self._chunks = [], []
         if self._transport is not None:
             self._transport.close() if error is None else self._transport.abort()

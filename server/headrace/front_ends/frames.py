@@ -68,6 +68,7 @@ _ANSWERS = struct.Struct("<IIIIqqqqq")
 _PAIR = struct.Struct("<II")
 _TENSOR = struct.Struct("<HBBIQ")
 _SLOT = struct.Struct("<IIQ")
+SLOT_BYTES = _SLOT.size
 _REGION = struct.Struct("<QII")
 _TEXT = struct.Struct("<H")
 _PADDING = tuple(bytes(size) for size in range(8))
@@ -212,6 +213,11 @@ def tensor_block(tensors: Iterable[TensorPlace], text: str = "") -> bytes:
             region = tensor.region.encode()
             parts += (_REGION.pack(tensor.offset, len(region), 0), region, padding(len(region)))
     return b"".join(parts)
+
+
+def slot_fields(block: bytes) -> tuple[int, int, int]:
+    """Return slot, generation and offset at the end of a block whose last tensor is in a slot."""
+    return _SLOT.unpack_from(block, len(block) - SLOT_BYTES)
 
 
 def parse_tensor_block(block: bytes) -> TensorBlock:

@@ -18,8 +18,6 @@ from headrace.accept import PassedConnections
 from headrace.core.access import AccessControl, RemoteBucket
 from headrace.core.threads import start_pool
 from headrace.front_ends.access_records import ForwardingObserver
-from headrace.front_ends.active_wait import wait_limit_us
-from headrace.front_ends.automatic import available_cores
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all
 from headrace.front_ends.control import Hello, MessageKind
 from headrace.front_ends.inference import FrontEndHttp, FrontEndInference, ServedModels, StreamForwarder
@@ -99,8 +97,7 @@ class FrontEndProcess:
         self._limits = shared_limits(self._arrays, self._settings)
         self._logs = LogSettings(logging.getLogger("headrace"))
         self._uncounted = 0
-        wait_us = wait_limit_us(settings.front_end_spin_us, available_cores(), settings.front_ends)
-        self._models = ServedModels(settings.allow_client_shm, wait_us)
+        self._models = ServedModels(start.settings.allow_client_shm)
         self._http: FrontEndHttp | None = None
         self._data: asyncio.Task[None] | None = None
         self._servers: dict[str, PassedHttpServer] = {}

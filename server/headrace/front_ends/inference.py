@@ -11,7 +11,6 @@ import numpy as np
 from headrace.core.access import QuotaBucket
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import ClientLimits
-from headrace.front_ends.active_wait import ActiveWait
 from headrace.front_ends.proxy import GrpcProxy, HttpProxy, engine_gone
 from headrace.front_ends.remote_models import RemoteHandle, RemoteModels
 from headrace.grpc.codec import Envelope, scan, sequence_of
@@ -33,15 +32,13 @@ class ServedModels:
 
     Args:
         allow_client_shm: requests may name shared memory of clients.
-        wait_us: longest active wait for an answer in microseconds; see `headrace.front_ends.active_wait`.
 
     Attributes:
         current: models of the engine; None without one.
     """
 
-    def __init__(self, allow_client_shm: bool = False, wait_us: float = 0.0) -> None:
+    def __init__(self, allow_client_shm: bool = False) -> None:
         self._allow_client_shm = allow_client_shm
-        self._wait = ActiveWait(wait_us)
         self.current: RemoteModels | None = None
         self._table: bytes | None = None  # of the engine that runs now, which may send it before `begin`
 
@@ -49,7 +46,7 @@ class ServedModels:
         """Create the models of a new engine process; the caller connects them."""
         table = self._table
         self.detach()
-        self.current = RemoteModels(asyncio.get_running_loop(), wait=self._wait)
+        self.current = RemoteModels(asyncio.get_running_loop())
         if table is not None:
             self.apply_table(table)
         return self.current

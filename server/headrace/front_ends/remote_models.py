@@ -23,7 +23,6 @@ from headrace.core.errors import HeadraceError, Unavailable
 from headrace.core.request import NO_RANGES, InferRequest, InferResponse, ModelLoad, Probe
 from headrace.core.tensor import Array, ModelSpec, as_input, is_resident
 from headrace.front_ends import frames
-from headrace.front_ends.active_wait import ActiveWait
 from headrace.front_ends.arena import ALIGNMENT, DEFAULT_ARENA_BYTES, Arena
 from headrace.front_ends.errors import restore_error
 from headrace.front_ends.frame_stream import FrameStream
@@ -316,7 +315,6 @@ class RemoteModels:
         state: shared page of the engine, until `attached` replaces it; None for none.
         control: answers every other question about models, by the engine; None for none.
         arena_bytes: size of the arena for large tensors.
-        wait: active waits for answers; None for none.
 
     Attributes:
         mailbox: of the loop.
@@ -331,10 +329,8 @@ class RemoteModels:
         state: EngineState | None = None,
         control: Models | None = None,
         arena_bytes: int = DEFAULT_ARENA_BYTES,
-        wait: ActiveWait | None = None,
     ) -> None:
         self._arena_bytes = arena_bytes
-        self._wait = ActiveWait(0.0) if wait is None else wait
         self._arena: Arena | None = None
         self.mailbox = Mailbox(loop)
         self.is_attached = False
@@ -515,13 +511,8 @@ class RemoteModels:
                     logger.debug("a group of %d requests cannot be sent: %r", len(pairs), error)
                     for _, completion in pairs:
                         completion.settle(error)
-        if stream is None:
-            return
-        stream.flush()
-        if len(self._groups) == 1 and dirty and self._wait.begins():
-            (group,) = self._groups.values()
-            if group.unanswered == 1:
-                self._wait.end(stream.spin(self._wait.limit_ns))
+        if stream is not None:
+            stream.flush()
 
     def _send_group(self, handle: RemoteHandle, pairs: Sequence[tuple[InferRequest, RemoteCompletion]]) -> None:
         if self._stream is None:

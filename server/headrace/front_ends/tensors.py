@@ -16,18 +16,20 @@ from headrace.front_ends.frames import (
     REGION,
     ROOM,
     SLOT,
+    SLOT_BYTES,
     Buffer,
     FrameError,
     TensorPlace,
     datatype_number,
     padding,
     parse_tensor_block,
+    slot_fields,
     tensor_block,
 )
 from headrace.inference import tensor_codec
 
 # Tensor blocks with a cached form, for each version and direction.
-_MAX_BLOCKS = 512
+_MAX_BLOCKS = 2048
 # Blocks of many different shapes or of BYTES do not repeat.
 _MAX_BLOCK_BYTES = 1024
 
@@ -54,6 +56,7 @@ class BlockLayout(NamedTuple):
         regions: tensors in shared memory of clients, with their specs.
         ranges: ranges for outputs in shared memory of clients, with the number of the output.
         data_bytes: size of the data.
+        key: equal for blocks that differ in the place of their only tensor at most; b"" for a block that is not cached.
     """
 
     text: str
@@ -63,11 +66,7 @@ class BlockLayout(NamedTuple):
     regions: tuple[tuple[TensorSpec, TensorPlace], ...]
     ranges: tuple[tuple[int, TensorPlace], ...]
     data_bytes: int
-
-    @property
-    def repeats(self) -> bool:
-        """True if further blocks are likely to be equal: they name no slot and no region."""
-        return not self.slots and self.room is None and not self.regions and not self.ranges
+    key: bytes = b""
 
 
 class TensorReader:
@@ -80,6 +79,9 @@ class TensorReader:
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
         self._specs = tuple(specs.values())
         self._layouts: dict[bytes, BlockLayout] = {}
+        self._slot_layouts: dict[
+            bytes, BlockLayout
+        ] = {}  # of blocks with one tensor, in a slot, by all that is before its place
 
     def layout(self, block: bytes) -> BlockLayout:
         """Parse a block, or return its cached form.
@@ -88,12 +90,24 @@ class TensorReader:
             FrameError: the block is invalid, or does not fit the specs.
         """
         layout = self._layouts.get(block)
-        if layout is None:
-            layout = self._parse(block)
-            if len(block) <= _MAX_BLOCK_BYTES and layout.repeats:
-                if len(self._layouts) >= _MAX_BLOCKS:
-                    self._layouts.clear()
-                self._layouts[block] = layout
+        if layout is not None:
+            return layout
+        # The place of a tensor in a slot is at the end of a block. Everything before it is equal in further requests.
+        prefix = block[:-SLOT_BYTES]
+        layout = self._slot_layouts.get(prefix)
+        if layout is not None:
+            ((spec, tensor),) = layout.slots
+            slot, generation, offset = slot_fields(block)
+            place = TensorPlace(
+                tensor.number, tensor.datatype, tensor.shape, tensor.size_bytes, SLOT, offset, slot, generation
+            )
+            return layout._replace(slots=((spec, place),))
+        layout = self._parse(block)
+        if len(block) <= _MAX_BLOCK_BYTES:
+            if not layout.slots and layout.room is None:
+                return _add(self._layouts, block, layout)
+            if len(layout.slots) == 1 and not (layout.views or layout.room or layout.regions or layout.ranges):
+                return _add(self._slot_layouts, prefix, layout)
         return layout
 
     def read(self, layout: BlockLayout, buffer: bytes, start: int, end: int) -> dict[str, Array]:
@@ -154,6 +168,13 @@ class TensorReader:
         return BlockLayout(
             parsed.text, tuple(views), tuple(slots), room, tuple(regions), tuple(ranges), parsed.data_bytes
         )
+
+
+def _add(layouts: dict[bytes, BlockLayout], key: bytes, layout: BlockLayout) -> BlockLayout:
+    if len(layouts) >= _MAX_BLOCKS:
+        layouts.clear()
+    layout = layouts[key] = layout._replace(key=key)
+    return layout
 
 
 class TensorWriter:

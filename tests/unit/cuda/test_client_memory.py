@@ -17,6 +17,7 @@ from headrace.core.errors import BadRequest
 from headrace.core.tensor import is_resident
 from headrace.cuda.shared_memory import ClientMemory, PinnedFile, find_client_memory
 from headrace.front_ends.arena import UNIT_BYTES, Arena, MappedArena
+from headrace.front_ends.frames import SLOT, TensorPlace
 
 from tests.support.fake_streams import LateCuda, install
 
@@ -132,7 +133,9 @@ def test_an_arena_is_pinned_before_it_was_written(memory: ClientMemory) -> None:
     slot[:] = 7
     place = arena.find(slot)
     assert place is not None
-    rows = mapped.tensor(mapped.view(*place, 100), np.dtype(np.uint8), (4, 25), on_gpu=True)
+    number, generation, offset = place
+    in_slot = TensorPlace(0, 0, (4, 25), 100, SLOT, offset, number, generation)
+    rows = mapped.tensor(in_slot, np.dtype(np.uint8), on_gpu=True)
     assert is_resident(rows)
     np.testing.assert_array_equal(rows, np.full((4, 25), 7, np.uint8))
     mapped.close()

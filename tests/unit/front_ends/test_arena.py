@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from headrace.core.tensor import PINNED, is_resident
 from headrace.front_ends.arena import ALIGNMENT, UNIT_BYTES, Arena, BuddyBlocks, MappedArena
-from headrace.front_ends.frames import FrameError
+from headrace.front_ends.frames import SLOT, FrameError, TensorPlace
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,6 +66,10 @@ def test_a_slot_is_free_when_front_end_and_engine_have_ended_it() -> None:
     arena.close()
 
 
+def in_slot(shape: tuple[int, ...], size_bytes: int, slot: int, generation: int, offset: int) -> TensorPlace:
+    return TensorPlace(0, 0, shape, size_bytes, SLOT, offset, slot, generation)
+
+
 def test_a_full_arena_allocates_nothing() -> None:
     arena = Arena(UNIT_BYTES)
     first = arena.allocate(10)
@@ -84,7 +89,7 @@ def test_the_engine_reads_a_slot_and_releases_it_once() -> None:
     slot, generation, offset = arena.find(body) or (0, 0, 0)
     released: list[tuple[int, int]] = []
     engine = MappedArena(os.dup(arena.fd), lambda *which: released.append(which))
-    tensor = engine.tensor(engine.view(slot, generation, offset, 64), np.dtype(np.float32), (4, 4), on_gpu=True)
+    tensor = engine.tensor(in_slot((4, 4), 64, slot, generation, offset), np.dtype(np.float32), on_gpu=True)
     np.testing.assert_array_equal(tensor.view(np.uint8).reshape(-1), np.arange(64))
     part = tensor[1:]
     engine.close()
@@ -111,7 +116,7 @@ def test_a_pinned_arena_gives_rows_for_kernels() -> None:
     engine.start_pinning(lambda fd, start, size, device, done: (pins.append((size, device)), done(Pinned())), {3, 1})
     engine.start_pinning(lambda *_: pytest.fail("pinned twice"), {1})
     assert pins == [(2 * UNIT_BYTES, 1)]
-    rows = engine.tensor(engine.view(slot, generation, offset, 256), np.dtype("<f4"), (8, 8), on_gpu=True)
+    rows = engine.tensor(in_slot((8, 8), 256, slot, generation, offset), np.dtype("<f4"), on_gpu=True)
     assert is_resident(rows)
     assert (rows.address, rows.device, rows.shape) == (Pinned.address + offset, PINNED, (8, 8))
     np.testing.assert_array_equal(np.asarray(rows[2:4]).view(np.uint8).reshape(-1), np.arange(64, 128))
@@ -132,4 +137,9 @@ def test_memory_that_can_shrink_and_ranges_outside_are_refused() -> None:
     engine = MappedArena(os.dup(arena.fd), lambda *_: None)
     with pytest.raises(FrameError):
         engine.view(0, 0, UNIT_BYTES - 8, 9)
+    outside = in_slot((9,), 9, 0, 0, UNIT_BYTES - 8)
+    for on_gpu in (False, True):
+        with pytest.raises(FrameError):
+            engine.tensor(outside, np.dtype(np.uint8), on_gpu)
+        engine.pinned = SimpleNamespace(address=0)
     assert mmap.PAGESIZE <= UNIT_BYTES

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Callable
 from typing import Any
 
-import pytest
-import uvloop
 from headrace.front_ends import frames
 from headrace.front_ends.frame_stream import FrameStream
 from hypothesis import given
@@ -92,67 +88,3 @@ def test_every_frame_is_answered_in_order_however_the_bytes_arrive(data: st.Data
         assert b"".join(transport.writes) == content, "nothing waits for a turn of the loop"
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_frames_keep_their_order_when_the_peer_does_not_read(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    """Small writes go to the socket directly, until it is full; then the transport has them."""
-    numbers = list(range(60_000))
-    received: list[int] = []
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        stream = FrameStream(lambda *_: None, lambda _error: None)
-        await stream.open(ours)
-        for number in numbers:
-            stream.write((frames.cancel_frame(number),))
-            if number % 3 == 0:
-                stream.flush()
-        await asyncio.sleep(0)
-        is_complete = asyncio.Event()
-
-        def on_frame(buffer: bytes, start: int, _end: int) -> None:
-            received.append(group_of(buffer, start))
-            if len(received) == len(numbers):
-                is_complete.set()
-
-        reader = FrameStream(on_frame, lambda _error: None)
-        await reader.open(theirs)
-        await asyncio.wait_for(is_complete.wait(), 60)
-        stream.close()
-        reader.close()
-        await asyncio.sleep(0)
-
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(main())
-    assert received == numbers
-
-
-def group_of(buffer: bytes, start: int) -> int:
-    return int(frames.HEADER.unpack_from(buffer, start)[4])
-
-
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_an_active_wait_handles_what_arrives(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        received: asyncio.Queue[int] = asyncio.Queue()
-        is_lost = asyncio.Event()
-        stream = FrameStream(
-            lambda buffer, start, _: received.put_nowait(group_of(buffer, start)), lambda _error: is_lost.set()
-        )
-        assert not stream.spin(10**9), "a stream that is not open"
-        await stream.open(ours)
-        assert not stream.spin(1000)
-        theirs.sendall(frames.cancel_frame(7))
-        assert stream.spin(10**9)
-        assert received.get_nowait() == 7
-        theirs.sendall(frames.cancel_frame(8))
-        assert await asyncio.wait_for(received.get(), 60) == 8  # by the event loop
-        theirs.close()
-        assert not stream.spin(10**9)
-        await asyncio.wait_for(is_lost.wait(), 60)
-        assert not stream.spin(10**9)
-
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(main())

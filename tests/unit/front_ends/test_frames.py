@@ -229,3 +229,30 @@ def test_large_and_small_frames_over_a_socket() -> None:
         reader.close()
 
     asyncio.run(main())
+
+
+def place_of(array: np.ndarray[Any, Any], slot: int, writer: TensorWriter) -> TensorPlace:
+    return writer.place("a", array, slot, slot + 1, slot * 65536)
+
+
+def test_blocks_that_differ_in_their_slot_are_parsed_once() -> None:
+    specs = {"a": TensorSpec("a", BY_NAME["FP32"], (-1, -1)), "b": TensorSpec("b", BY_NAME["FP32"], (-1, 3))}
+    writer, reader = TensorWriter(specs), TensorReader(specs)
+    square, wide, row = np.zeros((4, 4), np.float32), np.zeros((2, 8), np.float32), np.zeros((1, 3), np.float32)
+    keys = set()
+    for slot in (3, 0, 70_000, 3):
+        for array in (square, wide):
+            layout = reader.layout(writer.write(({},), 0, "", [place_of(array, slot, writer)])[0])
+            ((spec, tensor),) = layout.slots
+            assert spec.name == "a"
+            assert tensor == place_of(array, slot, writer)
+            keys.add(layout.key)
+    assert len(keys) == 2
+    assert b"" not in keys
+    # With a tensor in the frame beside it, or a region, the whole block counts.
+    both = reader.layout(writer.write(({"b": row},), 0, "", [place_of(square, 5, writer)])[0])
+    assert (both.key, len(both.views), both.slots[0][1].slot) == (b"", 1, 5)
+    regions = [writer.region_place("a", (4, 4), "cats", offset, 64) for offset in (0, 64, 0)]
+    layouts = [reader.layout(writer.write(({},), 0, "", [region])[0]) for region in regions]
+    assert [layout.regions[0][1].offset for layout in layouts] == [0, 64, 0]
+    assert layouts[0] is layouts[2]
