@@ -34,6 +34,7 @@ from headrace.config.ragged_rules import is_ragged
 from headrace.config.serving_plan import CUDA_RUNTIME, PYTHON_RUNTIMES
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.model_config import ModelConfig
+from headrace.core.sequence_config import state_tensors
 from headrace.core.tensor import BF16, BY_CONFIG_NAME, BYTES, Array, Datatype
 from headrace.core.tensor_config import ModelInput, WarmupInput
 from headrace.repository.data_files import read_values, zeros
@@ -604,9 +605,10 @@ class LatencyMeasurement:
 
 def sizes(config: ModelConfig) -> list[int]:
     """Return the batch sizes to measure: powers of two, preferred sizes and the maximum, up to `MAX_RANDOM_BYTES` of inputs."""
-    max_rows = max(config.max_batch_size, 1)
+    max_rows, states = max(config.max_batch_size, 1), state_tensors(config.sequence_batching)[0]
     row_bytes = sum(
-        math.prod(tensor.dims) * BY_CONFIG_NAME[tensor.data_type].size_bytes for tensor in config.served_input
+        math.prod(max(size, 1) for size in tensor.dims) * BY_CONFIG_NAME[tensor.data_type].size_bytes
+        for tensor in (*config.served_input, *states)
     )
     row_counts = {max_rows, *(1 << power for power in range(max_rows.bit_length()))}
     if config.dynamic_batching is not None:

@@ -11,6 +11,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.repository.loader import handle_policy
 from headrace.repository.sequence_policy import state_tensors
+from headrace.repository.warmup import MAX_RANDOM_BYTES, sizes
 from onnx import TensorProto
 
 from tests.support.models import add_model
@@ -169,6 +170,16 @@ def test_initial_states_of_files(tmp_path: Path) -> None:
     np.zeros(1, np.float32).tofile(folder / "history")  # changed after the check
     with pytest.raises(ConfigError, match="has 1 elements, one row takes 2"):
         state_tensors(config, tmp_path / "m")
+
+
+def test_states_count_among_the_inputs_of_a_measurement(tmp_path: Path) -> None:
+    config = read_states(tmp_path, batch=64)
+    assert sizes(config)[-1] == 64
+    assert config.sequence_batching is not None
+    (total, history) = config.sequence_batching.state
+    large = total.model_copy(update={"dims": (MAX_RANDOM_BYTES // 4 // 8,)})
+    sequences = config.sequence_batching.model_copy(update={"state": (large, history)})
+    assert sizes(config.model_copy(update={"sequence_batching": sequences}))[-1] == 4
 
 
 def test_refused_files_of_initial_states(tmp_path: Path) -> None:
