@@ -35,6 +35,7 @@ class ModelFigures:
         engine_bytes: size of the engine.
         precision: precision of the engine.
         sparse: the engine was built with sparse kernels.
+        sparsity: times of the engines without and with sparse kernels, as in `SparseChoice.to_json`; None without sparse weights.
         accuracy: accuracy against labels, 0..1; None without labels.
         agreement: top-1 agreement with the original model, 0..1; None without classes.
         timings: one for each batch size.
@@ -52,6 +53,7 @@ class ModelFigures:
     agreement: float | None
     timings: tuple[BatchTiming, ...]
     joules_per_row: float | None
+    sparsity: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -136,6 +138,7 @@ def _figures(
         model.agreement,
         tuple(timings),
         joules,
+        built.sparsity,
     )
 
 

@@ -57,7 +57,19 @@ def show_result(console: Console, document: Mapping[str, Any]) -> None:
     headings = [Heading("", wraps=True), Heading("before", number=True), Heading("after", number=True)]
     rows = [[Text(cell) for cell in row] for row in result_rows(document)]
     console.print(narrow_table(printable(title), headings, rows, console.width))
-    print_text(console, printable(_loss_line(document)))
+    for line in _lines(document):
+        print_text(console, printable(line))
+
+
+def _lines(document: Mapping[str, Any]) -> list[str]:
+    """Sentences on the loss and, with 2:4 sparse weights, on TensorRT's sparse kernels."""
+    sparsity = document["models"][1].get("sparsity")
+    if not sparsity:
+        return [_loss_line(document)]
+    result = "kept" if document["models"][1]["sparse"] else "not kept"
+    dense_us, sparse_us = sparsity["dense_us"], sparsity["sparse_us"]
+    times = f"{milliseconds(dense_us)} without, {milliseconds(sparse_us)} with them at {sparsity['rows']} rows"
+    return [_loss_line(document), f"Sparse kernels {result}: {times}, {dense_us / sparse_us:.3f} times as fast."]
 
 
 def _loss_line(document: Mapping[str, Any]) -> str:
@@ -76,7 +88,7 @@ def write_page(document: Mapping[str, Any], folder: Path) -> None:
     body = [
         f"<h1>{escape(document['model'])} <small>pruned: {escape(document['prune'])}</small></h1>",
         f"<p>{escape(document['machine'])}</p>",
-        f"<p>{escape(_loss_line(document))}</p>",
+        *(f"<p>{escape(line)}</p>" for line in _lines(document)),
         table(["", "before", "after"], rows),
     ]
     save(folder / PAGE_FILE, page(f"{document['model']}: before and after", "\n".join(body)))
