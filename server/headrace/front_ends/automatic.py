@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-CORES_PER_FRONT_END = 4
-"""One front end for each of these: the engine process and the models compute on the others."""
+CORES_PER_FRONT_END = 2.5
+"""One front end for each of these: the engine process and the models compute on the others. Measured: docs/performance.md."""
+MIN_CORES = 4
 MAX_FRONT_ENDS = 8
 
 _CGROUP_ROOT = "/sys/fs/cgroup"
@@ -41,10 +42,10 @@ def choose_front_ends(cores: float, platform: str = sys.platform) -> FrontEndCho
     if platform != "linux":
         return FrontEndChoice(0, f"front-end processes need Linux, this is {platform}")
     shown = f"{cores:.3g} {'core' if cores == 1 else 'cores'}"
-    if cores < CORES_PER_FRONT_END:
-        return FrontEndChoice(0, f"{shown}: one process does everything below {CORES_PER_FRONT_END}")
+    if cores < MIN_CORES:
+        return FrontEndChoice(0, f"{shown}: one process does everything below {MIN_CORES}")
     count = min(int(cores / CORES_PER_FRONT_END), MAX_FRONT_ENDS)
-    rule = f"one for {CORES_PER_FRONT_END}, at most {MAX_FRONT_ENDS}"
+    rule = f"one for {CORES_PER_FRONT_END:g}, at most {MAX_FRONT_ENDS}"
     return FrontEndChoice(count, f"{shown}: {rule}")
 
 
