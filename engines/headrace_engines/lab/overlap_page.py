@@ -120,7 +120,12 @@ def overlap_advice(sequential: OverlapResult, overlapped: OverlapResult, precisi
         workers = math.ceil(stages[longest] / max(stages["run"], 1e-3))
         lines.append(
             f"Instances: {longest} takes {stages[longest] / max(stages['run'], 1e-3):.1f} times as long as the model; the "
-            f"GPU waits for it. {workers} threads for it would keep the GPU busy, more instances of the model would not."
+            f"GPU waits for it. {workers} times as many threads for it would keep the GPU busy, more instances of the model "
+            "would not."
+        )
+    if longest == "preprocess":
+        lines.append(
+            "Preprocess: with `preprocess: {by: server}` the server's GPU normalises 8-bit pixels, not the host."
         )
     if precision == "fp32":
         lines.append(
