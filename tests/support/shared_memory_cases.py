@@ -214,6 +214,30 @@ def _regions_come_and_go(server: Server, right: tuple[Array, Array], _export: Ex
                     same(future.result(), y[:16])
 
 
+def bodies_through_front_ends(server: Server, right: tuple[Array, Array]) -> None:
+    """Tensors in bodies, which front ends receive in memory shared with the engine: aligned and not, several at once."""
+    x, logits = right
+
+    def send_binary(start: int) -> None:
+        rows = x[start : start + 12 + start % 8]  # some 40 KB and more: in the arena
+        spec = {
+            "name": "x",
+            "shape": list(rows.shape),
+            "datatype": "FP32",
+            "parameters": {"binary_data_size": rows.nbytes},
+        }
+        header = json.dumps({"inputs": [spec], "outputs": [{"name": "logits"}]} | {"id": "i" * (start % 5)}).encode()
+        headers = {"Inference-Header-Content-Length": str(len(header))}
+        status, _, body = server.request("POST", "/v2/models/m/infer", header + rows.tobytes(), headers)
+        assert status == 200, body
+        output = json.loads(body)["outputs"][0]
+        found = np.array(output["data"], np.float32).reshape(output["shape"])
+        np.testing.assert_allclose(found, logits[start : start + len(rows)], rtol=1e-2, atol=1e-2)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(send_binary, [number % 28 for number in range(300)]))
+
+
 # Tests by name; each gets a server with the repository of `make_repository`, the inputs with their answers, and `export`.
 CASES: dict[str, Callable[[Server, tuple[Array, Array], Export], None]] = {
     "rows in a system region": _system_region,
