@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 from rich.text import Text
 
 from headrace.config.model_folder import find_model_folder, read_model_folder
@@ -28,6 +29,8 @@ from headrace.simulation.options import KINDS, SettingParser, add_setting
 from headrace.simulation.pipelines import SimulatedPipeline, called_by, plain_graph
 from headrace.simulation.replay import LatencyProfile, SimulatedModel, parse_profile, replay
 from headrace.simulation.report import panels, print_reports, report
+from headrace.simulation.sequence_report import print_sequence_reports, sequence_report
+from headrace.simulation.sequences import SequenceLoad, replay_sequences, sequence_rules
 from headrace.simulation.traces import ArrivalPattern, Trace, Workload, make_trace, read_trace
 
 _PROFILE = "1000+100n"
@@ -83,6 +86,7 @@ def main(args: argparse.Namespace) -> int:
                 f"model{number}": (HandlePolicy(BatchPolicy(max_rows=8)), None) for number in range(args.models)
             }
             simulated = _SimulatedNames(policies, {}, tuple(policies))
+        _check_sequences(args, simulated)
         settings = _settings(args, simulated)
         trace = _trace(args, simulated)
         warm_up_ns = round(args.warm_up * NS_PER_S)
@@ -90,6 +94,8 @@ def main(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"--warm-up {args.warm_up:g} leaves nothing to measure of {trace.duration_ns / NS_PER_S:g} seconds"
             )
+        if args.requests_per_sequence:
+            return _simulate_sequences(args, trace, settings, console)
         start_ns = monotonic_ns()
         replays = [(setting.label, replay(trace, setting.models, args.seed, setting.pipelines)) for setting in settings]
         reports = [
@@ -114,6 +120,57 @@ def main(args: argparse.Namespace) -> int:
     console.print(
         f"{count:,} requests simulated in {elapsed_ns / NS_PER_S:.1f} s, {count * NS_PER_S / elapsed_ns:,.0f} a second"
     )
+    return 0
+
+
+def _check_sequences(args: argparse.Namespace, simulated: _SimulatedNames) -> None:
+    """Check that options and models agree on sequences; raises ValueError."""
+    with_sequences = [name for name, (policy, _) in simulated.policies.items() if policy.sequences is not None]
+    if not args.requests_per_sequence:
+        if with_sequences:
+            raise ValueError(f"model '{with_sequences[0]}' has sequence_batching: set --requests-per-sequence")
+        return
+    if len(simulated.names) != 1 or simulated.pipelines:
+        raise ValueError(f"--requests-per-sequence is for one model without pipelines, not for {len(simulated.names)}")
+    if args.folders and not with_sequences:
+        raise ValueError(f"model '{simulated.names[0]}' has no sequence_batching: leave out --requests-per-sequence")
+    if args.rows != ((1, 1.0),):
+        raise ValueError("--rows has no effect on sequences, whose requests have one row: leave it out")
+    if args.plot:
+        raise ValueError("--plot draws no sequences: leave it out")
+
+
+def _simulate_sequences(
+    args: argparse.Namespace, trace: Trace, settings: Sequence[_SimulatedSetting], console: Console
+) -> int:
+    """Replay sequences that start when the requests of a trace arrive; print the reports and return the exit status."""
+    counts, weights = zip(*args.requests_per_sequence, strict=True)
+    generator = np.random.default_rng([args.seed, 1])
+    chosen = generator.choice(len(counts), len(trace), p=np.array(weights) / sum(weights))
+    load = SequenceLoad(
+        trace.times_ns,
+        np.array(counts, np.int64)[chosen],
+        round(args.think_ms * NS_PER_MS),
+        args.think_variation,
+        round(args.timeout_ms * NS_PER_MS),
+        trace.duration_ns,
+    )
+    reports = []
+    for setting in settings:
+        replayed = replay_sequences(load, setting.models[0], args.seed)
+        warm_up_ns = round(args.warm_up * NS_PER_S)
+        reports.append((setting.label, sequence_report(replayed, setting.slos_ms[0], warm_up_ns, setting.overhead_ns)))
+    if args.json:
+        document = [{"setting": label, **each.as_json()} for label, each in reports]
+        totals = {
+            "sequences": len(trace),
+            "requests": int(load.requests.sum()),
+            "seconds": trace.duration_ns / NS_PER_S,
+            "seed": args.seed,
+        }
+        console.print_json(json.dumps({**totals, "settings": document}))
+        return 0
+    print_sequence_reports(reports, console)
     return 0
 
 
@@ -248,6 +305,8 @@ def _profiles(text: str, names: Sequence[str]) -> list[LatencyProfile]:
 def _policy(policy: HandlePolicy, args: argparse.Namespace, slo_ms: float | None) -> HandlePolicy:
     """Replace fields of a configured policy by the command's options."""
     options, batch = vars(args), policy.batch
+    if args.requests_per_sequence:
+        policy = replace(policy, sequences=sequence_rules(policy.sequences, options))
     if "max_batch_size" in options:
         batch = replace(batch, max_rows=args.max_batch_size)
     if "preferred" in options:

@@ -62,12 +62,12 @@ class Figures:
             "requests": self.requests,
             "answered": self.answered,
             "errors": self.errors,
-            "latency_us": {"mean": _rounded(self.mean_us), **{f"p{p:g}": _rounded(us) for p, us in percentiles}},
-            "throughput": _rounded(self.throughput_hz),
-            "goodput": None if self.goodput_hz is None else _rounded(self.goodput_hz),
+            "latency_us": {"mean": rounded(self.mean_us), **{f"p{p:g}": rounded(us) for p, us in percentiles}},
+            "throughput": rounded(self.throughput_hz),
+            "goodput": None if self.goodput_hz is None else rounded(self.goodput_hz),
             "slo_ms": self.slo_ms,
             "batches": self.batches,
-            "mean_batch": _rounded(self.mean_rows),
+            "mean_batch": rounded(self.mean_rows),
             "close_reasons": self.reasons,
         }
 
@@ -112,7 +112,7 @@ class PipelineReport:
     def as_json(self) -> dict[str, Any]:
         """Return a JSON object; missing figures are null."""
         steps = [
-            {**asdict(step), "mean_us": _rounded(step.mean_us), "p99_us": _rounded(step.p99_us)} for step in self.steps
+            {**asdict(step), "mean_us": rounded(step.mean_us), "p99_us": rounded(step.p99_us)} for step in self.steps
         ]
         return {"name": self.name, "limiting_step": self.limiting, "wasted": round(self.wasted, 4), "steps": steps}
 
@@ -139,7 +139,7 @@ class Report:
         """Return a JSON object."""
         return {
             "all": self.total.as_json(),
-            "devices_busy": _rounded(self.busy),
+            "devices_busy": rounded(self.busy),
             "models": [figures.as_json() for figures in self.models],
             "clients": [figures.as_json() for figures in self.clients],
             **({"pipelines": [each.as_json() for each in self.pipelines]} if self.pipelines else {}),
@@ -231,7 +231,8 @@ def _batches(replay: Replay, models: Sequence[int], warm_up_ns: int) -> tuple[np
     return np.concatenate(rows), dict(sorted(reasons.items()))
 
 
-def _rounded(value: float) -> float | None:
+def rounded(value: float) -> float | None:
+    """Return a figure for JSON; None for a missing one."""
     return None if value != value else round(value, 3)
 
 
@@ -269,7 +270,7 @@ def print_reports(reports: Sequence[tuple[str, Report]], console: Console) -> No
 
 
 def _print_pipeline(label: str, pipeline: PipelineReport, console: Console) -> None:
-    table = _empty_table("step", ("mean ms", "p99 ms", "requests", "failed"))
+    table = empty_table("step", ("mean ms", "p99 ms", "requests", "failed"))
     for step in pipeline.steps:
         times = ["-" if time_us != time_us else f"{time_us / 1000:,.2f}" for time_us in (step.mean_us, step.p99_us)]
         table.add_row(step.name, *times, f"{step.requests:,}", f"{step.failures:,}")
@@ -286,7 +287,7 @@ def _clients(report: Report) -> list[_Line]:
 
 def _latency_table(first: str, lines: Sequence[_Line]) -> Table:
     heads = ("requests/s", "goodput/s", *[f"p{percentile:g} ms" for percentile in PERCENTILES])
-    table = _empty_table(first, heads)
+    table = empty_table(first, heads)
     for name, figures, _ in lines:
         table.add_row(
             name,
@@ -298,7 +299,7 @@ def _latency_table(first: str, lines: Sequence[_Line]) -> Table:
 
 
 def _batch_table(first: str, lines: Sequence[_Line]) -> Table:
-    table = _empty_table(first, ("batch", "busy"))
+    table = empty_table(first, ("batch", "busy"))
     table.add_column("closed because")
     table.add_column("errors")
     for name, figures, busy in lines:
@@ -306,13 +307,14 @@ def _batch_table(first: str, lines: Sequence[_Line]) -> Table:
             name,
             f"{figures.mean_rows:.1f}" if figures.batches else "-",
             "" if busy is None else f"{busy:.0%}",
-            _shares(figures.reasons, sum(figures.reasons.values())),
-            _shares(figures.errors, figures.requests) or "none",
+            shares(figures.reasons, sum(figures.reasons.values())),
+            shares(figures.errors, figures.requests) or "none",
         )
     return table
 
 
-def _empty_table(first: str, heads: Sequence[str]) -> Table:
+def empty_table(first: str, heads: Sequence[str]) -> Table:
+    """Return a table with a column of names and columns of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(first, overflow="fold")
     for head in heads:
@@ -320,7 +322,8 @@ def _empty_table(first: str, heads: Sequence[str]) -> Table:
     return table
 
 
-def _shares(counts: dict[str, int], of: int) -> str:
+def shares(counts: dict[str, int], of: int) -> str:
+    """Return counts as shares of a number, the largest first."""
     return ", ".join(f"{name} {count / of:.1%}" for name, count in sorted(counts.items(), key=lambda each: -each[1]))
 
 
