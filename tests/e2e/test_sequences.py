@@ -380,3 +380,14 @@ def test_unload_with_a_live_sequence(client: Any) -> None:
 
 def test_live_sequences_do_not_hold_up_the_end_of_the_server(client: Any) -> None:
     assert send(client, 1, 99, start=True) == 1  # the fixture stops the server
+
+
+def test_start_after_a_reload_ends_the_earlier_sequence(client: Any, repository: Path) -> None:
+    model = "reloaded"
+    assert process(client, 93, model, start=True)[0] == 1
+    code = repository / model / "1" / "model.py"
+    code.write_text(code.read_text() + "# changed\n")
+    client.load_model(model)
+    assert process(client, 93, model, start=True, end=True)[0] == 1
+    with pytest.raises(InferenceServerException, match="START flag"):  # not the sequence from before the reload
+        process(client, 93, model)

@@ -56,6 +56,7 @@ class VirtualSequences:
         self.versions: list[VirtualVersion] = []
         self.expected: dict[SequenceEntry, int] = {}  # entries in the queue or in a batch
         self._sums: dict[object, int] = {}  # by sequence
+        self._latest: dict[int | str, object] = {}  # the sequence that was started last, by id
         self._value = 0
         self.answers = self.refusals = self.later_steps = 0
         self.held: dict[SequenceEntry, VirtualVersion] = {}  # requests that wait for their reader between two steps
@@ -94,6 +95,10 @@ class VirtualSequences:
         assert sequence is not None
         if start:
             assert sequence not in self._sums, "START begins a sequence of its own"
+            for other in self.versions[:-1]:
+                other.table.supersede(correlation_id)
+            self._latest[correlation_id] = sequence
+        assert self._latest[correlation_id] is sequence, "a request continues the latest sequence of its id"
         added = 0 if fails else self._value
         self._sums[sequence] = self.expected[entry] = self._sums.get(sequence, 0) + added
         self._settle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from headrace.backends.base import Execution
@@ -159,6 +159,9 @@ class SequenceHandle(ModelHandle):
             if is_start:
                 self.end_hold()
             raise
+        if is_start and self._directory.has_others(self):
+            for other in self._replaced():
+                other._scheduler.supersede(correlation_id)
         self.used_ns = now_ns
         if self._instance_group.evicted:  # after `enqueue`: a concurrent eviction sees the queued request
             self._request_restore()
@@ -217,13 +220,17 @@ class SequenceHandle(ModelHandle):
         """Return an id for a request of an iterative model that came without one."""
         return self._scheduler.new_id(self._max_id or MAX_ID, is_text=not self._max_id)
 
-    def _other(self, correlation_id: CorrelationId) -> SequenceHandle | None:
-        """Return the version that is being replaced by this one and has the live sequence; None if there is none."""
+    def _replaced(self) -> Iterator[SequenceHandle]:
+        """Yield the versions that are being replaced by this one."""
         for other in self._directory.versions(self.spec.name):
             if other is self or not isinstance(other, SequenceHandle):
                 continue
-            if not (other.closing or other.spec.version == self.spec.version):
-                continue
+            if other.closing or other.spec.version == self.spec.version:
+                yield other
+
+    def _other(self, correlation_id: CorrelationId) -> SequenceHandle | None:
+        """Return the version that is being replaced by this one and has the live sequence; None if there is none."""
+        for other in self._replaced():
             if other._scheduler.accepts(correlation_id):
                 if (other.spec.inputs, other.spec.outputs) == (self.spec.inputs, self.spec.outputs):
                     return other

@@ -56,6 +56,13 @@ class SequenceScheduler(Scheduler):
         self._settle()
         return result
 
+    def supersede(self, correlation_id: CorrelationId) -> None:
+        """End the live sequence of an id: another version has a new sequence of that id."""
+        with self._lock:
+            self._table.supersede(correlation_id)
+        self._settle()
+        self._wake_instances()
+
     def enqueue(self, entries: Sequence[Entry], at_once: bool = False) -> None:
         """Queue the entry of one request of a sequence; raises as `SequenceTable.add`. `at_once` has no effect."""
         if not self._add(entries):

@@ -310,6 +310,15 @@ class SequenceTable:
             entry.sequence.end_reason = EndReason.CANCELLED
             self._abort(entry.sequence, "a queued request of it was cancelled or timed out", entry)
 
+    def supersede(self, correlation_id: CorrelationId) -> None:
+        """End the live sequence of an id once its queued requests have run: another version has a new sequence of that id."""
+        sequence = self._sequences.get(correlation_id)
+        if sequence is None or sequence.is_closed:
+            return
+        sequence.is_closed, sequence.end_reason = True, EndReason.RESTART
+        if not sequence.waiting and sequence.running is None:
+            self._finish(sequence, _ENDED)
+
     def expire(self, now_ns: int) -> None:
         """End the sequences that had no request for the idle time."""
         idle = self._idle
