@@ -8,6 +8,7 @@ read the state of another sequence, or a state that lacks a request.
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import random
 import threading
@@ -39,18 +40,22 @@ class SequenceClient:
     Args:
         server: the server.
         model: an accumulator of `tests.support.sequence_models`.
-        number: number of the client; its ids are `10 * number` and the four that follow.
+        number: number of the client; its ids begin at `1000 * number`.
         seed: seed of all choices.
 
     Attributes:
+        cancels_out_of_order: a cancelled request may arrive after later ones: its id is not used again.
         counts: number of each outcome.
         problems: responses that the dictionary does not allow.
         process: process of the last response; 0 before the first.
     """
 
+    cancels_out_of_order = False
+
     def __init__(self, server: Server, model: str, number: int, seed: int) -> None:
         self.server, self.model = server, model
-        self._ids = range(10 * number + 1, 10 * number + 4)
+        self._numbers = itertools.count(1000 * number)
+        self._ids = [next(self._numbers) for _ in range(3)]
         self._choose = random.Random(seed)
         self._sums: dict[int, set[int]] = {}  # possible sums of each live sequence
         self.counts: Counter[str] = Counter()
@@ -87,6 +92,9 @@ class SequenceClient:
         except Cancelled:
             self.counts["cancelled"] += 1
             self._sums[sequence_id] = before | allowed
+            if self.cancels_out_of_order:
+                del self._sums[sequence_id]
+                self._ids = [next(self._numbers) if each == sequence_id else each for each in self._ids]
         except InferenceServerException as error:
             self._on_error(str(error), sequence_id, start, before | allowed, what)
         else:
@@ -144,7 +152,9 @@ def _tensor(kind: Any, value: int) -> list[Any]:
 
 
 class HttpClient(SequenceClient):
-    """Sends requests over HTTP; cancels by closing the connection."""
+    """Sends requests over HTTP; cancels by closing a connection that has this request only."""
+
+    cancels_out_of_order = True
 
     def open(self) -> None:
         """Connect; the client of gevent belongs to one thread."""
