@@ -42,7 +42,7 @@ from loadtest.servers import ROOT
 # The longest duration of each part in seconds; of pictures for each precision.
 _LIMITS_S = {
     "tiny": 120.0,
-    "lone": 75.0,
+    "lone": 120.0,
     "two-cores": 60.0,
     "overload": 150.0,
     "engines": 300.0,
