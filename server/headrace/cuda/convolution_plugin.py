@@ -407,10 +407,13 @@ def _creator(trt: Any, creator: Creator) -> Any:
 _NO_LAYER = PluginLayer("", "", ConvShape(1, 8, 1, 1, 8, 1, 1), Epilogue(), np.zeros((8, 1, 1, 8), np.float16))
 
 
-# Every plug-in, without its content after `destroy`. The binding of TensorRT 10.6 deletes the C++ object a second time with the
-# Python object, whose last reference ends when TensorRT deletes a clone whose interfaces it never requested. So no Python
-# object of a plug-in may end.
-_plugins: list[Any] = []
+def _never_end(plugin: object) -> None:
+    """Add a reference to a plug-in's Python object that nothing releases.
+
+    The binding of TensorRT 10.6 deletes the C++ object a second time with the Python object. The last reference of that ends when
+    TensorRT deletes a clone whose interfaces it never requested, or with the interpreter.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(plugin))
 
 
 class _ConvolutionPlugin:
@@ -442,7 +445,7 @@ class _ConvolutionPlugin:
         self.values: Any = None
         self.fields: Any = None
         self.collection: Any = None
-        _plugins.append(self)
+        _never_end(self)
 
     def get_capability_interface(self, type: Any) -> Any:  # noqa: A002  # the name of the interface
         return self
@@ -453,7 +456,7 @@ class _ConvolutionPlugin:
         return clone
 
     def destroy(self) -> None:
-        # Before TensorRT deletes it. The object itself stays, see `_plugins`: only this frees weights on GPU and host.
+        # Before TensorRT deletes it. The object itself stays, see `_never_end`: only this frees weights on GPU and host.
         self.convolution = None
         self.refused, self.layer, self.content = True, _NO_LAYER, b""
         self.values = self.fields = self.collection = None

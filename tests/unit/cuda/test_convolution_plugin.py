@@ -56,9 +56,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCuda]:
     install_host_kernels(monkeypatch, cuda, tmp_path)
     yield cuda
     # As TensorRT does before it deletes them.
-    for one in convolution_plugin._plugins:
-        one.destroy()
-    convolution_plugin._plugins.clear()
+    for one in gc.get_objects():
+        if isinstance(one, convolution_plugin._ConvolutionPlugin):
+            one.destroy()
     gc.collect()
     assert not cuda.live, "memory was not freed"
 
