@@ -200,6 +200,13 @@ CATALOGUE: dict[str, DemoModel] = {
             model_file="model.py",
         ),
         DemoModel(
+            "rnn_text",
+            "recurrent:build",
+            ("recurrent", "markov", "files/rnn_text/model.py.txt"),
+            {"config.pbtxt": "rnn_text/config.pbtxt"},
+            model_file="model.py",
+        ),
+        DemoModel(
             "efficientnet_lite0",
             "networks:build_efficientnet_lite0",
             ("networks", "torch_weights"),

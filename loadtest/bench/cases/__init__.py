@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadtest.bench.cases import cache, jpeg, pipelines, python_models, ragged, sequences
+from loadtest.bench.cases import cache, generate, jpeg, pipelines, python_models, ragged, sequences
 from loadtest.bench.cases.grpc import GrpcDefault, GrpcFrontEnd, GrpcMillion, GrpcStream
 from loadtest.bench.cases.http import FrontEnd, IdleConnections, KeysCost, Memory, MetricsCost, Mixed
 from loadtest.bench.cases.models import ModelThroughput, Quantized
@@ -36,4 +36,5 @@ CASES: tuple[Case, ...] = (
     *cache.CASES,
     *ragged.CASES,
     *sequences.CASES,
+    *generate.CASES,
 )
