@@ -137,7 +137,7 @@ def test_every_request_gets_one_response_in_time_or_an_error(world: World, arriv
             assert not entry.inputs, "what it held is free"
         else:
             assert entry in world.done_ns
-    queue = world.scheduler._queue
+    queue = world.scheduler.queue
     assert (queue.count, queue.total_rows, queue.size_bytes) == (0, 0, 0)
 
 

@@ -63,15 +63,39 @@ class GrpcInference:
             envelope = scan(message)
         except HeadraceError as error:
             self._reject(call, error)
+        expected_bytes = 0
         if self.large_responses and envelope.model_name in self.large_responses:
-            return await self._infer_large(message, envelope, call, options)
-        return await self._run(message, envelope, call, options)
+            # It waits while the client does not read earlier ones.
+            expected_bytes = self.large_responses[envelope.model_name]
+            await call.room.start(expected_bytes)
+        try:
+            service = self.service
+            if len(message) > LARGE_BYTES or service.has_shared_memory or service.has_remote_quotas:
+                pending = await self.begin_large(message, envelope, call.received_ns, call.deadline_ns, options)
+            else:
+                pending = self.begin(message, envelope, call.received_ns, call.deadline_ns, options)
+            call.completion = pending.completion
+            try:
+                await pending.completion
+            except asyncio.CancelledError:
+                service.drop(pending)
+                raise
+            except HeadraceError:
+                pass  # `finish` counts and raises it
+            finally:
+                call.completion = None
+            if pending.template.is_costly and service.is_large(pending):
+                return await self.finish_large(pending, call)
+            return self.finish(pending, call=call)
+        finally:
+            if expected_bytes:
+                call.room.end(expected_bytes)
 
     def start(self, message: RequestMessage, call: GrpcCall) -> PendingRequest | None:
         """See `DirectMethod`: a large request or response needs the coroutine."""
         if len(message) > LARGE_BYTES or (self.service.has_shared_memory and may_have_shared_inputs(bytes(message))):
             return None
-        if self.service.needs_charge(call.options):
+        if self.service.has_remote_quotas and self.service.needs_charge(call.options):
             return None
         try:
             envelope = scan(message)
@@ -91,38 +115,6 @@ class GrpcInference:
         """Count the error of a message that is no request, and raise it."""
         self.service.fail(PendingRequest("", "", call.received_ns), error)
         raise error
-
-    async def _infer_large(
-        self, message: RequestMessage, envelope: Envelope, call: GrpcCall, options: RequestOptions
-    ) -> Message:
-        """Serve a request whose response will be large: it waits while the client does not read earlier ones."""
-        room, expected_bytes = call.room, self.large_responses[envelope.model_name]
-        await room.start(expected_bytes)
-        try:
-            return await self._run(message, envelope, call, options)
-        finally:
-            room.end(expected_bytes)
-
-    async def _run(
-        self, message: RequestMessage, envelope: Envelope, call: GrpcCall, options: RequestOptions
-    ) -> Message:
-        if not self.needs_coroutine(message, options):
-            pending = self.begin(message, envelope, call.received_ns, call.deadline_ns, options)
-        else:
-            pending = await self.begin_large(message, envelope, call.received_ns, call.deadline_ns, options)
-        call.completion = pending.completion
-        try:
-            await pending.completion
-        except asyncio.CancelledError:
-            self.service.drop(pending)
-            raise
-        except HeadraceError:
-            pass  # `finish` counts and raises it
-        finally:
-            call.completion = None
-        if pending.template.is_costly and self.service.is_large(pending):
-            return await self.finish_large(pending, call)
-        return self.finish(pending, call=call)
 
     def needs_coroutine(self, message: RequestMessage, options: RequestOptions) -> bool:
         """Return True for a request that `begin_large` must queue."""

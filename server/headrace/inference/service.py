@@ -153,6 +153,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
     Attributes:
         codec_threads: decode and encode large bodies.
         has_shared_memory: clients may register shared memory.
+        has_remote_quotas: another process keeps the quotas of keys; see `needs_charge`.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         self._models = services.models
         self._observer = services.observer
         self._quotas = services.quotas
+        self.has_remote_quotas = services.quotas is not None
         self._wire = wire
         self._new_codec = new_codec
         self._mailbox: Mailbox | None = None  # of the streams of responses
@@ -323,7 +325,11 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         assert encoded is not None
         times = response.times
         encode_ns = monotonic_ns() - (done_ns if times is None else times.split_ns)
-        self._record(pending, handle, response, encode_ns)
+        handle.recorder.record_codec_times(pending.queued_ns - pending.received_ns, encode_ns)
+        if pending.sampling is not None:
+            self._observe(pending, handle, response)
+        pending.stage = _ANSWERED
+        handle.release()
         return encoded
 
     def finish_stream(self, pending: PendingRequest, encode_ns: int) -> None:
@@ -340,16 +346,17 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         assert handle is not None
         if not isinstance(outcome, InferResponse):
             raise outcome if isinstance(outcome, Exception) else Unavailable("the request has no response: retry it")
-        self._record(pending, handle, outcome, encode_ns)
-
-    def _record(self, pending: PendingRequest, handle: Handle, response: InferResponse, encode_ns: int) -> None:
-        """Record a request that succeeded, once, and release the lease."""
         handle.recorder.record_codec_times(pending.queued_ns - pending.received_ns, encode_ns)
         if pending.sampling is not None:
-            access_record = pending.access_record(self._wire, monotonic_ns(), response)
-            self._observer.record_success(pending.sampling, access_record, handle.recorder)
+            self._observe(pending, handle, outcome)
         pending.stage = _ANSWERED
         handle.release()
+
+    def _observe(self, pending: PendingRequest, handle: Handle, response: InferResponse) -> None:
+        """Record a sampled request that succeeded in traces and the access log."""
+        assert pending.sampling is not None
+        access_record = pending.access_record(self._wire, monotonic_ns(), response)
+        self._observer.record_success(pending.sampling, access_record, handle.recorder)
 
     def fail(self, pending: PendingRequest, error: BaseException) -> HeadraceError:
         """Count and record a request that ends with an exception, and release the lease.

@@ -313,7 +313,7 @@ class ModelHandle(VersionHandle):
             self._quotas.charge(request.client, now_ns)
         entries = self._entry_factory.entries(request, completion, now_ns)
         admission = self._admission
-        has_due_time, waiting_rows = entries[-1].due_ns != FAR_NS, self._scheduler.waiting_rows
+        has_due_time, waiting_rows = entries[-1].due_ns != FAR_NS, self._scheduler.queue.total_rows
         if has_due_time or (
             waiting_rows >= admission.short_rows and waiting_rows and admission.max_wait_ns and not request.internal
         ):

@@ -374,6 +374,7 @@ class Scheduler:
 
     Attributes:
         on_dropped: callback for entries that were dropped because they would miss their due time; called without the lock.
+        queue: the waiting entries; guarded by the lock, but its totals may be read without.
         retry_after_s: returns the retry delay in seconds for a full queue, given the monotonic time; called under the lock.
     """
 
@@ -391,7 +392,7 @@ class Scheduler:
         self._clock = clock
         self._lock = threading.Lock()
         self._selector = BatchSelector(policy, limits or QueueLimits(), levels, order or QueueOrder(), self._retry_s)
-        self._queue = self._selector.queue
+        self.queue = self._selector.queue
         self._defer = defer
         self._waking = False  # a call of `_wake` is scheduled
         self._sleepers: list[threading.Lock] = []
@@ -476,7 +477,7 @@ class Scheduler:
 
     def _claim(self, caller: CallerThread) -> InlineClaim | None:
         """Remove the only queued request, if an instance's dispatcher accepts it now."""
-        entry = None if self._paused else self._queue.only
+        entry = None if self._paused else self.queue.only
         if entry is None or not (entry.inline or self._asynchronous or caller is CallerThread.WAITS):
             return None
         for sleeper in self._dispatch_candidates():
@@ -524,7 +525,7 @@ class Scheduler:
             inline_dispatch = claim.inline_dispatch
             must_wake = inline_dispatch.needs_wake_up()
             # A wake-up meanwhile did not find this thread among the sleepers, so its reason is checked here.
-            if not (must_wake or self._closed or self._paused or self._queue.count):
+            if not (must_wake or self._closed or self._paused or self.queue.count):
                 if inline_dispatch.asynchronous:
                     self._sleepers.insert(0, claim.sleeper)  # busy: idle instances are woken first
                 else:
@@ -537,7 +538,7 @@ class Scheduler:
     def discard(self, entry: Entry) -> None:
         """Remove an entry that was cancelled or whose deadline has passed; a no-op once it is in a batch."""
         with self._lock:
-            self._queue.discard(entry)
+            self.queue.discard(entry)
 
     def expire(self, entry: Entry, demote: bool) -> None:
         """Reject an entry after the queue policy's timeout, or serve it last; a no-op once it is in a batch.
@@ -548,9 +549,9 @@ class Scheduler:
         """
         with self._lock:
             if demote:
-                self._queue.put_last(entry)
+                self.queue.put_last(entry)
                 return
-            if not self._queue.discard(entry):
+            if not self.queue.discard(entry):
                 return
             retry_after_s = self._retry_s()
         entry.completion.settle(
@@ -562,29 +563,29 @@ class Scheduler:
     @property
     def depth(self) -> int:
         """Number of queued requests."""
-        return self._queue.requests
+        return self.queue.requests
 
     @property
     def size_bytes(self) -> int:
         """Memory of the queued requests."""
-        return self._queue.size_bytes
+        return self.queue.size_bytes
 
     # Called by instances
 
     @property
     def waiting_rows(self) -> int:
         """Number of queued rows."""
-        return self._queue.total_rows
+        return self.queue.total_rows
 
     def waiting(self, level: int) -> tuple[int, int]:
         """Return the queued requests of a priority level, and their rows."""
         with self._lock:
-            return self._queue.level(level)
+            return self.queue.level(level)
 
     def locate(self, entry: Entry) -> tuple[int, int, int]:
         """Call `Queue.locate` under the lock."""
         with self._lock:
-            return self._queue.locate(entry)
+            return self.queue.locate(entry)
 
     def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
         """Estimate the queued rows that would be served before such a request.
@@ -595,7 +596,7 @@ class Scheduler:
             client: name of the client.
         """
         with self._lock:
-            return self._queue.rows_ahead(level, due_ns, self._clock(), client)
+            return self.queue.rows_ahead(level, due_ns, self._clock(), client)
 
     def poll(self, now_ns: int, begins_ns: int = 0) -> Batch | WaitUntil | Idle:
         """Return the action of an idle instance at `now_ns`; never blocks.
@@ -645,7 +646,7 @@ class Scheduler:
                 answer = IDLE if dispatched else self._selector.poll(self._clock(), begins_ns, self._closed)
                 if type(answer) is Batch or dispatched or (interrupted is not None and interrupted()):
                     # This thread leaves: another one must run the remaining requests or keep the timeout for them.
-                    if self._queue.count and self._sleepers and self._should_wake():
+                    if self.queue.count and self._sleepers and self._should_wake():
                         self._sleepers.pop().release()
                     return answer if type(answer) is Batch else None
                 if self._closed:
@@ -716,7 +717,7 @@ class Scheduler:
     def drop(self) -> list[Entry]:
         """Remove and return all queued entries, for the caller to settle; new requests are accepted."""
         with self._lock:
-            return self._queue.clear()
+            return self.queue.clear()
 
     def close(self) -> None:
         """Accept no more requests; queued ones are served without delay."""
@@ -733,7 +734,7 @@ class Scheduler:
         with self._lock:  # for all steps: no request may be queued after `clear`
             self._closed, self._failure = True, error
             self._release_sleepers()
-            return self._queue.clear()
+            return self.queue.clear()
 
     def reopen(self) -> None:
         """Accept requests again after `fail`; a no-op after `close` alone."""
@@ -750,7 +751,7 @@ class Scheduler:
     def _should_wake(self) -> bool:
         """Return True if a batch is ready, or if requests wait and no thread sleeps with a timeout for them."""
         if not self._timed_sleepers:
-            return bool(self._queue.count)
+            return bool(self.queue.count)
         return self._selector.ready(self._clock())
 
     def _settle_dropped(self) -> None:
