@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from headrace.__main__ import main
 from tritonclient.utils import InferenceServerException
@@ -41,21 +43,32 @@ def client(server: Server) -> Iterator[triton.InferenceServerClient]:
         yield running
 
 
-def value() -> list[Any]:
-    tensor = triton.InferInput("INPUT", (1, 1), "INT32")
+def value(kind: Any = triton) -> list[Any]:
+    tensor = kind.InferInput("INPUT", (1, 1), "INT32")
     tensor.set_data_from_numpy(np.ones((1, 1), np.int32))
     return [tensor]
 
 
 @pytest.fixture
-def waiting(server: Server, client: triton.InferenceServerClient) -> Iterator[Any]:
+def waiting(server: Server, client: triton.InferenceServerClient) -> Iterator[None]:
     """One live sequence on the only slot, and one that waits for it."""
     client.infer(MODEL, value(), sequence_id=1, sequence_start=True)
-    answer = client.async_infer(MODEL, value(), sequence_id=2, sequence_start=True, sequence_end=True)
-    until(lambda: status(server)["backlog"] == 1)
-    yield answer
-    client.infer(MODEL, value(), sequence_id=1, sequence_end=True)
-    assert answer.get_result().as_numpy("OUTPUT")[0, 0] == 1
+    answers: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
+    with triton_grpc.InferenceServerClient(server.grpc_address) as other:
+        other.async_infer(
+            MODEL,
+            value(triton_grpc),
+            lambda result, error: answers.put((result, error)),
+            sequence_id=2,
+            sequence_start=True,
+            sequence_end=True,
+        )
+        until(lambda: status(server)["backlog"] == 1)
+        yield
+        client.infer(MODEL, value(), sequence_id=1, sequence_end=True)
+        result, error = answers.get(timeout=60)
+    assert error is None
+    assert result.as_numpy("OUTPUT")[0, 0] == 1
     until(lambda: status(server)["live"] == 0)
 
 
