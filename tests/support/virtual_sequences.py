@@ -59,6 +59,7 @@ class VirtualSequences:
         self._latest: dict[int | str, object] = {}  # the sequence that was started last, by id
         self._value = 0
         self.answers = self.refusals = self.later_steps = 0
+        self.max_wait_ns = 1 << 62  # START is refused if its predicted wait for a slot is longer
         self.held: dict[SequenceEntry, VirtualVersion] = {}  # requests that wait for their reader between two steps
         self.reload()
 
@@ -80,6 +81,11 @@ class VirtualSequences:
         entry.remove = lambda settled: self._discard(version, settled)
         completion.after = entry.on_settled
         was_live = self._accepts(version, correlation_id)
+        is_new = start and correlation_id not in version.table._sequences
+        wait_ns, live = version.table.slot_wait_ns(correlation_id, self.now_ns), version.table.live
+        assert version.table.live == live
+        if start and wait_ns > self.max_wait_ns:  # refused by admission: the table must be as before
+            return None
         try:
             version.table.add(entry, self.now_ns)
         except Overloaded:
@@ -93,6 +99,8 @@ class VirtualSequences:
         assert start or was_live, "a request without START was accepted"
         sequence = entry.sequence
         assert sequence is not None
+        if is_new and any(each.is_open for each in version.instances):
+            assert (wait_ns == 0) == (sequence.instance is not None), "the prediction disagrees with the slots"
         if start:
             assert sequence not in self._sums, "START begins a sequence of its own"
             for other in self.versions[:-1]:
@@ -309,6 +317,7 @@ def random_run(
     ids: int = 4,
     make: Callable[..., VirtualSequences] = VirtualSequences,
     failing: float = 0.0,
+    max_wait_ns: int = 1 << 62,
 ) -> VirtualSequences:
     """Run random steps on a few ids, checking after each, and finish; returns what ran.
 
@@ -319,9 +328,11 @@ def random_run(
         ids: number of correlation ids.
         make: creates the model.
         failing: share of the requests that fail in the model.
+        max_wait_ns: longest predicted wait for a slot with which a sequence is admitted.
     """
     choose = random.Random(seed)
     world = make(policy, instances=choose.randint(1, 2), limits=QueueLimits(max_count=choose.randint(2, 12)))
+    world.max_wait_ns = max_wait_ns
     for _ in range(steps):
         version, index = choose.choice(world.versions), choose.randrange(world._count)
         kind = choose.choices(

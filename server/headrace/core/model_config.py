@@ -560,7 +560,6 @@ class ModelConfig(ConfigPart):
             "batch_output": bool(self.batch_output),
             "allow_ragged_batch": any(tensor.allow_ragged_batch for tensor in self.input),
             "fair_sharing": self.fair_sharing is not None,
-            "slo": self.slo.p99_ms is not None,
         }
         yield from sequence_problems(self.sequence_batching, self.input, others, batch)
         yield from self._input_name_problems()

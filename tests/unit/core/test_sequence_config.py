@@ -80,7 +80,6 @@ def test_problems(text: str, message: str) -> None:
     ("text", "field"),
     [
         ("response_cache { enable: true }", "response_cache"),
-        ('parameters { key: "headrace.slo.p99_ms" value: { string_value: "5" } }', "slo"),
         ('parameters { key: "headrace.fair_sharing" value: { string_value: "{}" } }', "fair_sharing"),
     ],
 )

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from headrace.backends.base import Execution
-from headrace.core.clock import Clock
+from headrace.core.clock import NS_PER_S, Clock
 from headrace.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion
 from headrace.core.errors import BadRequest, DeadlineExceeded, Unavailable
 from headrace.core.request import InferRequest, InferResponse, SequenceFields, SequenceFigures
+from headrace.scheduling.admission import rejection
 from headrace.scheduling.entries import member_of
 from headrace.scheduling.handle import DEADLINE_PASSED, ModelHandle, set_deadline
 from headrace.scheduling.instance import BatchRunner, OnDeath
 from headrace.scheduling.policy import HandlePolicy, SequencePolicy
-from headrace.scheduling.queue import Entry
+from headrace.scheduling.queue import FAR_NS, Entry
 from headrace.scheduling.scheduler import Scheduler
 from headrace.scheduling.sequences.controls import MAX_ID, check_correlation_id, max_number
 from headrace.scheduling.sequences.directory import SequenceDirectory
@@ -28,8 +29,12 @@ from headrace.scheduling.sequences.table import (
     CorrelationId,
     SequenceEntry,
 )
-from headrace.scheduling.version_handle import decoupled_error
+from headrace.scheduling.version_handle import OverloadFigures, decoupled_error
 
+NO_SLOT_TEXT = (
+    "no slot is free for the sequence, predicted to complete in {0:.3g} ms, due in {1:.3g} ms; retry later, allow a longer "
+    "deadline, or configure more slots"
+)
 MAX_ID_LENGTH = 128
 """Most characters of a text id, as in Triton."""
 
@@ -68,7 +73,7 @@ class SequenceHandle(ModelHandle):
     # On the event loop
 
     def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
-        """Reject nothing: the load of sequences is their slots, and the backlog is bounded by the queue."""
+        """Reject nothing before the request is read: only its sequence says whether it starts one."""
 
     def compute(self, request: InferRequest) -> LoopCompletion:
         """Queue a request of a sequence and return its completion, to be awaited.
@@ -79,6 +84,7 @@ class SequenceHandle(ModelHandle):
             Overloaded: the queue is full.
             QuotaExceeded: the client exceeded its quota.
             Unavailable: the model is being unloaded or its instances have died.
+            WouldMiss: the request starts a sequence, and its predicted response is after its due time.
             Unsupported: the model is decoupled, and the caller takes one response only.
         """
         if self.spec.decoupled and request.responses is None:
@@ -140,7 +146,10 @@ class SequenceHandle(ModelHandle):
             raise DeadlineExceeded(DEADLINE_PASSED)
         if self._quotas is not None:
             self._quotas.charge(request.client, now_ns)
-        entry = SequenceEntry(request, completion, now_ns, correlation_id, is_start, is_end)
+        objective_ns = self.policy.batch.objective_ns
+        entry = SequenceEntry(request, completion, now_ns, correlation_id, is_start, is_end, objective_ns)
+        if is_start and entry.due_ns != FAR_NS:
+            self._admit_start(entry, now_ns)
         entry.remove = self._scheduler.discard
         if self.policy.by_member:
             flags = START_FLAG * is_start + END_FLAG * is_end
@@ -166,6 +175,26 @@ class SequenceHandle(ModelHandle):
         if self._instance_group.evicted:  # after `enqueue`: a concurrent eviction sees the queued request
             self._request_restore()
         return entry
+
+    def _admit_start(self, entry: SequenceEntry, now_ns: int) -> None:
+        """Admit or reject a sequence by the predicted response to its first request; later requests are not rejected.
+
+        Raises:
+            WouldMiss: the predicted response is after the due time; it has the time until a slot should be free.
+        """
+        wait_ns = self._scheduler.slot_wait_ns(entry.correlation_id, now_ns)
+        if not wait_ns:
+            self._admission.admit([entry], now_ns)
+            return
+        self._admission.has_due_times = True
+        costs = self._cost_model.current
+        done_ns = now_ns + wait_ns + (0 if costs is None else costs.estimates_ns[1])
+        if done_ns > entry.due_ns:
+            raise rejection(NO_SLOT_TEXT, done_ns, entry.due_ns, now_ns, wait_ns / NS_PER_S)
+
+    def overload(self, now_ns: int) -> OverloadFigures | None:
+        """Return None: a rejection depends on the sequence of a request."""
+        return None
 
     def _checked(self, request: InferRequest) -> tuple[CorrelationId, bool, bool]:
         """Return correlation id, START and END of a request."""

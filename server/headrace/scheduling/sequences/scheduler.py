@@ -180,6 +180,13 @@ class SequenceScheduler(Scheduler):
             self._table.release(entry)
         self._wake_instances()
 
+    def slot_wait_ns(self, correlation_id: CorrelationId, now_ns: int) -> int:
+        """Predict the wait of a sequence that starts now for a slot; see `SequenceTable.slot_wait_ns`."""
+        with self._lock:
+            wait_ns = self._table.slot_wait_ns(correlation_id, now_ns)
+        self._settle()
+        return wait_ns
+
     def new_id(self, limit: int, is_text: bool) -> CorrelationId:
         """Return an id for a request without one; see `SequenceTable.new_id`."""
         with self._lock:

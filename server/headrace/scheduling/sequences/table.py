@@ -23,7 +23,7 @@ from enum import StrEnum
 from heapq import heappop, heappush, nsmallest
 from operator import attrgetter
 
-from headrace.core.clock import NS_PER_US
+from headrace.core.clock import NS_PER_MS, NS_PER_US
 from headrace.core.completion import Completion
 from headrace.core.errors import BadRequest, HeadraceError, Unavailable
 from headrace.core.request import InferRequest
@@ -42,6 +42,10 @@ START_FLAG, END_FLAG = 1, 2
 # Ended sequences whose reason is kept for the error of a later request.
 _MAX_REASONS = 4096
 _ENDED = "it has ended"
+# Weight of the latest sequence in the mean lifetime: one part in so many.
+_LIFETIME_PARTS = 8
+# Predicted ends of the slots are used again for so long while no sequence starts or ends.
+_SLOT_ENDS_NS = 10 * NS_PER_MS
 
 
 class EndReason(StrEnum):
@@ -100,8 +104,9 @@ class SequenceEntry(Entry):
         correlation_id: CorrelationId,
         is_start: bool = False,
         is_end: bool = False,
+        objective_ns: int = 0,
     ) -> None:
-        super().__init__(request, completion, 0, enqueued_ns)
+        super().__init__(request, completion, 0, enqueued_ns, objective_ns)
         self.correlation_id = correlation_id
         self.is_start, self.is_end = is_start, is_end
         self.sequence: LiveSequence | None = None
@@ -127,6 +132,7 @@ class LiveSequence:
         keeps_slot: as an heir it takes over a slot from the sequence before it, which had no END; else it joins the backlog.
         idle_since_ns: monotonic time since which it has no request.
         end_reason: reason with which its end will be counted.
+        started_ns: monotonic time at which it got its slot.
     """
 
     __slots__ = (
@@ -142,6 +148,7 @@ class LiveSequence:
         "keeps_slot",
         "running",
         "slot",
+        "started_ns",
         "waiting",
     )
 
@@ -155,7 +162,7 @@ class LiveSequence:
         self.abort_reason = ""
         self.heir: LiveSequence | None = None
         self.before: LiveSequence | None = None
-        self.idle_since_ns = 0
+        self.idle_since_ns = self.started_ns = 0
         self.end_reason = EndReason.END
 
 
@@ -242,7 +249,10 @@ class SequenceTable:
         self._backlog: dict[LiveSequence, None] = {}
         self._idle: OrderedDict[LiveSequence, None] = OrderedDict()  # in the order of `idle_since_ns`
         self._reasons: OrderedDict[CorrelationId, str] = OrderedDict()
-        self._numbers = self._ids = 0
+        self._numbers = self._ids = self._now_ns = 0
+        self._lifetime_ns = 0.0  # mean time of the latest sequences on their slots; 0 before the first end
+        self._slot_ends: list[int] = []  # cached result of `_predicted_ends`; [] after a change
+        self._slot_ends_ns = 0
 
     # Requests
 
@@ -259,6 +269,7 @@ class SequenceTable:
             Overloaded: the queue is full; the sequence is as before.
             Unavailable: the version is being unloaded, and the request would start a sequence.
         """
+        self._now_ns = now_ns
         if self._idle:
             self.expire(now_ns)
         sequence = self._sequences.get(entry.correlation_id)
@@ -283,6 +294,46 @@ class SequenceTable:
         entry.sequence = sequence
         self._idle.pop(sequence, None)
         self._queue(sequence, entry)
+
+    def slot_wait_ns(self, correlation_id: CorrelationId, now_ns: int) -> int:
+        """Predict the time until a sequence that starts now has a slot, in nanoseconds; 0 if it gets one at once.
+
+        Args:
+            correlation_id: its id; it takes over the slot of a live sequence of this id.
+            now_ns: monotonic.
+        """
+        self.expire(now_ns)
+        latest, ahead = self._sequences.get(correlation_id), len(self._backlog)
+        if (latest is not None and not latest.is_closed) or not self._instances:
+            return 0
+        if not ahead and any(instance.has_free for instance in self._instances.values()):
+            return 0
+        ends = self._slot_ends
+        if not ends or now_ns - self._slot_ends_ns >= _SLOT_ENDS_NS:
+            ends = self._slot_ends = self._predicted_ends(now_ns)
+            self._slot_ends_ns = now_ns
+        rounds, place = divmod(ahead, len(ends))
+        return max(ends[place] - now_ns, 0) + int(rounds * (self._lifetime_ns or self.policy.idle_ns)) + 1
+
+    def _predicted_ends(self, now_ns: int) -> list[int]:
+        """Return the predicted end of the sequence of each slot, monotonic and ascending; the present for a free slot.
+
+        A sequence lives as long as the latest ones, one that is older for that time again. An idle one ends with its idle time.
+        """
+        idle_ns = self.policy.idle_ns
+        lifetime_ns = int(self._lifetime_ns or idle_ns)
+        ends: list[int] = []
+        for instance in self._instances.values():
+            for sequence in instance.sequences:
+                if sequence is None or (sequence.is_closed and not self.policy.is_iterative):  # END has arrived
+                    ends.append(now_ns)
+                    continue
+                end_ns = sequence.started_ns + lifetime_ns
+                if end_ns <= now_ns:
+                    end_ns = now_ns + lifetime_ns
+                ends.append(min(end_ns, sequence.idle_since_ns + idle_ns) if sequence in self._idle else end_ns)
+        ends.sort()
+        return ends
 
     def release(self, entry: SequenceEntry) -> None:
         """Let the next step of a request run: its client has read enough of its responses."""
@@ -321,6 +372,7 @@ class SequenceTable:
 
     def expire(self, now_ns: int) -> None:
         """End the sequences that had no request for the idle time."""
+        self._now_ns = now_ns
         idle = self._idle
         while idle:
             sequence = next(iter(idle))
@@ -391,6 +443,7 @@ class SequenceTable:
 
     def finish_batch(self, index: int, now_ns: int) -> None:
         """Record the end of the running batch of an instance; a no-op without one."""
+        self._now_ns = now_ns
         instance = self._instances.get(index)
         if instance is None:
             return
@@ -476,8 +529,12 @@ class SequenceTable:
                 return
             sequence = next(iter(self._backlog))
             del self._backlog[sequence]
-            min(free, key=attrgetter("used", "index")).assign(sequence)
+            self._assign(min(free, key=attrgetter("used", "index")), sequence)
             self._mark_ready(sequence)
+
+    def _assign(self, instance: InstanceSlots, sequence: LiveSequence) -> None:
+        instance.assign(sequence)
+        sequence.started_ns, self._slot_ends = self._now_ns, []
 
     def _queue(self, sequence: LiveSequence, entry: SequenceEntry) -> None:
         self._numbers += 1
@@ -548,6 +605,9 @@ class SequenceTable:
         self._backlog.pop(sequence, None)
         if instance is not None:
             instance.release(sequence)
+            self._slot_ends = []
+            lived_ns = self._now_ns - sequence.started_ns
+            self._lifetime_ns += (lived_ns - self._lifetime_ns) / (_LIFETIME_PARTS if self._lifetime_ns else 1)
         sequence.heir = sequence.before = None
         if before is not None:  # it never had a slot: the sequence before it has
             before.heir = heir
@@ -564,7 +624,7 @@ class SequenceTable:
     def _succeed(self, heir: LiveSequence, instance: InstanceSlots | None) -> None:
         """Give an heir a slot of the instance if it keeps it, else a place in the backlog."""
         if heir.keeps_slot and instance is not None and instance.is_open:
-            instance.assign(heir)
+            self._assign(instance, heir)
             self._mark_ready(heir)
         else:
             self._backlog[heir] = None

@@ -369,3 +369,53 @@ def test_refused_requests_are_counted_by_reason() -> None:
     with pytest.raises(Unavailable):
         table.send(2, start=True)
     assert table.table.refusals == dict.fromkeys(RefusalReason, 1)
+
+
+def test_a_free_slot_and_a_restart_need_no_wait() -> None:
+    table = Table()
+    assert table.table.slot_wait_ns(1, 0) == 0
+    for each in (1, 2):
+        table.send(each, start=True)
+    assert table.table.slot_wait_ns(2, 0) == 0  # takes over its slot
+    assert table.table.slot_wait_ns(3, 0) == 101  # no lifetime is known: the idle time
+    assert SequenceTable(OLDEST, QueueLimits()).slot_wait_ns(3, 0) == 0  # without instances
+
+
+def test_the_wait_for_a_slot_follows_lifetimes_idle_time_and_backlog() -> None:
+    table = Table(SequencePolicy(slots=2, is_direct=False, max_rows=4, idle_ns=1000))
+    for each, (begin_ns, end_ns) in {1: (0, 40), 2: (0, 120)}.items():
+        table.send(each, start=True, now_ns=begin_ns)
+        table.run(now_ns=begin_ns)
+        table.send(each, end=True, now_ns=end_ns)
+        table.run(now_ns=end_ns)
+    assert table.table._lifetime_ns == 40 + (120 - 40) / 8
+    table.send(3, start=True, now_ns=200)
+    table.send(4, start=True, now_ns=220)
+    assert table.table.slot_wait_ns(5, 220) == 30 + 1  # 3 ends at 250
+    table.send(5, start=True, now_ns=220)
+    assert table.table.slot_wait_ns(6, 220) == 50 + 1  # 4 ends at 270
+    table.send(6, start=True, now_ns=220)
+    assert table.table.slot_wait_ns(7, 220) == 30 + 50 + 1  # and 5 lives for 50
+    assert table.table.slot_wait_ns(7, 225) == 25 + 50 + 1  # the ends are used again
+    table.send(3, end=True, now_ns=230)
+    table.run(now_ns=230)
+    table.run(now_ns=230)
+    assert table.table.slot_wait_ns(7, 230) < 30 + 50  # 5 has the slot of 3
+
+
+def test_an_old_sequence_lives_for_the_mean_again_and_an_idle_one_until_its_idle_time() -> None:
+    table = Table(SequencePolicy(slots=1, is_direct=False, max_rows=4, idle_ns=1000))
+    table.send(1, start=True, end=True, now_ns=0)
+    table.run(now_ns=0)
+    table.send(2, start=True, now_ns=0)
+    table.send(2, end=True, now_ns=400)
+    table.run(now_ns=400)
+    table.run(now_ns=400)
+    mean_ns = int(table.table._lifetime_ns)
+    table.send(3, start=True, now_ns=1000)
+    assert table.table.slot_wait_ns(4, 1000) == mean_ns + 1
+    assert table.table.slot_wait_ns(4, 20_000_000 + 1000) == mean_ns + 1
+    table.run(now_ns=20_000_000 + 1000)
+    assert table.table.slot_wait_ns(4, 40_000_000) == 0  # it was idle for too long
+    table.send(5, start=True, end=True, now_ns=40_000_000)
+    assert table.table.slot_wait_ns(6, 40_000_000) == 1  # END has arrived

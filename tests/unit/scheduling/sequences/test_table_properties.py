@@ -118,6 +118,12 @@ def test_random_steps(policy: SequencePolicy) -> None:
     assert sum(run.later_steps for run in runs) > 300
 
 
+@pytest.mark.parametrize("policy", POLICIES + ITERATIVE)
+def test_refusals_of_admission_leave_the_table_as_it_is(policy: SequencePolicy) -> None:
+    runs = [random_run(seed, policy, max_wait_ns=policy.idle_ns // 2) for seed in range(50)]
+    assert sum(run.answers for run in runs) > 100
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES + ITERATIVE)
 def test_ten_thousand_random_interleavings(policy: SequencePolicy) -> None:
