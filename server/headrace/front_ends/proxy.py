@@ -16,6 +16,7 @@ from headrace.front_ends.exchanges import HttpHead, pieces
 from headrace.front_ends.meeting import EngineFacts, connect
 from headrace.grpc.methods import GrpcCall, Message, Methods, RequestMessage, StreamCall
 from headrace.grpc.status import ErrorStatus, StatusError
+from headrace.http.event_stream import MEDIA_TYPE, encode_event, error_data
 from headrace.http.infer_endpoint import Connection, Receive, Scope, Send, send_error
 from headrace.inference.codec_threads import CodecThreads
 from headrace.inference.request_options import RequestOptionsReader
@@ -284,6 +285,7 @@ class _ForwardedHttp:
         self._connection: Connection = scope["headrace.connection"]
         self._upload: asyncio.Task[None] | None = None
         self._has_started = False
+        self._is_between_events = False  # of a body of events: an error may follow as one
 
     async def run(self, port: str) -> None:
         """Pass the request on and write the response."""
@@ -318,7 +320,10 @@ class _ForwardedHttp:
             return
         except Unavailable as error:  # the engine process has ended
             events.is_ended = True
-            if self._has_started:
+            if self._is_between_events:
+                event = encode_event(error_data(error))
+                await self._send({"type": "http.response.body", "body": event, "more_body": False})
+            elif self._has_started:
                 cast(Any, self._connection).abort()
             else:
                 await _respond_alone(scope, self._send, error)
@@ -375,9 +380,11 @@ class _ForwardedHttp:
         start = {"type": "http.response.start", "status": status, "headers": [tuple(pair) for pair in headers]}
         kind, fields = await events.next()
         self._has_started = True
+        has_events = (b"content-type", MEDIA_TYPE.encode()) in start["headers"]
         await self._send(start)
         while True:
             part, more = fields
+            self._is_between_events = has_events and part[-2:] == b"\n\n"
             await self._send({"type": "http.response.body", "body": part, "more_body": more})
             if not more:
                 events.is_ended = True

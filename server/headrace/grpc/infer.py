@@ -676,7 +676,7 @@ class _Stream:
         except Exception as error:
             if last is not None:
                 await self._send_part(last)
-            last = self._forward_error(error, request_id)
+            last = self._forward_error(error, request_id, True if is_unordered else None)
         if is_unordered:
             entry.response = last or []
             self._ready.append(entry)
@@ -693,12 +693,12 @@ class _Stream:
         assert entry.sent is not None
         await entry.sent.wait()
 
-    def _forward_error(self, error: Exception, request_id: str) -> StreamResponse:
+    def _forward_error(self, error: Exception, request_id: str, final: bool | None) -> StreamResponse:
         forget_frames(error)
         if isinstance(error, StatusError):
             return error
         failure = error if isinstance(error, HeadraceError) else internal_error(error, logger)
-        return failure if self._options.ends_stream else error_message(failure, request_id)
+        return failure if self._options.ends_stream else error_message(failure, request_id, final)
 
     def _wait_for(self, entry: _StreamEntry, pending: PendingRequest) -> None:
         self._queued.add(pending)

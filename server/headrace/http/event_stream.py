@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+import orjson
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from headrace.core.errors import HeadraceError
 from headrace.http.infer_endpoint import Send
 from headrace.inference.response_metadata import Header
+from headrace.observability.labelled_counter import ERRORS
 
 MEDIA_TYPE = "text/event-stream; charset=utf-8"
 COMMENT = b":\n\n"
@@ -22,6 +25,17 @@ _HEADERS = (
 )
 # Larger than any response.
 _ANY_LENGTH = 1 << 62
+
+
+def encode_event(data: bytes) -> bytes:
+    """Return an event; `data` has no line ends."""
+    return b"data: %b\n\n" % data
+
+
+def error_data(error: HeadraceError) -> bytes:
+    """Encode and count an error that is an event."""
+    ERRORS.count("http", error.reason)
+    return orjson.dumps({"error": str(error).encode("utf-8", "replace").decode()})
 
 
 class EventStream:
@@ -46,7 +60,7 @@ class EventStream:
 
     async def event(self, data: bytes) -> None:
         """Write an event; `data` has no line ends."""
-        await self._write(b"data: %b\n\n" % data)
+        await self._write(encode_event(data))
 
     async def comment(self) -> None:
         """Write a heartbeat."""

@@ -10,14 +10,12 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import orjson
-
 from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, forget_frames
 from headrace.core.limits import ClientLimits
 from headrace.core.request import InferResponse
-from headrace.http.event_stream import EventStream
+from headrace.http.event_stream import EventStream, error_data
 from headrace.http.generate_codec import GenerateCodec
 from headrace.http.infer_endpoint import (
     WIRE,
@@ -37,7 +35,6 @@ from headrace.inference.response_reader import ResponseReader
 from headrace.inference.service import InferenceService, PendingRequest
 from headrace.inference.services import Services
 from headrace.inference.tensor_codec import BodyBytes
-from headrace.observability.labelled_counter import ERRORS
 
 _Encoded = tuple[bytes, Headers]
 
@@ -168,7 +165,7 @@ class GenerateEndpoint:
                 if not events.has_started:
                     raise response
                 failure = failure or response
-                await events.event(_error_event(response))
+                await events.event(error_data(response))
                 reader.consume()
                 continue
             if not isinstance(response, InferResponse):
@@ -210,14 +207,8 @@ def _abandon(pending: PendingRequest) -> None:
 async def _end_with(events: EventStream, error: HeadraceError) -> None:
     """Write an error as the last event, unless the client has disconnected."""
     if not isinstance(error, Cancelled):
-        await events.event(_error_event(error))
+        await events.event(error_data(error))
     await events.end()
-
-
-def _error_event(error: HeadraceError) -> bytes:
-    """Encode and count an error."""
-    ERRORS.count("http", error.reason)
-    return orjson.dumps({"error": str(error).encode("utf-8", "replace").decode()})
 
 
 @contextmanager
