@@ -258,10 +258,28 @@ def test_decoupled_calls_are_refused_by_name() -> None:
         request.exec(decoupled=True)
     with pytest.raises(pb_utils.TritonModelException, match="requests that execute has received"):
         request.get_response_sender()
-    with pytest.raises(pb_utils.TritonModelException, match="set_release_flags is not served"):
-        request.set_release_flags(1)
     with pytest.raises(pb_utils.TritonModelException, match="while the model is served"):
         request.exec()
+
+
+def test_release_flags_are_for_requests_of_the_running_execute(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+    request = pb_utils.InferenceRequest()
+    with pytest.raises(pb_utils.TritonModelException, match="requests of the running execute"):
+        request.set_release_flags(again)
+    request._batch = 3
+    monkeypatch.setattr(pb_utils.runtime, "batch", 3)
+    with pytest.raises(pb_utils.TritonModelException, match="RELEASE_RESCHEDULE, and the model is not iterative"):
+        request.set_release_flags(again)
+    request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL)
+    monkeypatch.setattr(pb_utils.runtime, "is_iterative", True)
+    request.set_release_flags(again)
+    assert request._release_flags == again == 2
+    with pytest.raises(pb_utils.TritonModelException, match="not 5"):
+        request.set_release_flags(5)
+    monkeypatch.setattr(pb_utils.runtime, "batch", 4)
+    with pytest.raises(pb_utils.TritonModelException, match="requests of the running execute"):
+        request.set_release_flags(again)
 
 
 def test_changes_of_metrics_are_summed_up_until_they_are_sent(

@@ -6,11 +6,12 @@ import fcntl
 import gc
 import os
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from headrace.backends.base import BatchMember
+from headrace.backends.base import BatchMember, Rescheduled
 from headrace.backends.python.outputs import ModelTensors, RequestWriter, ResultReader, SlotPool, prepare
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import Conflict, ModelFailed, NotFound, Unavailable, Unsupported
@@ -196,3 +197,11 @@ def test_a_process_cannot_make_the_server_copy_gigabytes(pool: SlotPool, frame: 
 def test_the_other_end_cannot_seal_the_memory_of_a_batch(pool: SlotPool) -> None:
     with pytest.raises(PermissionError):
         fcntl.fcntl(pool.take().slot.fd, 1033, 4)  # F_ADD_SEALS, F_SEAL_GROW: a larger batch could not be written
+
+
+def test_only_a_request_of_an_iterative_model_may_be_scheduled_again(pool: SlotPool) -> None:
+    frame = done(codes=bytes([protocol.RESCHEDULED]))
+    with pytest.raises(ProtocolError, match="without iterative sequences"):
+        ResultReader(TENSORS).done(frame, pool.take(), [member()], copy=False)
+    (result,) = ResultReader(replace(TENSORS, iterative=True)).done(frame, pool.take(), [member()], copy=False)
+    assert isinstance(result, Rescheduled)
