@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from headrace.grpc.infer import MAX_IN_FLIGHT
 from tritonclient.utils import InferenceServerException
 
 from tests.support.sequence_models import add_accumulator, add_echo
@@ -203,6 +204,22 @@ def echo(
     result = client.infer(model, [x], sequence_id=sequence_id, sequence_start=start, sequence_end=end)
     names = [output["name"] for output in result.get_response()["outputs"]]
     return {name: result.as_numpy(name).reshape(-1)[0].item() for name in names}
+
+
+def test_a_stream_reads_on_while_sequences_wait_for_a_slot(grpc: triton_grpc.InferenceServerClient) -> None:
+    """The request that frees the only slot comes after more requests than one stream may have in flight."""
+    waiting = MAX_IN_FLIGHT + 40
+    answers: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
+    grpc.start_stream(lambda result, error: answers.put((result, error)))
+    steps = [(1, True, False), *((number, True, True) for number in range(2, waiting + 2)), (1, False, True)]
+    for sequence_id, start, end in steps:
+        inputs = [tensor(triton_grpc, sequence_id)]
+        grpc.async_stream_infer("one_slot", inputs, sequence_id=sequence_id, sequence_start=start, sequence_end=end)
+    for sequence_id, start, _ in steps:
+        result, error = answers.get(timeout=60)
+        assert error is None
+        assert result.as_numpy("OUTPUT")[0, 0] == (sequence_id if start else 2 * sequence_id)
+    grpc.stop_stream()
 
 
 def test_onnx_controls_and_rows(http: triton_http.InferenceServerClient) -> None:

@@ -260,6 +260,8 @@ _SMALL_RESPONSE_BYTES = 4096
 
 # Maximum requests of one stream between their arrival and their response.
 MAX_IN_FLIGHT = 256
+MAX_IN_SEQUENCES = 4096  # requests of sequences on one stream that do not count in it
+_SEQUENCE = b"sequence_id"
 
 StreamResponse = PendingRequest | Message | HeadraceError | StatusError
 
@@ -343,6 +345,7 @@ class _StreamEntry:
         decoupled: messages of a request of a decoupled model, None for any other; such an entry is in `_ready` while it has one.
         is_ready: True while such an entry is in `_ready`, or the writer has taken it.
         sent: set once the response is sent; None if nothing waits for that.
+        in_sequence: True for a request of a sequence.
     """
 
     request_bytes: int
@@ -354,6 +357,7 @@ class _StreamEntry:
     decoupled: DecoupledRequest | None = None
     is_ready: bool = False
     sent: asyncio.Event | None = None
+    in_sequence: bool = False
 
 
 class _Stream:
@@ -372,6 +376,7 @@ class _Stream:
         self._closed = False
         self._options = call.options
         self._in_flight = 0
+        self._in_sequences = 0  # of them, requests of sequences
         self._in_flight_bytes = 0
         self._queued: set[PendingRequest] = set()
         self._forwarded: set[asyncio.Task[None]] = set()
@@ -415,11 +420,20 @@ class _Stream:
             if self._has_rejected:  # other calls come first: thousands of invalid messages may have arrived at once
                 self._has_rejected = False
                 await asyncio.sleep(0)
-            while self._in_flight >= streams.max_in_flight or self._in_flight_bytes >= streams.max_bytes:
+            while self._counted >= streams.max_in_flight or self._in_flight_bytes >= streams.max_bytes:
                 self._waits_for_room = True
                 self._room.clear()
                 await self._room.wait()
                 self._waits_for_room = False
+
+    @property
+    def _counted(self) -> int:
+        """Requests in flight that count in the limit.
+
+        A sequence without a slot waits for the end of another one, which may be a later request of this stream: the reader must
+        not wait for it. The queue of the model bounds these requests, and `max_bytes`.
+        """
+        return self._in_flight - min(self._in_sequences, MAX_IN_SEQUENCES)
 
     def _take(self, message: bytes) -> bool:
         """Queue a request while the reader waits for one; False if the reader must do it, since it may have to wait after it."""
@@ -429,7 +443,7 @@ class _Stream:
             or self._infer.large_responses
             or (self._infer.service.has_shared_memory and may_have_shared_inputs(bytes(message)))
             or self._infer.service.needs_charge(self._options)
-            or self._in_flight + 1 >= streams.max_in_flight
+            or self._counted + 1 >= streams.max_in_flight
             or self._in_flight_bytes + size_bytes >= streams.max_bytes
         ):
             return False
@@ -538,6 +552,7 @@ class _Stream:
         """Release a request whose response is sent."""
         self._call.reservation.shrink(entry.reserved_bytes)
         self._in_flight -= 1
+        self._in_sequences -= entry.in_sequence
         self._in_flight_bytes -= entry.request_bytes
         if entry.sent is not None:
             entry.sent.set()
@@ -609,6 +624,9 @@ class _Stream:
         try:
             envelope = scan(message)
             request_id = envelope.id
+            if _SEQUENCE in envelope.header:
+                entry.in_sequence = True
+                self._in_sequences += 1
             self._call.reservation.grow(entry.request_bytes)
             entry.reserved_bytes = entry.request_bytes
         except HeadraceError as error:
