@@ -27,12 +27,15 @@ import yaml
 from deploy.grafana.dashboards import DASHBOARDS
 from deploy.make_keys import KEYS_FILE, make_keys
 from tests.support.certificates import Certificates
+from tests.support.decoupled_models import REPEAT, REPEAT_CONFIG
 from tests.support.fake_builder import publish
 from tests.support.fake_gpu import install_gpu
 from tests.support.models import add_model, add_pipeline, affine, ensemble_config, table_lookup
 from tests.support.prometheus import FOLDER, Prometheus, is_number, prometheus, read_page, selectors
+from tests.support.python_models import add_python_model
 from tests.support.ragged_models import token_sums
 from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.sequence_models import add_echo
 from tests.support.serving import HOST, Server, free_port, serving, start
 from tests.unit.repository.test_gpu_backend import plan_of
 
@@ -48,12 +51,19 @@ PADDED = "max_batch_size: 16\ndynamic_batching: {}\npad: {ids: 0, mask: 0, multi
 TOKENS = json.dumps(
     {"inputs": [{"name": name, "datatype": "INT64", "shape": [1, 5], "data": [1] * 5} for name in ("ids", "mask")]}
 ).encode()
+NUMBERS = json.dumps({"IN": [1, 2, 3], "DELAY": [0, 1, 1], "WAIT": 0}).encode()
 SCRAPES = 6
 
 
 def index_body(index: int) -> bytes:
     """A request of `twice`."""
     return json.dumps({"inputs": [{"name": "X", "datatype": "INT64", "shape": [1, 1], "data": [index]}]}).encode()
+
+
+def sequence_body(sequence_id: int, **flags: bool) -> bytes:
+    """A request of `sequence`."""
+    x = {"name": "X", "datatype": "FP32", "shape": [1, 1], "data": [1.0]}
+    return json.dumps({"inputs": [x], "parameters": {"sequence_id": sequence_id, **flags}}).encode()
 
 
 RULES = [
@@ -185,6 +195,8 @@ def build(folder: Path) -> Path:
     steps = [("lookup", {"X": "X"}, {"Y": "tens"}), ("lookup", {"X": "tens"}, {"Y": "Y"})]
     number = {"X": ("TYPE_INT64", (1,))}, {"Y": ("TYPE_INT64", (1,))}
     add_pipeline(repository, "twice", ensemble_config(steps, *number))
+    add_python_model(repository, "numbers", REPEAT, REPEAT_CONFIG)
+    add_echo(repository, "sequence", "direct { }")
     add_model(repository, "padded", token_sums(), files={"config.yaml": PADDED})
     # There are no samples, so the builder fails at once.
     unbuilt = INT8 + "  calibration: {data: missing.npz}\nbuild_on_load: true\n"
@@ -206,17 +218,23 @@ class Watched:
 def work(server: Server) -> None:
     """Every model, and what is refused."""
 
-    def client() -> None:
-        for _ in range(REQUESTS):
+    def client(number: int) -> None:
+        for index in range(REQUESTS):
+            assert server.request("POST", "/v2/models/numbers/generate_stream", NUMBERS)[0] == 200
+            sequence_id = 1 + number * REQUESTS + index
+            # The last request of each sequence comes again, after its end.
+            for flags, status in (({"sequence_start": True}, 200), ({"sequence_end": True}, 200), ({}, 400)):
+                body = sequence_body(sequence_id, **flags)
+                assert server.request("POST", "/v2/models/sequence/infer", body)[0] == status
             for model in MODELS:
                 assert server.request("POST", f"/v2/models/{model}/infer", BODY)[0] == 200
             assert server.request("POST", "/v2/models/padded/infer", TOKENS)[0] == 200
-            for index, status in ((0, 200), (3, 400)):
-                assert server.request("POST", "/v2/models/twice/infer", index_body(index))[0] == status
+            for row, status in ((0, 200), (3, 400)):
+                assert server.request("POST", "/v2/models/twice/infer", row_body(index))[0] == status
             assert server.request("POST", "/v2/models/promised/infer", b"{}")[0] == 400
             assert server.request("POST", "/v2/models/nobody/infer", BODY)[0] == 404
 
-    threads = [threading.Thread(target=client) for _ in range(CLIENTS)]
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(CLIENTS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -265,7 +283,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Ite
                 work(gpu)
                 until(lambda: classic.scrapes() >= SCRAPES and native.scrapes() >= SCRAPES)
                 # What the rules have made of the last scrape.
-                until(lambda: len(classic.query("headrace:requests:rate5m")) == len(MODELS) + 5)
+                until(lambda: len(classic.query("headrace:requests:rate5m")) == len(MODELS) + 7)
                 time.sleep(2)
                 yield Watched(gpu, secure, classic, native, f"{HOST}:{port}")
         gpu.stop()
