@@ -230,7 +230,7 @@ def work(server: Server) -> None:
                 assert server.request("POST", f"/v2/models/{model}/infer", BODY)[0] == 200
             assert server.request("POST", "/v2/models/padded/infer", TOKENS)[0] == 200
             for row, status in ((0, 200), (3, 400)):
-                assert server.request("POST", "/v2/models/twice/infer", row_body(index))[0] == status
+                assert server.request("POST", "/v2/models/twice/infer", index_body(row))[0] == status
             assert server.request("POST", "/v2/models/promised/infer", b"{}")[0] == 400
             assert server.request("POST", "/v2/models/nobody/infer", BODY)[0] == 404
 
