@@ -357,7 +357,8 @@ class OpenRequests:
             if member.sink is not None:
                 member.sink.responses.on_consumed = None
             member.on_room = None
-        batch.open, batch.resumed, batch.lease, batch.members = {}, {}, None, ()
+        # Its `members` stay: the end of the last reference to a request runs code that takes the lock.
+        batch.open, batch.resumed, batch.lease = {}, {}, None
 
     def _end(self, batch: OpenBatch, member: OpenMember | None) -> None:
         """Count a request as ended; `member` is None for one that was never open."""
