@@ -69,7 +69,7 @@ SCHEDULING = (
     ),
     Mutant(
         "nobody is woken for work that is left behind",
-        "                    if self._queue.count and self._sleepers and self._should_wake():\n",
+        "                    if self.queue.count and self._sleepers and self._should_wake():\n",
         "                    if False and self._sleepers and self._should_wake():\n",
         (
             "test_an_interrupted_sleeper_passes_its_wake_up_on",

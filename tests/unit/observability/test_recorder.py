@@ -168,6 +168,7 @@ class _Source:
     spec = ModelSpec("m", "1", "test", {}, {}, 8, ENGINE)
     process_status = ProcessStatus(False, "", 6)
     cache = None
+    sequence_figures = None
     steps = dict
     latency_table = _Profile()
 
