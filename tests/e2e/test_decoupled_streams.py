@@ -16,6 +16,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2
 
+from tests.support.attacks import UNBOUNDED_WAITS
 from tests.support.grpc_requests import STREAM, Collector, message, tensor
 from tests.support.python_models import add_python_model
 from tests.support.serving import HOST, Server, serving
@@ -32,6 +33,7 @@ instance_group [ { count: 4 kind: KIND_CPU } ]
 input [ { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] } ]
 output [ { name: "NUMBER" data_type: TYPE_INT32 dims: [ 1 ] }, { name: "PAD" data_type: TYPE_STRING dims: [ 1 ] } ]
 """
+TICKER_CONFIG += UNBOUNDED_WAITS  # of a thousand requests at once
 TICKER = """
 import json
 import threading

@@ -221,6 +221,27 @@ def test_sigterm_ends_everything_during_a_fault(
             server.process.returncode = 0
 
 
+def test_no_connection_is_lost_while_front_ends_do_not_read(server: Server) -> None:
+    """More connections arrive than messages fit into the sockets to the front ends."""
+    until(lambda: is_whole(server))
+    stopped = [pid for name, pid in processes(server).items() if name.startswith("front end")]
+    connections = []
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        for _ in range(900):
+            connections.append(socket.create_connection((HOST, server.port), timeout=60))
+            connections[-1].sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        time.sleep(0.3)  # the supervisor accepts
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    for connection in connections:
+        with connection:
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    until(lambda: is_whole(server))
+
+
 def test_requests_in_flight_get_503_when_the_engine_ends(server: Server) -> None:
     until(lambda: is_whole(server))
     body = json.dumps({"inputs": [{"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [10_000_000]}]})

@@ -21,7 +21,8 @@ class Acceptor:
 
     Args:
         sock: bound socket; closed by `close`.
-        pass_on: passes a connection to a front end; False if none takes it, then the caller pauses the acceptor.
+        pass_on: passes a connection to a front end; False if none takes it now. Then the acceptor pauses and keeps the connection
+            until `resume`.
     """
 
     def __init__(self, sock: socket.socket, pass_on: Callable[[socket.socket], bool]) -> None:
@@ -29,13 +30,14 @@ class Acceptor:
         self._pass_on = pass_on
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._kept: socket.socket | None = None  # accepted, and not passed on yet
         self._is_reading = self._is_closed = False
         sock.setblocking(False)
         sock.listen(BACKLOG)
 
     def resume(self) -> None:
         """Accept connections."""
-        if not self._is_reading and not self._is_closed:
+        if not self._is_reading and not self._is_closed and self._pass_kept():
             self._is_reading = True
             self._loop.add_reader(self._socket, self._accept)
 
@@ -54,6 +56,8 @@ class Acceptor:
         if self._timer is not None:
             self._timer.cancel()
         self._socket.close()
+        if self._kept is not None:
+            self._kept.close()
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS):
@@ -67,5 +71,16 @@ class Acceptor:
                 self.pause()
                 self._timer = self._loop.call_later(_PAUSE_S, self.resume)
                 return
-            with sock:
-                self._pass_on(sock)
+            self._kept = sock
+            if not self._pass_kept():
+                self.pause()
+                return
+
+    def _pass_kept(self) -> bool:
+        """Pass on the connection that is kept; False if no front end takes it."""
+        if self._kept is not None:
+            if not self._pass_on(self._kept):
+                return False
+            self._kept.close()
+            self._kept = None
+        return True

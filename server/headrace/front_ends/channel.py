@@ -141,11 +141,21 @@ class SupervisorChannel:
             return False
         return True
 
+    def when_writable(self, callback: Callable[[], None]) -> None:
+        """Call back once, when the other end has read so much that `send` can succeed; replaces an earlier callback."""
+        if self._socket.fileno() >= 0:
+            self._loop.add_writer(self._socket, self._writable, callback)
+
     def close(self) -> None:
         """Close this end."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
             self._socket.close()
+
+    def _writable(self, callback: Callable[[], None]) -> None:
+        self._loop.remove_writer(self._socket)
+        callback()
 
     def _read(self) -> None:
         for _ in range(_MAX_READS):

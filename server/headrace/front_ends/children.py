@@ -115,6 +115,11 @@ class Child:
         """Send a message; False if there is no process, or it does not read."""
         return self._channel is not None and self._channel.send(name, content, descriptors)
 
+    def when_writable(self, callback: Callable[[], None]) -> None:
+        """Call back once, when the process has read earlier messages; see `SupervisorChannel.when_writable`."""
+        if self._channel is not None:
+            self._channel.when_writable(callback)
+
     def kill(self) -> None:
         """Kill the process, if there is one, and start no other."""
         self.cancel_restart()

@@ -141,11 +141,14 @@ class ServerSupervisor:
     # --- Connections --------------------------------------------------------------------------------------------------
 
     def _pass_on(self, port: str, sock: socket.socket) -> bool:
-        """Pass a connection to a front end, which serves it."""
+        """Pass a connection to a front end, which serves it; False if none reads: then the acceptors go on once one does."""
         for child in sorted(self._front_ends, key=lambda child: self._connections(child.number)):
             if child.is_ready and child.send("connection", port, (sock.fileno(),)):
                 self._passed[child.number] += 1
                 return True
+        for child in self._front_ends:
+            if child.is_ready:
+                child.when_writable(self._update_acceptors)
         return False
 
     def _connections(self, number: int) -> int:
