@@ -34,6 +34,7 @@ CONFIG = """
 backend: "python"
 max_batch_size: 0
 parameters { key: "headrace.max_open_requests" value { string_value: "4096" } }
+parameters { key: "headrace.max_queue_wait_microseconds" value { string_value: "0" } }
 model_transaction_policy { decoupled: true }
 instance_group [ { count: 1 kind: KIND_CPU } ]
 input [ { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] }, { name: "PERIOD_US" data_type: TYPE_INT32 dims: [ 1 ] },
