@@ -70,7 +70,10 @@ class GrpcInference:
             await call.room.start(expected_bytes)
         try:
             service = self.service
-            if len(message) > LARGE_BYTES or service.has_shared_memory or service.has_remote_quotas:
+            has_charge = service.has_remote_quotas and service.needs_charge(options)
+            if (
+                len(message) > LARGE_BYTES or service.has_shared_memory or has_charge
+            ):  # as `needs_coroutine`, with fewer calls
                 pending = await self.begin_large(message, envelope, call.received_ns, call.deadline_ns, options)
             else:
                 pending = self.begin(message, envelope, call.received_ns, call.deadline_ns, options)
