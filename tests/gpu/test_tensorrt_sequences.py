@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +15,7 @@ from headrace.scheduling.policy import SequencePolicy
 from tests.support import gpu_sequence_cases as cases
 from tests.support.gpu_marks import gpu_marks
 from tests.support.serving import Server, serving
-from tests.support.virtual_gpu_states import VirtualGpuStates, build_sums, loaded
-from tests.support.virtual_sequences import random_run
+from tests.support.virtual_gpu_states import check_random_interleavings
 
 pytestmark = gpu_marks(300, "pydantic", "onnx", "onnxruntime")
 
@@ -45,17 +43,4 @@ def test_random_interleavings(is_direct: bool, is_output: bool, graphs: str, tmp
     state = StateTensor("SUM_IN", "SUM_OUT", BY_NAME["FP32"], (1,), np.zeros(1, np.float32), is_output)
     slots = 4 if is_direct else 6
     policy = SequencePolicy(slots=slots, is_direct=is_direct, max_rows=4, idle_ns=100, states=(state,))
-    answers = 0
-    with loaded(build_sums(tmp_path), policy, cuda_graphs=graphs) as model:
-
-        def make(*arguments: Any, **options: Any) -> VirtualGpuStates:
-            world = VirtualGpuStates(*arguments, **options)
-            world.model = model
-            return world
-
-        for seed in range(8):
-            world = random_run(seed, policy, steps=150, ids=6, make=make)
-            assert isinstance(world, VirtualGpuStates)
-            world.close()
-            answers += world.answers
-    assert answers > 50
+    check_random_interleavings(policy, tmp_path, graphs)

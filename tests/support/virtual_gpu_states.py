@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend, TensorRtModel
@@ -18,7 +19,7 @@ from headrace_engines.targets.base import ShapeRange, TargetSpec
 
 from tests.support.sequence_models import state_sums
 from tests.support.tensorrt_case import build
-from tests.support.virtual_sequences import VirtualInstance
+from tests.support.virtual_sequences import VirtualInstance, random_run
 from tests.support.virtual_states import Results, VirtualStates, spec
 
 MAX_ROWS = 4
@@ -77,3 +78,21 @@ class VirtualGpuStates(VirtualStates):
         """Close all executions."""
         for execution in self.__dict__.get("_executions", []):
             execution.close()
+
+
+def check_random_interleavings(policy: SequencePolicy, folder: Path, graphs: str) -> None:
+    """Run sequences in random interleavings on an engine that is built in `folder`; "1" runs it as CUDA graphs, "0" without."""
+    answers = 0
+    with loaded(build_sums(folder), policy, cuda_graphs=graphs) as model:
+
+        def make(*arguments: Any, **options: Any) -> VirtualGpuStates:
+            world = VirtualGpuStates(*arguments, **options)
+            world.model = model
+            return world
+
+        for seed in range(8):
+            world = random_run(seed, policy, steps=150, ids=6, make=make)
+            assert isinstance(world, VirtualGpuStates)
+            world.close()
+            answers += world.answers
+    assert answers > 50

@@ -22,8 +22,7 @@ from headrace_engines.targets.base import ShapeRange, TargetSpec
 from tests.support.fake_streams import LateCuda
 from tests.support.sequence_models import state_sums
 from tests.support.tensorrt_case import build
-from tests.support.virtual_gpu_states import VirtualGpuStates, build_sums, loaded
-from tests.support.virtual_sequences import random_run
+from tests.support.virtual_gpu_states import build_sums, check_random_interleavings, loaded
 
 FP32 = BY_NAME["FP32"]
 
@@ -42,20 +41,7 @@ def policy_of(is_direct: bool, slots: int = 4, **options: Any) -> SequencePolicy
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_random_interleavings(is_direct: bool, is_output: bool, graphs: str, tmp_path: Path) -> None:
     policy = policy_of(is_direct, slots=4 if is_direct else 6, is_output=is_output)
-    answers = 0
-    with loaded(build_sums(tmp_path), policy, cuda_graphs=graphs) as model:
-
-        def make(*arguments: Any, **options: Any) -> VirtualGpuStates:
-            world = VirtualGpuStates(*arguments, **options)
-            world.model = model
-            return world
-
-        for seed in range(8):
-            world = random_run(seed, policy, steps=150, ids=6, make=make)
-            assert isinstance(world, VirtualGpuStates)
-            world.close()
-            answers += world.answers
-    assert answers > 50
+    check_random_interleavings(policy, tmp_path, graphs)
 
 
 def run(execution: Any, slots: list[int], values: list[float], ready: list[int] | None = None) -> list[float]:
