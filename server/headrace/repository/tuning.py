@@ -403,7 +403,7 @@ class _Sweeper:
         config = self._folder.config
         group = config.instance_group[0] if config.instance_group else InstanceGroup()
         update: dict[str, object] = {"instance_group": (group.model_copy(update={"count": count}),)}
-        update |= {"dynamic_batching": None, "rate_limits": None}
+        update |= {"dynamic_batching": None, "rate_limits": None, "max_queue_wait_microseconds": 0}
         if config.max_batch_size:
             update |= {"max_batch_size": max_rows, "cpu_max_batch_size": None}
         folder = replace(self._folder, config=config.model_copy(update=update))

@@ -352,7 +352,7 @@ class AdmissionController:
         ahead = self.queue.rows_ahead(entry.level, FAR_NS, entry.client)
         start_ns = self._start(costs, free_ns, ahead, min(entry.rows, self.policy.max_rows), now_ns)[0]
         wait_ns = int((start_ns - now_ns) * self._stretch)
-        if wait_ns <= bound_ns:
+        if wait_ns <= bound_ns or self._runs_unmeasured():
             entry.predicted_ns = start_ns
             return
         rows, retry_ns = self.queue.waiting_rows, now_ns + self.drain_ns(now_ns)
@@ -378,7 +378,13 @@ class AdmissionController:
         bound_ns, _ = self._wait_bound_ns(costs)
         start_ns = self._start(costs, free_ns, self.queue.rows_ahead(0, FAR_NS, ""), 1, now_ns)[0]
         wait_ns = int((start_ns - now_ns) * self._stretch)
-        return WaitForecast(now_ns + wait_ns - bound_ns, bound_ns) if wait_ns > bound_ns else None
+        too_long = wait_ns > bound_ns and not self._runs_unmeasured()
+        return WaitForecast(now_ns + wait_ns - bound_ns, bound_ns) if too_long else None
+
+    def _runs_unmeasured(self) -> bool:
+        """Return True if a batch of more rows than were ever measured is in flight: its end is extrapolated, and often wrong."""
+        measured_rows = self.cost_model.measured_rows
+        return any(rows > measured_rows for work in self.in_flight_work() for _, rows in work.batches)
 
     def record_wait(self, entry: Entry, taken_ns: int) -> None:
         """Learn how much longer waits are than predicted from a request without a due time that has left the queue."""

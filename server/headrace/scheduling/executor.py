@@ -323,10 +323,10 @@ class BatchResults:
         shape_key = entries[0].shape_key
         record = BatchRecord(rows, batch_rows, batch.reason.value, times, queue_ns, total_ns, busy_ns, shape_key)
         self.recorder.record_batch(record)
-        self.report(busy_ns)
         # Behind another batch in flight the compute time is at most the busy time.
         compute_ns = min(computed_ns - assembled_ns, busy_ns)
         self.latency_table.observe(batch_rows, compute_ns, instances)
+        self.report(busy_ns)
         admission = self.admission
         admission.changed = True
         if entries[0].predicted_ns and entries[0].due_ns == FAR_NS:

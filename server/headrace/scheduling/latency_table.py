@@ -347,6 +347,7 @@ class LatencyTable:
 
     Attributes:
         buckets: rows to which the backend pads batches, ascending; empty if it does not, or if it does not say.
+        most_rows: largest number of rows with a measurement; times of more rows are extrapolated.
         stalls: number of times beyond ten times the bound, of one row and of the rows that `is_fast` was called with.
     """
 
@@ -355,6 +356,7 @@ class LatencyTable:
         self.stalls = 0
         self._tails: dict[int, TailWindow] = {}  # by rows, of those that `is_fast` was called with
         self.buckets: tuple[int, ...] = ()
+        self.most_rows = 0
         self._lock = threading.Lock()
         self._first = first = LatencyWindows(1)
         self._one = True  # the first table has all places
@@ -371,10 +373,13 @@ class LatencyTable:
         """
         with self._lock:
             self._table(instances).seed(measured_ns, source)
+            self.most_rows = max(self.most_rows, *(rows for rows, times_ns in measured_ns.items() if times_ns), 0)
 
     def observe(self, rows: int, time_ns: int, instances: int = 1) -> None:
         """Record that a batch of `rows` computed in `time_ns`, with `instances` busy at its start, including its own."""
         with self._lock:
+            if rows > self.most_rows:
+                self.most_rows = rows
             if instances > 1 or self._mean_busy > 1.0:
                 self._mean_busy += (instances - self._mean_busy) / _BUSY_SMOOTHING
             if instances == 1:

@@ -453,6 +453,22 @@ def test_waits_are_not_bounded_while_latencies_are_unmeasured() -> None:
     case.admission.check_wait([case.entry()], NOW)
 
 
+def test_waits_behind_a_batch_of_more_rows_than_were_measured_are_not_bounded() -> None:
+    case = Case(objective_ms=0, row=False)
+    case.latency_table.seed({1: [700_000]})
+    case.admission.max_wait_ns = MS
+    case.line.waiting_rows = 8
+    case.busy((0, 8))  # 5.6 ms by extrapolation from one row
+    case.admission.check_wait([case.entry()], NOW)
+    assert case.admission.forecast_wait(NOW) is None
+    case.latency_table.observe(8, 4 * MS)
+    case.planner.batch()
+    case.line.waiting_rows = 16
+    with pytest.raises(Overloaded, match="are allowed"):
+        case.admission.check_wait([case.entry()], NOW)
+    assert case.admission.forecast_wait(NOW) is not None
+
+
 def test_waits_that_are_longer_than_predicted_are_learned() -> None:
     case = unpromised(72)
     entry = case.entry()

@@ -267,3 +267,14 @@ def test_a_queue_without_due_times_is_cut_into_efficient_batches() -> None:
     assert decide(view, 0, BatchPolicy(8, (8,)), None, 4) == Take(8, CloseReason.PREFERRED), "as configured"
     few = View([1] * 3)
     assert decide(few, 0, BatchPolicy(8), None, 4) == Take(3, CloseReason.IDLE)
+
+
+def test_the_first_time_of_more_rows_replaces_an_extrapolation_at_once() -> None:
+    table = LatencyTable()
+    table.seed({1: [700_000]})
+    model = CostModel(table, BatchPolicy(4096))
+    assert model.current is not None
+    assert model.current.estimates_ns[4096] == 4096 * 700_000
+    table.observe(4096, 10_000_000)
+    model.batch()
+    assert model.current.estimates_ns[4096] == 10_000_000
