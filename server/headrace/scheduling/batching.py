@@ -25,10 +25,14 @@ reading that table costs more than a decision.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.core.clock import NS_PER_MS
 from headrace.scheduling.latency_table import LatencyTable
@@ -299,7 +303,7 @@ class CostModel:
                 table, work = self._latency_table, self.thread_work
                 self.measured_rows = table.most_rows
                 costs = draw_costs(table, self._policy, self.instances, self.overhead_ns, work)
-                self._costs = costs, _limited(costs, _BEST_SHARE_OF_SEVERAL, range(1, len(costs.best)))
+                self._costs = costs, _limited(costs, _BEST_SHARE_OF_SEVERAL, np.arange(1, len(costs.best)))
         return self._costs[self.crowded] if self._costs is not None else None
 
     def batch(self, busy_ns: int = 0) -> None:
@@ -319,14 +323,11 @@ class CostModel:
         """Set `efficient_rows`."""
         max_rows, rows = self._policy.max_rows, 0
         if max_rows > 1 and self._policy.merge:
-            estimates_ns = [self._latency_table.estimate_ns(size) for size in range(max_rows + 1)]
-            works_ns = self.thread_work.costs_ns(estimates_ns)
-            if works_ns:
-                sizes = range(1, max_rows + 1)
-                rates = [size / works_ns[size] for size in sizes]
-                if rates[-1] < _WORSE_RATIO * max(rates):
-                    enough = _BEST_SHARE * max(rates)
-                    rows = next(size for size in sizes if rates[size - 1] >= enough)
+            works_ns = self.thread_work.costs_ns(self._latency_table.estimates_ns(max_rows))
+            if works_ns is not None:
+                rates = _rates(works_ns)
+                if rates[-1] < _WORSE_RATIO * rates.max():
+                    rows = int(np.argmax(rates >= _BEST_SHARE * rates.max()))
         self.efficient_rows = rows
 
 
@@ -346,23 +347,29 @@ def draw_costs(
         overhead_ns: time from decision to responses of a batch, without its compute time.
         thread_work: processor times of batches; None to compare batch sizes by duration.
     """
-    sizes = range(policy.max_rows + 1)
-    promises_ns = [latency_table.promise_ns(rows) + overhead_ns for rows in sizes]
-    estimates_ns = [latency_table.estimate_ns(rows) + overhead_ns for rows in sizes]
-    works_ns = (thread_work.costs_ns(estimates_ns) if thread_work is not None else None) or ()
-    costs_ns, best, efficient = works_ns or estimates_ns, [0, 1], 1
-    for rows in sizes[2:]:
-        if rows * costs_ns[efficient] < efficient * costs_ns[rows] * _WORSE_RATIO:
-            best.append(best[-1])
-            continue
-        best.append(rows)
-        if rows * costs_ns[efficient] > efficient * costs_ns[rows]:
-            efficient = rows
-    costs = BatchCosts(promises_ns, estimates_ns, best, instances, works_ns)
+    promises_ns = latency_table.promises_ns(policy.max_rows) + overhead_ns
+    estimates_ns = latency_table.estimates_ns(policy.max_rows) + overhead_ns
+    works_ns = thread_work.costs_ns(estimates_ns) if thread_work is not None else None
+    rates = _rates(estimates_ns if works_ns is None else works_ns)
+    best = np.arange(policy.max_rows + 1)
+    best[2:][rates[2:] < np.maximum.accumulate(rates)[1:-1] * _WORSE_RATIO] = 0
+    best = np.maximum.accumulate(best)
+    works = () if works_ns is None else _table(works_ns)
+    costs = BatchCosts(_table(promises_ns), _table(estimates_ns), _table(best), instances, works)
     if policy.objective_ns:
-        max_rows = _affordable_rows(costs, policy.objective_ns)
-        costs = costs._replace(best=[min(rows, max_rows) for rows in best])
-    return _limited(costs, _BEST_SHARE, costs.best[1:])
+        costs = costs._replace(best=_table(np.minimum(best, _affordable_rows(costs, policy.objective_ns))))
+    return _limited(costs, _BEST_SHARE, np.asarray(costs.best)[1:])
+
+
+def _table(values: NDArray[np.int64]) -> array[int]:
+    """Return a table that is read by index as fast as a list, and made by one copy: a model may have 65,536 sizes."""
+    return array("q", values.astype(np.int64, copy=False).tobytes())
+
+
+def _rates(costs_ns: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return rows per nanosecond of each size, from 0 rows."""
+    rates: NDArray[np.float64] = np.arange(len(costs_ns)) / np.maximum(costs_ns, 1)
+    return rates
 
 
 def _affordable_rows(costs: BatchCosts, objective_ns: int) -> int:
@@ -374,19 +381,18 @@ def _affordable_rows(costs: BatchCosts, objective_ns: int) -> int:
     all requests later.
     """
     affordable_ns = objective_ns * costs.instances / (costs.instances + 1) * _USABLE_SHARE
-    max_rows = max((rows for rows in costs.best[1:] if costs.promises_ns[rows] <= affordable_ns), default=1)
-    possible = [rows for rows in costs.best[1:] if costs.promises_ns[rows] <= objective_ns] or costs.best[1:]
-    return max(max_rows, _smallest(costs, possible, _MIN_SHARE))
+    sizes = np.asarray(costs.best)[1:]
+    promises_ns = np.asarray(costs.promises_ns)[sizes]
+    affordable, possible = sizes[promises_ns <= affordable_ns], sizes[promises_ns <= objective_ns]
+    max_rows = int(affordable[-1]) if affordable.size else 1
+    return max(max_rows, _smallest(costs, possible if possible.size else sizes, _MIN_SHARE))
 
 
-def _limited(costs: BatchCosts, share: float, sizes: Sequence[int]) -> BatchCosts:
+def _limited(costs: BatchCosts, share: float, sizes: NDArray[np.int64]) -> BatchCosts:
     """Limit batches to the smallest of `sizes` that reaches `share` of the best rows per second."""
-    max_rows = _smallest(costs, sizes, share)
-    return costs._replace(best=[min(rows, max_rows) for rows in costs.best])
+    return costs._replace(best=_table(np.minimum(np.asarray(costs.best), _smallest(costs, sizes, share))))
 
 
-def _smallest(costs: BatchCosts, sizes: Sequence[int], share: float) -> int:
-    costs_ns = costs.costs_ns
-    rates = [rows / max(costs_ns[rows], 1) for rows in sizes]
-    enough = share * max(rates)
-    return min(rows for rows, rate in zip(sizes, rates, strict=True) if rate >= enough)
+def _smallest(costs: BatchCosts, sizes: NDArray[np.int64], share: float) -> int:
+    rates = _rates(np.asarray(costs.costs_ns))[sizes]
+    return int(sizes[rates >= share * rates.max()].min())

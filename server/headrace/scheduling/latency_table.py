@@ -32,6 +32,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.core.clock import NS_PER_US
 
 WINDOW = 64  # times for each number of rows: the 95th percentile ignores three outliers
@@ -314,6 +317,16 @@ def interpolate(measured: list[int], values: list[float], rows: int) -> int:
     return int(values[index - 1] + (values[index] - values[index - 1]) * (rows - low) / (high - low))
 
 
+def _interpolate_all(measured: list[int], values: list[float], max_rows: int) -> NDArray[np.int64]:
+    """Return `interpolate` of 0 to `max_rows` rows."""
+    rows = np.arange(max_rows + 1)
+    if not measured:
+        return np.zeros_like(rows)
+    all_ns = np.interp(rows, measured, values)
+    all_ns[measured[-1] + 1 :] = values[-1] * rows[measured[-1] + 1 :] / measured[-1]
+    return all_ns.astype(np.int64)
+
+
 _BUSY_SMOOTHING = 8  # batches over which the number of busy instances is smoothed
 _TABLES = 8  # for 1, 2, up to 4 ... and for more than 64 busy instances
 
@@ -419,6 +432,20 @@ class LatencyTable:
         table = self._first if self._one else self._tables[_table_index(instances or round(self._mean_busy))]
         curve = table.curve or self._draw(table)
         return interpolate(curve.rows, curve.p95s_ns, rows)
+
+    def estimates_ns(self, max_rows: int) -> NDArray[np.int64]:
+        """Return `estimate_ns` of 0 to `max_rows` rows, of shape `(max_rows + 1,)`."""
+        curve = self._curve()
+        return _interpolate_all(curve.rows, curve.medians_ns, max_rows)
+
+    def promises_ns(self, max_rows: int) -> NDArray[np.int64]:
+        """Return `promise_ns` of 0 to `max_rows` rows, of shape `(max_rows + 1,)`."""
+        curve = self._curve()
+        return _interpolate_all(curve.rows, curve.p95s_ns, max_rows)
+
+    def _curve(self) -> LatencyCurve:
+        table = self._first if self._one else self._tables[_table_index(round(self._mean_busy))]
+        return table.curve or self._draw(table)
 
     def is_fast(self, rows: int) -> bool:
         """Return True if the 99th percentile of the compute time of `rows` on one busy instance is within the bound.

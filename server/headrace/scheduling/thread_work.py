@@ -10,7 +10,9 @@ It is the cost of a batch only if the thread computes. Backends that use a GPU o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.core.clock import NS_PER_US
 
@@ -42,15 +44,15 @@ class ThreadWork:
             times_ns = self._times_ns[rows] = deque(maxlen=_WINDOW)
         times_ns.append(time_ns)
 
-    def costs_ns(self, estimates_ns: Sequence[int]) -> Sequence[int] | None:
+    def costs_ns(self, estimates_ns: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Return the cost of a batch by rows, None if durations must be compared.
 
         Args:
-            estimates_ns: usual duration by rows, from 0 rows to the largest batch.
+            estimates_ns: int64, usual duration by rows, from 0 rows to the largest batch.
 
         Returns:
-            Nanoseconds by rows, as long as `estimates_ns`. Sizes without enough times have their duration, scaled by the median
-            share of the sizes that have.
+            Nanoseconds by rows, int64, as long as `estimates_ns`. Sizes without enough times have their duration, scaled by the
+            median share of the sizes that have.
         """
         measured: dict[int, int] = {}
         for rows, times_ns in list(self._times_ns.items()):
@@ -59,9 +61,11 @@ class ThreadWork:
                 measured[rows] = recent[len(recent) // 2]
         if not measured:
             return None
-        shares = sorted(time_ns / max(estimates_ns[rows], 1) for rows, time_ns in measured.items())
+        shares = sorted(time_ns / max(int(estimates_ns[rows]), 1) for rows, time_ns in measured.items())
         share = shares[len(shares) // 2]
         if share < _MIN_SHARE:
             return None
-        costs_ns = [measured.get(rows) or int(estimate_ns * share) for rows, estimate_ns in enumerate(estimates_ns)]
-        return [cost_ns + WAKE_UP_NS for cost_ns in costs_ns]
+        costs_ns = (estimates_ns * share).astype(np.int64)
+        for rows, time_ns in measured.items():
+            costs_ns[rows] = time_ns or costs_ns[rows]
+        return costs_ns + WAKE_UP_NS

@@ -6,6 +6,7 @@ import random
 import statistics
 import threading
 
+import numpy as np
 import pytest
 from headrace.scheduling.latency_table import RUN, WINDOW, LatencyTable
 from hypothesis import example, given
@@ -126,6 +127,16 @@ def test_estimates_are_linear_between_sizes_and_too_long_beyond() -> None:
     assert [profile.estimate_ns(rows) for rows in (1, 4, 5, 6, 8, 20, 32, 64)] == [
         1000, 1000, 1200, 1400, 1800, 3000, 4200, 8400,
     ]  # fmt: skip
+
+
+@given(st.dictionaries(st.integers(1, 40), st.integers(1, 10**9), max_size=8), st.integers(1, 64))
+def test_the_estimates_of_all_sizes_are_those_of_each(measured_ns: dict[int, int], max_rows: int) -> None:
+    profile = LatencyTable()
+    profile.seed({rows: [time_ns] for rows, time_ns in measured_ns.items()})
+    sizes = range(max_rows + 1)
+    for every_ns, of_one in ((profile.estimates_ns, profile.estimate_ns), (profile.promises_ns, profile.promise_ns)):
+        differences = every_ns(max_rows) - np.array([of_one(rows) for rows in sizes])
+        assert np.abs(differences).max() <= 1, "the last bit of an interpolation"
 
 
 def test_larger_batches_are_never_estimated_faster() -> None:
