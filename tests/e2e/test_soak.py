@@ -27,6 +27,9 @@ runpy.run_module("headrace", run_name="__main__", alter_sys=True)
 KEYLESS = shlex.join([sys.executable, "-c", _DROP_KEYS, "serve"])
 FAULTY = shlex.join([sys.executable, "-m", "tests.support.faulty_server", "serve"])
 
+# Other tests run on the same cores, and start and end during a run: latency is judged by long runs on a quiet machine.
+BUSY = ("--p99-ratio", "4", "--p99-slack-ms", "2000")
+
 
 def soak(output: Path, *words: str) -> tuple[int, str, dict[str, Any]]:
     """Exit status, what was printed, and what was found."""
@@ -45,7 +48,7 @@ def soak(output: Path, *words: str) -> tuple[int, str, dict[str, Any]]:
 
 @pytest.mark.timeout(240)
 def test_nothing_is_lost_or_wrong_and_nothing_grows(tmp_path: Path) -> None:
-    status, printed, soak_report = soak(tmp_path, "--seconds", "25", "--p99-ratio", "4", "--p99-slack-ms", "250")
+    status, printed, soak_report = soak(tmp_path, "--seconds", "25", *BUSY)
     assert status == 0, printed
     assert soak_report["passed"]
     assert len(soak_report["phases"]) == 5
@@ -58,7 +61,7 @@ def test_nothing_is_lost_or_wrong_and_nothing_grows(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_hundreds_of_connections_stay_open(tmp_path: Path) -> None:
-    words = ("--seconds", "20", "--connections", "300", "--p99-ratio", "4", "--p99-slack-ms", "250")
+    words = ("--seconds", "20", "--connections", "300", *BUSY)
     status, printed, soak_report = soak(tmp_path, *words)
     assert status == 0, printed
     counts = {line["way"]: line for line in soak_report["requests"]}
@@ -69,7 +72,7 @@ def test_hundreds_of_connections_stay_open(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["fast", "grpcio"])
 def test_a_server_with_keys_passes(tmp_path: Path, engine: str) -> None:
     words = ("--seconds", "20", "--keys", "--grpc-engine", engine, "--connections", "20")
-    status, printed, soak_report = soak(tmp_path, *words, "--p99-ratio", "4", "--p99-slack-ms", "250")
+    status, printed, soak_report = soak(tmp_path, *words, *BUSY)
     assert status == 0, printed
     refused = {(line["way"], line["model"]) for line in soak_report["requests"] if line["counts"].get("refused")}
     for name in ("no key", "an unknown key", "a key without the scope"):
@@ -79,7 +82,7 @@ def test_a_server_with_keys_passes(tmp_path: Path, engine: str) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_server_that_ignores_its_keys_does_not_pass(tmp_path: Path) -> None:
-    words = ("--seconds", "18", "--keys", "--command", KEYLESS, "--p99-ratio", "4", "--p99-slack-ms", "250")
+    words = ("--seconds", "18", "--keys", "--command", KEYLESS, *BUSY)
     status, printed, soak_report = soak(tmp_path, *words)
     assert status == 1, printed
     failed = {verdict["name"] for verdict in soak_report["verdicts"] if not verdict["passed"]}
@@ -91,7 +94,7 @@ def test_a_server_that_ignores_its_keys_does_not_pass(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_a_server_with_faults_does_not_pass(tmp_path: Path) -> None:
     words = ("--seconds", "18", "--grpc-engine", "fast", "--command", FAULTY)
-    status, printed, soak_report = soak(tmp_path, *words, "--p99-ratio", "4", "--p99-slack-ms", "250")
+    status, printed, soak_report = soak(tmp_path, *words, *BUSY)
     assert status == 1, printed
     failed = {verdict["name"] for verdict in soak_report["verdicts"] if not verdict["passed"]}
     assert failed == {"nothing wrong", "memory flat", "descriptors flat", "threads flat"}, printed
