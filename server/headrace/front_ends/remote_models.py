@@ -549,6 +549,7 @@ class RemoteModels:
             if (
                 arena is not None
                 and array.nbytes >= MIN_SLOT_BYTES
+                and not array.dtype.hasobject  # texts: the elements are pointers
                 and array.dtype == handle.spec.inputs[name].datatype.dtype
             ):
                 slot = arena.find(array)

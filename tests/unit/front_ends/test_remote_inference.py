@@ -320,6 +320,21 @@ def test_requests_larger_than_the_arena_go_with_the_frame(run: Callable[..., Any
     run(test)
 
 
+def test_many_texts_go_with_the_frame(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        handle = pair.front_ends[0].lease("text", "")
+        texts = np.array([str(number).encode() for number in range(2 * 5_000)], object).reshape(5_000, 2)
+        requests = [infer_request(handle, texts[start : start + 5_000]) for start in (0, 0)]
+        for request in requests:
+            request.size_bytes = 90_000
+        completions = [handle.infer(request) for request in requests]
+        for completion in completions:
+            np.testing.assert_array_equal((await completion).outputs["y"], texts)
+        handle.release()
+
+    run(test)
+
+
 def shared(name: str, region: str, offset: int, size: int, **more: Any) -> dict[str, Any]:
     """A tensor in a region of shared memory."""
     parameters = {
