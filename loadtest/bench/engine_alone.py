@@ -27,11 +27,13 @@ import numpy as np
 from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.tensor import ModelSpec
 from headrace.front_ends import frames
+from headrace.front_ends.arena import Arena
 from headrace.front_ends.channel import Ports, Start, SupervisorChannel, channel_pair, close_all, send_start
 from headrace.front_ends.control import Hello
 from headrace.front_ends.counter_array import CounterArray
 from headrace.front_ends.meeting import EngineFacts, connect, engine_listener
 from headrace.front_ends.proxy import EngineLink
+from headrace.front_ends.request_groups import MIN_SLOT_BYTES
 from headrace.front_ends.table import VersionRow, decode_table, model_spec
 from headrace.front_ends.tensors import TensorReader, TensorWriter
 from headrace.settings import Settings
@@ -101,6 +103,7 @@ class SyntheticFrontEnd:
         inputs: arrays by name with one row for each member of a group.
         groups: in flight.
         expected: outputs of those rows, with which every 64th answer is compared; None compares nothing.
+        arena: of the stream; receives rows of 32 KiB and more, which all groups name.
 
     Attributes:
         answered: members with an answer.
@@ -115,15 +118,15 @@ class SyntheticFrontEnd:
         inputs: Mapping[str, Array],
         groups: int,
         expected: Mapping[str, Array] | None = None,
+        arena: Arena | None = None,
     ) -> None:
         self._sock = sock
         self._expected = expected
         self._groups = groups
         spec, members = model_spec(row), len(next(iter(inputs.values())))
         self._reader = TensorReader(spec.outputs)
-        block, data, data_bytes = TensorWriter(spec.inputs).write((inputs,), 0)
-        parts = frames.requests_frame(0, row.number, [0] * members, [1] * members, block, data, data_bytes)
-        self._frame = bytearray(b"".join(parts))
+        self._memory: list[Array] = []  # the slots of the rows
+        self._frame = bytearray(self._request(row, inputs, arena))
         self._times = np.frombuffer(self._frame, "<i8", members, _TIMES_OFFSET)
         self._group = np.frombuffer(self._frame, "<u8", 1, _GROUP_OFFSET)
         self._counts = frames.counts_frame(row.number, [20_000, 20_000] * _COUNTED)
@@ -136,6 +139,35 @@ class SyntheticFrontEnd:
         self.outputs: dict[str, Array] = {}
         self.answered = self._frames = 0
         self.batches = 0.0
+
+    def _request(self, row: VersionRow, inputs: Mapping[str, Array], arena: Arena | None) -> bytes:
+        """Encode a group of a row for each member: in slots if the rows are large, as `RemoteModels` does."""
+        members = len(next(iter(inputs.values())))
+        arrival, rows, writer = [0] * members, [1] * members, TensorWriter(model_spec(row).inputs)
+        if arena is None or min(array.nbytes for array in inputs.values()) < members * MIN_SLOT_BYTES:
+            block, data, size = writer.write((inputs,), 0)
+            return b"".join(frames.requests_frame(0, row.number, arrival, rows, block, data, size))
+        slots = {name: [self._slot(arena, array[index]) for index in range(members)] for name, array in inputs.items()}
+        if members == 1:
+            places = [writer.place(name, inputs[name], *each[0]) for name, each in slots.items()]
+            block = frames.tensor_block(places)
+            return b"".join(frames.requests_frame(0, row.number, arrival, rows, block, (), 0))
+        block = frames.tensor_block([writer.place(name, inputs[name][:1], 0, 0, 0) for name in slots])
+        content = frames.slots_data([slot for each in slots.values() for slot in each])
+        parts = frames.requests_frame(0, row.number, arrival, rows, block, (content,), len(content), is_scattered=True)
+        return b"".join(parts)
+
+    def _slot(self, arena: Arena, array: Array) -> frames.Slot:
+        """Copy a row into a slot, which this front end never frees."""
+        memory = arena.allocate(array.nbytes)
+        slot = None if memory is None else arena.find(memory)
+        if memory is None or slot is None:
+            raise EngineFailed(
+                f"the arena of {arena.size_bytes} bytes has no room: send groups of fewer or smaller rows"
+            )
+        memory[:] = array.reshape(-1).view(np.uint8)
+        self._memory.append(memory)
+        return slot
 
     @property
     def is_idle(self) -> bool:
@@ -186,6 +218,9 @@ class SyntheticFrontEnd:
             size, kind, _, members, group = frames.HEADER.unpack_from(data, offset)
             if offset + size > len(data):
                 break
+            if kind == frames.RELEASE:
+                offset += size
+                continue
             if kind != frames.ANSWERS:
                 raise EngineFailed(f"the engine answered with {_describe(data, kind, offset, offset + size)}")
             if not self._frames % _CHECKED:
@@ -248,6 +283,7 @@ class EngineAlone:
         self._model, self._front_ends, self._cpus = model, front_ends, cpus
         self._links: list[EngineLink] = []
         self._sockets: list[socket.socket] = []
+        self._arenas: list[Arena] = []
         self._row: VersionRow | None = None
 
     @property
@@ -306,6 +342,8 @@ class EngineAlone:
             sock.close()
         for link in self._links:
             link.close()
+        for arena in self._arenas:
+            arena.close()
         self._channel.send("stop")
         try:
             self._process.wait(_SILENCE_S)
@@ -338,7 +376,8 @@ class EngineAlone:
         self._links.append(link)
         await asyncio.wait_for(opened.wait(), _SILENCE_S)
         data = msgspec.structs.replace(hello, role="data")
-        sock, _, descriptors = await connect(self._start.engine, data)
+        self._arenas.append(Arena())
+        sock, _, descriptors = await connect(self._start.engine, data, [self._arenas[-1].fd])
         close_all(descriptors)
         self._sockets.append(sock)
         await asyncio.wait_for(table.wait(), _SILENCE_S)
@@ -364,7 +403,8 @@ class EngineAlone:
         inputs = prepared_rows(model_spec(row), members)
         expected = await self._outputs(row, inputs, members)
         front_ends = [
-            SyntheticFrontEnd(sock, row, inputs, max(callers // members, 1), expected) for sock in self._sockets
+            SyntheticFrontEnd(sock, row, inputs, max(callers // members, 1), expected, arena)
+            for sock, arena in zip(self._sockets, self._arenas, strict=True)
         ]
         with self._reading(front_ends) as failure:
             await _until(failure, seconds / 2)

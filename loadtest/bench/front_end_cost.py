@@ -17,15 +17,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import onnx
 import uvloop
 from headrace.core.clock import NS_PER_US
 
 from loadtest.bench.engine_alone import EngineAlone, EngineSample, thread_times
 from loadtest.bench.one_caller import measure_one_caller
 from loadtest.bench.report import markdown_table
+from loadtest.onnx_models import onnx_model
 from loadtest.servers import descendants, headrace, running
 
 _ROLES = ("supervisor", "engine", "front end")
@@ -62,15 +66,15 @@ def measure_server(repository: Path, model: str, front_ends: int, callers: int, 
 
 def _server(options: argparse.Namespace) -> None:
     rows: list[Sequence[str]] = []
-    for front_ends in options.front_ends:
-        callers = options.callers * max(front_ends, 1)
-        rounds = [
-            measure_server(options.repository, options.model, front_ends, callers, options.seconds)
-            for _ in range(options.rounds)
-        ]
-        for role in rounds[0]:
-            times = [each.get(role, 0.0) for each in rounds]
-            rows.append((str(front_ends), role, f"{min(times):.1f}", f"{statistics.median(times):.1f}"))
+    with _served(options) as (repository, model):
+        for front_ends in options.front_ends:
+            callers = options.callers * max(front_ends, 1)
+            rounds = [
+                measure_server(repository, model, front_ends, callers, options.seconds) for _ in range(options.rounds)
+            ]
+            for role in rounds[0]:
+                times = [each.get(role, 0.0) for each in rounds]
+                rows.append((str(front_ends), role, f"{min(times):.1f}", f"{statistics.median(times):.1f}"))
     print("\n".join(markdown_table(("front ends", "process", "us a request", "median"), rows)))
 
 
@@ -90,12 +94,42 @@ def _engine(options: argparse.Namespace) -> None:
 
 async def _engine_rows(options: argparse.Namespace) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
-    for front_ends in options.front_ends:
-        async with EngineAlone(options.repository, options.model, front_ends, _cpus(options)) as engine:
-            for members in options.members:
-                samples = await engine.drive(members, options.callers, options.seconds, options.rounds)
-                rows.append((str(front_ends), str(members), *_engine_figures(samples)))
+    with _served(options) as (repository, model):
+        for front_ends in options.front_ends:
+            async with EngineAlone(repository, model, front_ends, _cpus(options)) as engine:
+                for members in options.members:
+                    samples = await engine.drive(members, options.callers, options.seconds, options.rounds)
+                    rows.append((str(front_ends), str(members), *_engine_figures(samples)))
     return rows
+
+
+_LARGE = "first_bytes"
+
+
+@contextmanager
+def _served(options: argparse.Namespace) -> Iterator[tuple[Path, str]]:
+    """Return repository and model of a run: those of the command line, or with `--row-bytes` a model that is written for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        if options.row_bytes:
+            _write_large_model(Path(folder), options.row_bytes)
+            yield Path(folder), _LARGE
+        else:
+            yield options.repository, options.model
+
+
+def _write_large_model(repository: Path, row_bytes: int) -> None:
+    """Write a model that returns the first four bytes of each row as FP32, so that nearly all its time is that of the server."""
+    constants = {"start": np.array([0]), "end": np.array([4]), "axis": np.array([1])}
+    nodes = [
+        onnx.helper.make_node("Slice", ["x", "start", "end", "axis"], ["first"]),
+        onnx.helper.make_node("Cast", ["first"], ["y"], to=onnx.TensorProto.FLOAT),
+    ]
+    inputs = {"x": (onnx.TensorProto.UINT8, ("batch", row_bytes))}
+    model = onnx_model(nodes, inputs, {"y": (onnx.TensorProto.FLOAT, ("batch", 4))}, constants)
+    folder = repository / _LARGE / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    (folder.parent / "config.yaml").write_text("max_batch_size: 64\n")
 
 
 def _cpus(options: argparse.Namespace) -> tuple[int, ...] | None:
@@ -139,6 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--model", default="tiny")
         command.add_argument(
             "--front-ends", type=int, nargs="+", default=front_ends, help="numbers (default: %(default)s)"
+        )
+        command.add_argument(
+            "--row-bytes", type=int, default=0, help="size of a row of a model for this run, in place of --model"
         )
         command.add_argument("--callers", type=int, default=64, help="of each front end (default: %(default)s)")
         command.add_argument("--seconds", type=float, default=seconds, help="of a round (default: %(default)s)")

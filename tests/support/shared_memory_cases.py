@@ -215,11 +215,14 @@ def _regions_come_and_go(server: Server, right: tuple[Array, Array], _export: Ex
 
 
 def bodies_through_front_ends(server: Server, right: tuple[Array, Array]) -> None:
-    """Tensors in bodies, which front ends receive in memory shared with the engine: aligned and not, several at once."""
+    """Tensors in bodies, which front ends receive in memory shared with the engine: aligned and not, several at once.
+
+    Requests that arrive together have equal shapes, so that some of them form groups.
+    """
     x, logits = right
 
     def send_binary(start: int) -> None:
-        rows = x[start : start + 12 + start % 8]  # some 40 KB and more: in the arena
+        rows = x[start : start + 12 + start // 8]  # some 40 KB and more: in the arena
         spec = {
             "name": "x",
             "shape": list(rows.shape),

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 from headrace.core.completion import Completion
 from headrace.core.errors import BadRequest, HeadraceError
 from headrace.core.request import ParameterValue, Probe, Responses
+from headrace.core.scattered_rows import ScatteredRows
 from headrace.core.tensor import Array, ResidentRows
 
 
@@ -58,8 +59,8 @@ class Execution(Protocol):
         """Release all resources; called once, from the instance's thread."""
 
 
-# (input name, first row in the batch, rows)
-ResidentInput = tuple[str, int, ResidentRows]
+# (input name, first row in the batch, rows); `ScatteredRows` are pinned
+ResidentInput = tuple[str, int, ResidentRows | ScatteredRows]
 
 
 @dataclass(slots=True, eq=False)

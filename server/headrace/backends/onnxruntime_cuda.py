@@ -42,7 +42,7 @@ from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE
 from headrace.backends.tensorrt.buffers import SHARED_BLOCKS, RowTable, TensorBuffer, fetch_from_peers, gather
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom
-from headrace.core.tensor import BY_ORT_NAME, BYTES, Array, Datatype, ResidentRows
+from headrace.core.tensor import BY_ORT_NAME, BYTES, Array, Datatype, is_resident
 from headrace.cuda.devices import describe
 from headrace.cuda.driver import (
     CompletionEvent,
@@ -352,7 +352,7 @@ class _Slot:
         self._allocator = allocator
         self.inputs: dict[str, TensorBuffer] = {}
         self.outputs: dict[str, PinnedBuffer] = {}
-        self.resident_inputs: list[tuple[str, int, ResidentRows]] = []
+        self.resident_inputs: list[ResidentInput] = []
         self.rows = RowTable(names, table_rows, allocator) if table_rows else None
         self.copied_in = {spins: CompletionEvent(spins) for spins in (False, True)}
         self.copied_out = {spins: CompletionEvent(spins) for spins in (False, True)}
@@ -649,7 +649,7 @@ class CudaExecution:
         """Return the address of an input that lies on this GPU as a whole; None if its rows must be gathered."""
         parts = [rows for input_name, _, rows in residents if input_name == name]
         part = parts[0]
-        if len(parts) == 1 and part.device == self._gpu and part.shape == values.shape:
+        if len(parts) == 1 and is_resident(part) and part.device == self._gpu and part.shape == values.shape:
             return part.address if part.address % _ALIGNMENT == 0 else None
         return None
 

@@ -15,14 +15,16 @@ import fcntl
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.tensor import NOWHERE, PINNED, Array, ResidentRows, as_input
+from headrace.core.scattered_rows import ScatteredRows, as_group_input
+from headrace.core.tensor import NOWHERE, PINNED, Array, HostCopy, ResidentRows, as_input
 from headrace.front_ends.frames import FrameError, TensorPlace
 from headrace.repository.shared_memory import Pin, Pinned
 
@@ -197,16 +199,20 @@ class Arena:
             self._blocks.free(slot)
 
 
+OnRelease = Callable[[Sequence[tuple[int, int]]], None]
+"""Releases slots, each with its generation; any thread may call."""
+
+
 class _SlotOwner:
-    """Releases a slot when the last rows in it are gone, on any thread."""
+    """Releases slots when the last rows in them are gone, on any thread."""
 
-    __slots__ = ("_generation", "_on_release", "_slot")
+    __slots__ = ("_on_release", "_slots")
 
-    def __init__(self, on_release: Callable[[int, int], None], slot: int, generation: int) -> None:
-        self._on_release, self._slot, self._generation = on_release, slot, generation
+    def __init__(self, on_release: OnRelease, slots: Sequence[tuple[int, int]]) -> None:
+        self._on_release, self._slots = on_release, slots
 
     def __del__(self) -> None:
-        self._on_release(self._slot, self._generation)
+        self._on_release(self._slots)
 
 
 class MappedArena:
@@ -214,13 +220,13 @@ class MappedArena:
 
     Args:
         fd: memory file of the arena, owned from now on.
-        on_release: called on any thread with slot and generation when the last view of a request in a slot has ended.
+        on_release: called on any thread with slots and their generations when the last view of a request in them has ended.
 
     Raises:
         FrameError: the file could shrink or has no whole units: reading it could end this process.
     """
 
-    def __init__(self, fd: int, on_release: Callable[[int, int], None]) -> None:
+    def __init__(self, fd: int, on_release: OnRelease) -> None:
         self.fd = fd
         self._on_release = on_release
         self.pinned: Pinned | None = None  # written once, by the pinning thread
@@ -265,7 +271,7 @@ class MappedArena:
             FrameError: the range exceeds the arena.
         """
         self._check(offset, size_bytes)
-        end = partial(self._on_release, slot, generation)
+        end = partial(self._on_release, ((slot, generation),))
         return _view(self._mapping, self._base + offset, size_bytes, end)
 
     def tensor(self, place: TensorPlace, dtype: np.dtype[Any], on_gpu: bool) -> Array:
@@ -283,12 +289,41 @@ class MappedArena:
         if on_gpu and pinned is not None:
             self._check(place.offset, place.size_bytes)
             address = pinned.address + place.offset
-            owner = (pinned, _SlotOwner(self._on_release, place.slot, place.generation))
+            owner = (pinned, _SlotOwner(self._on_release, ((place.slot, place.generation),)))
             device = NOWHERE if address % dtype.alignment else PINNED
             return as_input(ResidentRows(address, device, dtype, shape, owner, self._copy))
         view = self.view(place.slot, place.generation, place.offset, place.size_bytes)
         array: Array = np.ndarray(shape, dtype, view.data) if len(view) else np.empty(shape, dtype)
         return array
+
+    def scattered(
+        self, piece: TensorPlace, slots: Sequence[tuple[int, int, int]], dtype: np.dtype[Any], on_gpu: bool
+    ) -> Array:
+        """Return the input of a group, one piece for each request; all slots are released when its last view has ended.
+
+        Args:
+            piece: shape and size of each piece.
+            slots: slot, generation and offset in the arena of each piece.
+            dtype, on_gpu: as of `tensor`.
+
+        Raises:
+            FrameError: a range exceeds the arena, or a piece has no elements.
+        """
+        offsets, size_bytes = [offset for _, _, offset in slots], piece.size_bytes
+        if not size_bytes:
+            raise FrameError("a piece of a group's tensor has no elements")
+        self._check(max(offsets), size_bytes)
+        ends, pinned = [(slot, generation) for slot, generation, _ in slots], self.pinned
+        if on_gpu and pinned is not None:
+            base = pinned.address
+            addresses = tuple([base + offset for offset in offsets])
+            device = NOWHERE if reduce(or_, addresses) % dtype.alignment else PINNED
+            make = partial(_resident_piece, device, (pinned, _SlotOwner(self._on_release, ends)), self._copy)
+        else:
+            addresses, device = tuple(offsets), NOWHERE
+            memory = _view(self._mapping, self._base, self.size_bytes, partial(self._on_release, ends))
+            make = partial(_array_piece, memory.data)
+        return as_group_input(ScatteredRows(addresses, device, dtype, piece.shape, make))
 
     def _check(self, offset: int, size_bytes: int) -> None:
         if offset + size_bytes > self.size_bytes:
@@ -298,3 +333,14 @@ class MappedArena:
         """Copy rows in pinned memory, uint8[size_bytes]."""
         assert self.pinned is not None
         return np.ndarray((size_bytes,), np.uint8, self._mapping, address - self.pinned.address).copy()
+
+
+def _resident_piece(
+    device: int, owner: object, copy: HostCopy, address: int, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> Array:
+    return as_input(ResidentRows(address, device, dtype, shape, owner, copy))
+
+
+def _array_piece(memory: memoryview, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    array: Array = np.ndarray(shape, dtype, memory, offset)
+    return array

@@ -25,12 +25,12 @@ from headrace.core.completion import GroupCompletion, LoopCompletion, Outcome
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unavailable
 from headrace.core.request import NO_PARAMETERS, GroupMembers, InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
-from headrace.core.tensor import Array, Region
+from headrace.core.tensor import Array, Region, TensorSpec
 from headrace.front_ends import frames
 from headrace.front_ends.arena import ALIGNMENT, MappedArena
 from headrace.front_ends.errors import describe_error
 from headrace.front_ends.frame_stream import FrameStream
-from headrace.front_ends.frames import CountEvent, FrameError, RequestsFrame, TensorPlace
+from headrace.front_ends.frames import CountEvent, FrameError, RequestsFrame, TensorPlace, parse_slots
 from headrace.front_ends.table import VersionRow, encode_table, version_row
 from headrace.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
 from headrace.inference.request_options import SharedRange
@@ -73,6 +73,45 @@ class ServedVersion:
         """Parse the tensor block of a request, or return its cached form; raises FrameError."""
         return self.reader.layout(block)
 
+    def scattered_request(self, frame: RequestsFrame, buffer: bytes, arena: MappedArena | None) -> InferRequest:
+        """Make the request of a scattered group, for all its members; its inputs are `ScatteredRows` in the arena.
+
+        Raises:
+            FrameError: the frame does not follow the layout.
+            BadRequest: names or shapes do not fit the model.
+        """
+        layout, members = self.reader.layout(frame.block, is_scattered=True), len(frame.member_rows)
+        if arena is None or members < 2 or layout.views or layout.regions or layout.ranges or layout.room:
+            raise FrameError(f"a group of {members} members has tensors that are not in slots, or no arena")
+        slots_of = parse_slots(frame, buffer, len(layout.slots))
+        on_gpu, size_bytes = bool(self.handle.spec.resident_devices), frame.data_end - frame.data_start
+        inputs: dict[str, Array] = {}
+        for (spec, piece), slots in zip(layout.slots, slots_of, strict=True):
+            inputs[spec.name] = arena.scattered(piece, slots, spec.datatype.dtype, on_gpu)
+            size_bytes += piece.size_bytes * members
+        checked = self._checked.get(layout.key)
+        if checked is None:
+            checked = self._shapes.rows({spec.name: _like(spec, piece) for spec, piece in layout.slots})
+            self._add_checked(layout.key, checked)
+        rows, shape_key = checked
+        if frame.member_rows.count(rows) != members:
+            raise BadRequest(
+                f"each request of a group has {rows} rows, their frame says {list(frame.member_rows)[:16]}"
+            )
+        return InferRequest(
+            inputs=inputs,
+            rows=rows * members,
+            shape_key=shape_key,
+            received_ns=min(frame.received_ns),
+            size_bytes=size_bytes,
+        )
+
+    def _add_checked(self, key: bytes, checked: tuple[int, object]) -> None:
+        if key:
+            if len(self._checked) >= _MAX_BLOCKS:
+                self._checked.clear()
+            self._checked[key] = checked
+
     def request(
         self,
         frame: RequestsFrame,
@@ -104,10 +143,7 @@ class ServedVersion:
                 size_bytes += read_shared_input(entry, region, tensor.offset, devices, inputs)
         if checked is None:
             checked = self._shapes.rows(inputs)
-            if layout.key:
-                if len(self._checked) >= _MAX_BLOCKS:
-                    self._checked.clear()
-                self._checked[layout.key] = checked
+            self._add_checked(layout.key, checked)
         rows, shape_key = checked
         if rows != frame.rows:
             raise BadRequest(f"the inputs have {rows} rows, their frame says {frame.rows}")
@@ -124,6 +160,12 @@ class ServedVersion:
             request.queue_timeout_ns, request.client = extras.queue_timeout_ns, extras.client
             request.outputs, request.parameters = extras.outputs, extras.parameters or NO_PARAMETERS
         return request
+
+
+def _like(spec: TensorSpec, place: TensorPlace) -> Array:
+    """Return an array with the shape of a tensor that uses no memory."""
+    array: Array = np.broadcast_to(spec.datatype.dtype.type(0), place.shape)
+    return array
 
 
 class EngineRequests:
@@ -395,25 +437,15 @@ class FrontEndLink:
         if number in self._groups:
             raise FrameError(f"front end {self.number} sent group {number} twice")
         if version is None or not version.handle.lease(members):
-            for tensor in frames.parse_tensor_block(frame.block).tensors:
-                if tensor.place == frames.SLOT:
-                    self._release(tensor.slot, tensor.generation)
+            self._release(frames.slots_of(frame, buffer))
             self._write_error(number, 0, members, Unavailable(_REPLACED))
             return
         group = self._groups[number] = _Group(number, version, frame.received_ns)
         try:
-            layout = version.layout(frame.block)
-            room = layout.room
-            if room is not None and self._arena is not None:
-                group.room = self._arena.view(room.slot, room.generation, room.offset, room.size_bytes), room
-            if layout.ranges:
-                group.targets = self._find_targets(version, layout)
-            request = version.request(frame, layout, buffer, size_bytes, self._arena, self._requests.regions)
-            if group.targets and not version.handle.has_cache:  # which stores arrays
-                devices = version.handle.spec.resident_devices
-                request.resident_outputs = frozenset(
-                    name for name, target in group.targets.items() if target.region.gpu in devices
-                )
+            if frame.is_scattered:
+                request = version.scattered_request(frame, buffer, self._arena)
+            else:
+                request = self._request(group, frame, buffer, size_bytes)
             version.handle.admit()
         except HeadraceError as error:
             self._settle(group, 0, members, error)
@@ -426,6 +458,23 @@ class FrontEndLink:
         else:  # the model has stopped merging requests since the table was sent
             self._start_each(group, frame, request)
         self._requests.on_traffic(version.handle)  # last: it defers work, and so has the wake-up of an instance
+
+    def _request(self, group: _Group, frame: RequestsFrame, buffer: bytes, size_bytes: int) -> InferRequest:
+        """Make the request of a frame, and find the memory for its outputs; raises as `ServedVersion.request`."""
+        version = group.version
+        layout = version.layout(frame.block)
+        room = layout.room
+        if room is not None and self._arena is not None:
+            group.room = self._arena.view(room.slot, room.generation, room.offset, room.size_bytes), room
+        if layout.ranges:
+            group.targets = self._find_targets(version, layout)
+        request = version.request(frame, layout, buffer, size_bytes, self._arena, self._requests.regions)
+        if group.targets and not version.handle.has_cache:  # which stores arrays
+            devices = version.handle.spec.resident_devices
+            request.resident_outputs = frozenset(
+                name for name, target in group.targets.items() if target.region.gpu in devices
+            )
+        return request
 
     def _find_targets(self, version: ServedVersion, layout: BlockLayout) -> dict[str, OutputTarget]:
         """Look up the ranges for outputs in shared memory of clients; raises as `RequestTemplate.attach`."""
@@ -514,9 +563,9 @@ class FrontEndLink:
         if self._arena is not None and self._requests.pin is not None:
             self._arena.start_pinning(self._requests.pin, self._requests.devices())
 
-    def _release(self, slot: int, generation: int) -> None:
-        """Release a slot in the front end; any thread may call."""
-        self._released.append((slot, generation))
+    def _release(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Release slots in the front end; any thread may call."""
+        self._released.extend(slots)
         if not self._is_releasing:
             self._is_releasing = True
             with suppress(RuntimeError):  # the loop is closed
@@ -524,9 +573,8 @@ class FrontEndLink:
 
     def _send_released(self) -> None:
         self._is_releasing = False
-        slots: list[tuple[int, int]] = []
-        while self._released:
-            slots.append(self._released.popleft())
+        released = self._released
+        slots = [released.popleft() for _ in range(len(released))]
         if slots and not self.stream.is_lost:
             self.stream.write((frames.release_frame(slots),))
 

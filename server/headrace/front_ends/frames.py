@@ -5,7 +5,9 @@ nanoseconds, which all processes of a machine share.
 
     header    size u32 (with the header), kind u8, flags u8, members u16, group u64
     REQUESTS  version u32, rows u32, tensor block u32, options u32 (sizes in bytes), received i64 and rows u32 of each member,
-              options (msgpack), tensor block, data
+              options (msgpack), tensor block, data. With the flag SCATTERED all inputs are in slots: the block has the
+              tensors of one member, in any slot; the data are slot u32, generation u32, offset u64 of each member, tensor by
+              tensor
     ANSWERS   first member u32, batch rows u32, tensor block u32, extras u32, five times i64, extras (msgpack), tensor block, data
     ERROR     first member u32, size u32, `ErrorRecord` (msgpack)
     CANCEL    nothing: all members of the group
@@ -46,6 +48,9 @@ KINDS = frozenset(range(1, 10))
 
 FINAL, CACHED, TIMED = 1, 2, 4
 """Flags of ANSWERS: no further answers of its members follow; from the response cache; the times of a batch are present."""
+
+SCATTERED = 1
+"""Flag of REQUESTS: the inputs of the members are in slots, with equal shapes."""
 
 HEADER = struct.Struct("<IBBHQ")
 HEADER_BYTES = HEADER.size
@@ -292,6 +297,7 @@ class RequestsFrame(NamedTuple):
         received_ns, member_rows: of each member.
         extras: options of the only member; None for none.
         block: bytes of the tensor block.
+        is_scattered: the block has the tensors of one member, the data have the slots of all.
     """
 
     group: int
@@ -303,6 +309,7 @@ class RequestsFrame(NamedTuple):
     block: bytes
     data_start: int
     data_end: int
+    is_scattered: bool = False
 
 
 def requests_frame(
@@ -314,11 +321,12 @@ def requests_frame(
     data: Sequence[Buffer],
     data_bytes: int,
     extras: RequestExtras | None = None,
+    is_scattered: bool = False,
 ) -> list[Buffer]:
     """Encode a REQUESTS frame; returns its parts.
 
     Args:
-        group, version, received_ns, member_rows, block, extras: see `RequestsFrame`.
+        group, version, received_ns, member_rows, block, extras, is_scattered: see `RequestsFrame`.
         data: parts of the data, with padding.
         data_bytes: their size, a multiple of 8.
     """
@@ -326,7 +334,8 @@ def requests_frame(
     packed = b"" if extras is None else _encode(extras)
     layout = _members_struct(members)
     size = HEADER_BYTES + _REQUESTS.size + layout.size + len(packed) + (-len(packed) & 7) + len(block) + data_bytes
-    head = HEADER.pack(size, REQUESTS, 0, members, group) + _REQUESTS.pack(
+    flags = SCATTERED if is_scattered else 0
+    head = HEADER.pack(size, REQUESTS, flags, members, group) + _REQUESTS.pack(
         version, sum(member_rows), len(block), len(packed)
     )
     return [head, layout.pack(*received_ns, *member_rows), packed, padding(len(packed)), block, *data]
@@ -335,7 +344,7 @@ def requests_frame(
 def parse_requests(buffer: bytes, start: int, end: int) -> RequestsFrame:
     """Parse the REQUESTS frame in `buffer[start:end]`; raises FrameError."""
     try:
-        members, group = HEADER.unpack_from(buffer, start)[3:]
+        flags, members, group = HEADER.unpack_from(buffer, start)[2:]
         offset = start + HEADER_BYTES
         version, rows, block_bytes, extras_bytes = _REQUESTS.unpack_from(buffer, offset)
         if not 0 < members <= MAX_MEMBERS:
@@ -355,7 +364,36 @@ def parse_requests(buffer: bytes, start: int, end: int) -> RequestsFrame:
     if sum(member_rows) != rows or (extras is not None and members > 1):
         raise FrameError(f"a group of {members} members has {sum(member_rows)} rows, its frame says {rows}")
     block = buffer[block_start:data_start]
-    return RequestsFrame(group, version, rows, values[:members], member_rows, extras, block, data_start, end)
+    received_ns, is_scattered = values[:members], flags == SCATTERED
+    return RequestsFrame(group, version, rows, received_ns, member_rows, extras, block, data_start, end, is_scattered)
+
+
+Slot = tuple[int, int, int]
+"""Slot, generation and offset in the arena of a tensor."""
+
+
+def slots_data(slots: Iterable[Slot]) -> bytes:
+    """Encode the data of a scattered group: the slots of all members, tensor by tensor."""
+    return b"".join([_SLOT.pack(*slot) for slot in slots])
+
+
+def parse_slots(frame: RequestsFrame, buffer: bytes, tensors: int) -> list[list[Slot]]:
+    """Return the slots of all members of a scattered group, for each of its tensors; raises FrameError."""
+    members, size_bytes = len(frame.member_rows), frame.data_end - frame.data_start
+    if not tensors or size_bytes != members * tensors * SLOT_BYTES:
+        raise FrameError(
+            f"a group of {members} members with {tensors} tensors in slots has {size_bytes} bytes of slots"
+        )
+    slots = list(_SLOT.iter_unpack(memoryview(buffer)[frame.data_start : frame.data_end]))
+    return [slots[first : first + members] for first in range(0, len(slots), members)]
+
+
+def slots_of(frame: RequestsFrame, buffer: bytes) -> list[tuple[int, int]]:
+    """Return the slots that the tensors of a frame are in, each with its generation; raises FrameError."""
+    tensors = [tensor for tensor in parse_tensor_block(frame.block).tensors if tensor.place == SLOT]
+    if frame.is_scattered:
+        return [slot[:2] for slots in parse_slots(frame, buffer, len(tensors)) for slot in slots]
+    return [(tensor.slot, tensor.generation) for tensor in tensors]
 
 
 def extras_of(request: InferRequest, has_details: bool) -> RequestExtras | None:

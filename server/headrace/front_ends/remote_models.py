@@ -29,6 +29,7 @@ from headrace.front_ends.frame_stream import FrameStream
 from headrace.front_ends.frames import CountEvent, FrameError, TensorPlace
 from headrace.front_ends.remote_quotas import RemoteQuotas
 from headrace.front_ends.remote_regions import RegionRange, can_name_regions, rows_in_engine
+from headrace.front_ends.request_groups import MIN_SLOT_BYTES, group_requests
 from headrace.front_ends.table import VersionRow, decode_table, model_spec
 from headrace.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
 from headrace.inference.services import Models
@@ -42,8 +43,6 @@ _REPLACED = "the model was replaced while the request arrived: retry"
 _COUNTS_DELAY_S = 0.02
 _MAX_CODEC_TIMES = 1024
 
-# Smaller tensors are sent in frames: copying them costs less than a slot.
-MIN_SLOT_BYTES = 32 << 10
 UINT8 = frames.datatype_number("UINT8")
 
 _NO_LOAD = ModelLoad(0, 0, 0, 0, 0, 0, 0, 0.0, 0, ())
@@ -260,36 +259,7 @@ class RemoteHandle:
         """Return the pending requests, cancelled ones excepted, as groups to send; there are none afterwards."""
         pending, self.pending = self.pending, []
         alive = [pair for pair in pending if not pair[1].is_settled]
-        max_rows = self.row.max_group_rows
-        if max_rows < 2 or len(alive) < 2:
-            return [[pair] for pair in alive]
-        groups: list[list[tuple[InferRequest, RemoteCompletion]]] = []
-        open_groups: dict[object, tuple[list[tuple[InferRequest, RemoteCompletion]], int]] = {}
-        for pair in alive:
-            request = pair[0]
-            if request.rows >= max_rows or request.size_bytes >= MIN_SLOT_BYTES or not _is_plain(request):
-                groups.append([pair])
-                continue
-            key = request.shape_key
-            group, rows = open_groups.get(key, ([], 0))
-            if not group or rows + request.rows > max_rows or len(group) >= frames.MAX_MEMBERS:
-                group, rows = [], 0
-                groups.append(group)
-            group.append(pair)
-            open_groups[key] = (group, rows + request.rows)
-        return groups
-
-
-def _is_plain(request: InferRequest) -> bool:
-    """Return True for a request without options, which may be a member of a group."""
-    return not (
-        request.deadline_ns
-        or request.priority
-        or request.queue_timeout_ns
-        or request.client
-        or request.parameters
-        or request.output_ranges is not NO_RANGES
-    )
+        return group_requests(alive, self.row.max_group_rows, self.row_bytes)
 
 
 def _row_bytes(spec: ModelSpec) -> int:
@@ -519,8 +489,10 @@ class RemoteModels:
             raise Unavailable(ENGINE_LOST)
         number = self._next_group
         first = pairs[0][0]
-        if len(pairs) == 1 and (first.size_bytes >= MIN_SLOT_BYTES or first.output_ranges is not NO_RANGES):
-            self._send_large(handle, *pairs[0])
+        if first.size_bytes >= MIN_SLOT_BYTES or first.output_ranges is not NO_RANGES:
+            if len(pairs) == 1 or not self._send_scattered(handle, pairs):
+                for request, completion in pairs:
+                    self._send_large(handle, request, completion)
             return
         requests = [request for request, _ in pairs]
         member_rows = [request.rows for request in requests]
@@ -541,24 +513,11 @@ class RemoteModels:
         places: list[TensorPlace] = []
         copies: list[Array] = []  # until the request counts as a user of their slots
         for name, array in request.inputs.items():
-            slot = None
             if is_resident(array):
                 assert isinstance(array.owner, RegionRange)
                 places.append(handle.writer.region_place(name, array.shape, *array.owner))
                 continue
-            if (
-                arena is not None
-                and array.nbytes >= MIN_SLOT_BYTES
-                and not array.dtype.hasobject  # texts: the elements are pointers
-                and array.dtype == handle.spec.inputs[name].datatype.dtype
-            ):
-                slot = arena.find(array)
-                if slot is None:
-                    memory = arena.allocate(array.nbytes)
-                    if memory is not None:
-                        np.copyto(np.ndarray(array.shape, array.dtype, memory.data), array)
-                        copies.append(memory)
-                        slot = arena.find(memory)
+            slot = None if array.nbytes < MIN_SLOT_BYTES else self._slot(handle, name, array, copies)
             if slot is None:
                 inline[name] = array
             else:
@@ -582,6 +541,56 @@ class RemoteModels:
             if arena is not None and place.place == frames.SLOT:
                 arena.use(place.slot)
         stream.write(parts)
+
+    def _send_scattered(self, handle: RemoteHandle, pairs: Sequence[tuple[InferRequest, RemoteCompletion]]) -> bool:
+        """Send requests with inputs of equal shapes as one group whose rows are in slots; False if the arena has no room."""
+        arena, stream, number = self._arena, self._stream, self._next_group
+        assert stream is not None
+        if arena is None:
+            return False
+        copies: list[Array] = []  # until the requests count as users of their slots
+        places: list[TensorPlace] = []
+        slots: list[frames.Slot] = []
+        for name, like in pairs[0][0].inputs.items():
+            places.append(handle.writer.place(name, like, 0, 0, 0))
+            for request, _ in pairs:
+                slot = self._slot(handle, name, request.inputs[name], copies)
+                if slot is None:
+                    return False
+                slots.append(slot)
+        block, data = frames.tensor_block(places), frames.slots_data(slots)
+        received_ns = [request.received_ns for request, _ in pairs]
+        rows = [request.rows for request, _ in pairs]
+        parts = frames.requests_frame(
+            number, handle.number, received_ns, rows, block, (data,), len(data), is_scattered=True
+        )
+        self._next_group = number + 1
+        self._groups[number] = Group(handle, number, [completion for _, completion in pairs], rows)
+        for start, _, _ in slots:
+            arena.use(start)
+        stream.write(parts)
+        return True
+
+    def _slot(self, handle: RemoteHandle, name: str, array: Array, copies: list[Array]) -> frames.Slot | None:
+        """Return the slot of an input, into which it is copied if it was not received there; None if it cannot be in a slot.
+
+        Args:
+            handle: of the request.
+            name: of the input.
+            array: its elements.
+            copies: gets the memory of a copy, to be kept until a request uses its slot.
+        """
+        arena = self._arena
+        if arena is None or array.dtype.hasobject or array.dtype != handle.spec.inputs[name].datatype.dtype:
+            return None
+        slot = arena.find(array)
+        if slot is None:
+            memory = arena.allocate(array.nbytes)
+            if memory is not None:
+                np.copyto(np.ndarray(array.shape, array.dtype, memory.data), array)
+                copies.append(memory)
+                slot = arena.find(memory)
+        return slot
 
     def _room(
         self, arena: Arena, size_bytes: int, outputs: int, places: list[TensorPlace]

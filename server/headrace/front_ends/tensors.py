@@ -83,8 +83,12 @@ class TensorReader:
             bytes, BlockLayout
         ] = {}  # of blocks with one tensor, in a slot, by all that is before its place
 
-    def layout(self, block: bytes) -> BlockLayout:
+    def layout(self, block: bytes, is_scattered: bool = False) -> BlockLayout:
         """Parse a block, or return its cached form.
+
+        Args:
+            block: bytes of the block.
+            is_scattered: the block is of a scattered group: it repeats although its tensors are in slots.
 
         Raises:
             FrameError: the block is invalid, or does not fit the specs.
@@ -94,7 +98,7 @@ class TensorReader:
             return layout
         # The place of a tensor in a slot is at the end of a block. Everything before it is equal in further requests.
         prefix = block[:-SLOT_BYTES]
-        layout = self._slot_layouts.get(prefix)
+        layout = None if is_scattered else self._slot_layouts.get(prefix)
         if layout is not None:
             ((spec, tensor),) = layout.slots
             slot, generation, offset = slot_fields(block)
@@ -104,7 +108,7 @@ class TensorReader:
             return layout._replace(slots=((spec, place),))
         layout = self._parse(block)
         if len(block) <= _MAX_BLOCK_BYTES:
-            if not layout.slots and layout.room is None:
+            if (is_scattered or not layout.slots) and layout.room is None:
                 return _add(self._layouts, block, layout)
             if len(layout.slots) == 1 and not (layout.views or layout.room or layout.regions or layout.ranges):
                 return _add(self._slot_layouts, prefix, layout)

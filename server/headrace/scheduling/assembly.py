@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from headrace.backends.base import Execution, HasBatchMemory
+from headrace.core.scattered_rows import ScatteredRows, in_pieces, is_scattered
 from headrace.core.tensor import Array, ipc_memory, is_resident
 from headrace.scheduling.queue import Entry
 
@@ -32,19 +33,24 @@ class Staging:
         """Return the inputs of all entries, `rows` in all, concatenated along the batch dimension.
 
         The arrays of a single entry are not copied if they are aligned. Views of a request's body may be unaligned, since the
-        header before them has any length, and kernels may rely on alignment. Resident rows are copied.
+        header before them has any length, and kernels may rely on alignment. Resident and scattered rows are copied.
         """
         first = entries[0].inputs
         if len(entries) == 1:
             inputs: dict[str, Array] = {}
             for name, array in first.items():
-                if type(array) is not np.ndarray and is_resident(array):
-                    array = np.asarray(array)
+                if type(array) is not np.ndarray:
+                    if is_scattered(array):
+                        array = self.join(name, array.pieces(), rows)
+                    elif is_resident(array):
+                        array = np.asarray(array)
                 inputs[name] = array if array.flags.num & _READY == _READY else array.copy()
             return inputs
         stacked: dict[str, Array] = {}
         for name, array in first.items():
             parts = [entry.inputs[name] for entry in entries]
+            if ScatteredRows in set(map(type, parts)):
+                parts = in_pieces(parts)
             buffer = self._buffer(name, array, rows)
             stacked[name] = np.concatenate(parts) if buffer is None else np.concatenate(parts, out=buffer)
         return stacked

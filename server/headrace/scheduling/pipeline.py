@@ -35,6 +35,7 @@ import numpy as np
 from headrace.backends.base import ExecutionLost, InFlightBatch, PipelinedExecution, never_blocks
 from headrace.core.clock import NS_PER_S, NS_PER_US, Clock
 from headrace.core.request import BatchTimes
+from headrace.core.scattered_rows import ScatteredRows, in_pieces, is_scattered
 from headrace.core.tensor import NOWHERE, Array, ResidentRows, is_resident
 from headrace.scheduling.admission import InFlightWork
 from headrace.scheduling.executor import BatchResults, SerialRunner
@@ -537,10 +538,13 @@ def _copies(in_flight: InFlightBatch, entries: list[Entry]) -> list[_Copy]:
     copies: list[_Copy] = []
     for name, buffer in in_flight.inputs.items():
         parts = [entry.inputs[name] for entry in entries]
-        if accepts_residents and ResidentRows in set(map(type, parts)):
+        kinds = set(map(type, parts))
+        if accepts_residents and (ResidentRows in kinds or ScatteredRows in kinds):
             copies += _copies_around_residents(in_flight, name, buffer, parts)
         elif not buffer.ndim:  # a single number, of a model without a batch dimension
             copies.append((buffer.reshape(1), [part.reshape(1) for part in parts]))
+        elif ScatteredRows in kinds:
+            copies.append((buffer, in_pieces(parts)))
         else:
             copies.append((buffer, parts))
     return copies
@@ -554,14 +558,19 @@ def _copies_around_residents(in_flight: InFlightBatch, name: str, buffer: Array,
     copies: list[_Copy] = []
     for part in parts:
         stop = row + part.shape[0]
-        if is_resident(part) and part.device != NOWHERE and part.dtype == dtype and part.shape[1:] == row_shape:
+        if (
+            (is_resident(part) or is_scattered(part))
+            and part.device != NOWHERE
+            and part.dtype == dtype
+            and part.shape[1:] == row_shape
+        ):
             in_flight.resident_inputs.append((name, row, part))
             if copied:
                 copies.append((buffer[start:row], copied))
                 copied = []
             start = stop
         else:
-            copied.append(part)
+            copied += part.pieces() if is_scattered(part) else [part]
         row = stop
     if row != buffer.shape[0]:
         raise ValueError(f"input '{name}' has {row} rows for a batch of {buffer.shape[0]}")

@@ -124,7 +124,7 @@ def test_a_file_with_holes_is_not_pinned(memory: ClientMemory, file: int) -> Non
 @needs_shm
 def test_an_arena_is_pinned_before_it_was_written(memory: ClientMemory) -> None:
     arena = Arena(4 * UNIT_BYTES)
-    mapped = MappedArena(os.dup(arena.fd), lambda _slot, _generation: None)
+    mapped = MappedArena(os.dup(arena.fd), lambda _slots: None)
     mapped.start_pinning(memory.pin, {0})
     finished(memory)
     assert mapped.pinned is not None

@@ -6,10 +6,12 @@ import gc
 import mmap
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from headrace.core.tensor import PINNED, is_resident
+from headrace.core.scattered_rows import is_scattered
+from headrace.core.tensor import NOWHERE, PINNED, is_resident
 from headrace.front_ends.arena import ALIGNMENT, UNIT_BYTES, Arena, BuddyBlocks, MappedArena
 from headrace.front_ends.frames import SLOT, FrameError, TensorPlace
 from hypothesis import given
@@ -88,7 +90,7 @@ def test_the_engine_reads_a_slot_and_releases_it_once() -> None:
     body[:] = np.arange(64)
     slot, generation, offset = arena.find(body) or (0, 0, 0)
     released: list[tuple[int, int]] = []
-    engine = MappedArena(os.dup(arena.fd), lambda *which: released.append(which))
+    engine = MappedArena(os.dup(arena.fd), released.extend)
     tensor = engine.tensor(in_slot((4, 4), 64, slot, generation, offset), np.dtype(np.float32), on_gpu=True)
     np.testing.assert_array_equal(tensor.view(np.uint8).reshape(-1), np.arange(64))
     part = tensor[1:]
@@ -111,7 +113,7 @@ def test_a_pinned_arena_gives_rows_for_kernels() -> None:
     body[:] = np.arange(256)
     slot, generation, offset = arena.find(body) or (0, 0, 0)
     released: list[tuple[int, int]] = []
-    engine = MappedArena(os.dup(arena.fd), lambda *which: released.append(which))
+    engine = MappedArena(os.dup(arena.fd), released.extend)
     pins: list[tuple[int, int]] = []
     engine.start_pinning(lambda fd, start, size, device, done: (pins.append((size, device)), done(Pinned())), {3, 1})
     engine.start_pinning(lambda *_: pytest.fail("pinned twice"), {1})
@@ -124,6 +126,74 @@ def test_a_pinned_arena_gives_rows_for_kernels() -> None:
     gc.collect()
     assert released == [(slot, generation)]
     engine.close()
+
+
+def scattered_arena(
+    pieces: int, shift: int = 0
+) -> tuple[Arena, list[np.ndarray[Any, Any]], list[tuple[int, int, int]]]:
+    """An arena with a slot for each piece of 4 x 3 numbers, `shift` bytes behind an aligned address, and the places of these."""
+    arena = Arena(16 * UNIT_BYTES)
+    bodies, slots = [], []
+    for number in range(pieces):
+        body = arena.allocate(48 + shift)
+        assert body is not None
+        body[shift:].view(np.uint8)[:] = np.arange(48, dtype=np.uint8) + number
+        slot, generation, offset = arena.find(body) or (0, 0, 0)
+        bodies.append(body)
+        slots.append((slot, generation, offset + shift))
+    return arena, bodies, slots
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_slots_of_a_group_are_released_with_its_last_rows(is_pinned: bool, shift: int) -> None:
+    arena, bodies, slots = scattered_arena(4, shift)
+    released: list[tuple[int, int]] = []
+    engine = MappedArena(os.dup(arena.fd), released.extend)
+    if is_pinned:
+        engine.pinned = SimpleNamespace(address=1 << 40)
+    dtype = np.dtype(np.float32)
+    rows = engine.scattered(in_slot((4, 3), 48, 0, 0, 0), slots, dtype, on_gpu=True)
+    assert is_scattered(rows)
+    assert (rows.shape, rows.dtype, rows.nbytes, len(rows)) == ((16, 3), dtype, 192, 16)
+    assert rows.device == (PINNED if is_pinned and not shift else NOWHERE)
+    if is_pinned:
+        assert rows.addresses == tuple((1 << 40) + offset for _, _, offset in slots)
+    whole = np.concatenate([body[shift:].copy().view(dtype).reshape(4, 3) for body in bodies])
+    np.testing.assert_array_equal(np.asarray(rows), whole)
+    single, half, cut = rows[4:8], rows[8:16], rows[2:6]
+    nested = rows.reshape(16, 3, 1)
+    assert is_scattered(nested)
+    assert nested.piece_shape == (4, 3, 1)
+    np.testing.assert_array_equal(np.asarray(nested), whole.reshape(16, 3, 1))
+    np.testing.assert_array_equal(rows.reshape(-1), whole.reshape(-1))
+    del nested
+    engine.close()
+    del rows
+    gc.collect()
+    assert released == []
+    assert is_resident(single) == is_pinned
+    assert is_scattered(half)
+    np.testing.assert_array_equal(np.asarray(single), whole[4:8])
+    np.testing.assert_array_equal(np.asarray(half), whole[8:16])
+    np.testing.assert_array_equal(cut, whole[2:6])
+    del half
+    gc.collect()
+    assert released == []
+    del single
+    gc.collect()
+    assert released == [slot[:2] for slot in slots]
+
+
+def test_pieces_outside_the_arena_are_refused() -> None:
+    arena, _, slots = scattered_arena(2)
+    engine = MappedArena(os.dup(arena.fd), lambda *_: None)
+    piece, dtype = in_slot((4, 3), 48, 0, 0, 0), np.dtype(np.float32)
+    for offset in (arena.size_bytes - 47, 1 << 63):
+        with pytest.raises(FrameError):
+            engine.scattered(piece, [slots[0], (1, 1, offset)], dtype, on_gpu=False)
+    with pytest.raises(FrameError):
+        engine.scattered(in_slot((0, 3), 0, 0, 0, 0), slots, dtype, on_gpu=False)
 
 
 def test_memory_that_can_shrink_and_ranges_outside_are_refused() -> None:

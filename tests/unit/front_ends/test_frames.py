@@ -80,6 +80,25 @@ def test_requests(
     assert (b"x" * 8 + frame)[parsed.data_start : parsed.data_end] == data
 
 
+@given(st.integers(1, 5), st.integers(1, 3), st.data())
+def test_scattered_requests(members: int, tensors: int, data: Any) -> None:
+    count = members * tensors
+    slots = data.draw(st.lists(st.tuples(u32, u32, u64), min_size=count, max_size=count))
+    block = frames.tensor_block([TensorPlace(number, 1, (2, 3), 6, frames.SLOT) for number in range(tensors)])
+    content = frames.slots_data(slots)
+    frame = joined(
+        frames.requests_frame(7, 8, [1] * members, [2] * members, block, (content,), len(content), is_scattered=True)
+    )
+    parsed = frames.parse_requests(b"x" * 8 + frame, 8, 8 + len(frame))
+    assert parsed.is_scattered
+    found = frames.parse_slots(parsed, b"x" * 8 + frame, tensors)
+    assert found == [slots[first : first + members] for first in range(0, count, members)]
+    assert frames.slots_of(parsed, b"x" * 8 + frame) == [slot[:2] for slot in slots]
+    for other in {tensors + 1, 0}:
+        with pytest.raises(FrameError):
+            frames.parse_slots(parsed, b"x" * 8 + frame, other)
+
+
 @given(
     u64,
     u32,

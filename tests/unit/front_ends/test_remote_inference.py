@@ -19,6 +19,7 @@ from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Cancelled, Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
+from headrace.front_ends.remote_models import RemoteModels
 from headrace.front_ends.remote_regions import RemoteRegions
 from onnx import TensorProto
 
@@ -43,6 +44,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models.add_model(folder, "wide", wide, config=BATCHES)
     large = identity_model({"x": (TensorProto.FLOAT, ["batch", 20_000])}, {"y": (TensorProto.FLOAT, ["batch", 20_000])})
     models.add_model(folder, "large", large, config=BATCHES)
+    models.add_model(folder, "means", models.channel_means(64, 64), config=BATCHES)
     models.add_model(folder, "bias", models.optional_bias(), config=BATCHES)
     models.add_model(folder, "cached", models.affine(), config=BATCHES + "\nresponse_cache { enable: true }")
     models.add_model(folder, "scores", models.scores(), config=BATCHES)
@@ -300,6 +302,97 @@ def test_large_tensors_go_through_the_arena_and_leave_it(run: Callable[..., Any]
         await asyncio.gather(*(one(number) for number in range(1, 14)))
         assert front_end.arena_bytes_in_use >= 0
         handle.release()
+        await until(lambda: front_end.arena_bytes_in_use == 0)
+
+    run(test)
+
+
+def picture(value: float, rows: int = 1) -> np.ndarray[Any, Any]:
+    """Rows of 49,152 bytes each for the model "means", whose outputs are the value."""
+    return np.full((rows, 3, 64, 64), value, np.float32)
+
+
+def received(front_end: RemoteModels, rows: np.ndarray[Any, Any], head_bytes: int) -> np.ndarray[Any, Any]:
+    """The same rows in a slot of the arena, behind a header, as a body that a front end has received."""
+    memory = front_end.allocate_body(rows.nbytes + head_bytes, head_bytes)
+    memory[head_bytes:] = rows.reshape(-1).view(np.uint8)
+    return memory[head_bytes:].view(rows.dtype).reshape(rows.shape)
+
+
+def test_large_requests_of_one_turn_are_one_group_whose_rows_stay_in_their_slots(run: Callable[..., Any]) -> None:
+    """More rows than a batch has room for, so that the group is split; all are answered and counted each by itself."""
+
+    async def test(pair: Pair) -> None:
+        front_end, local = pair.front_ends[0], pair.plane.registry.serving("means", "")
+        assert local is not None
+        handle = front_end.lease("means", "")
+        for sizes, groups in (([1] * 6, 1), ([2, 2, 2], 1), ([1, 2, 1, 2, 1], 2), ([1] * 19, 3)):
+            rows = [picture(1 + number, count) for number, count in enumerate(sizes)]
+            requests = [infer_request(handle, received(front_end, each, 13)) for each in rows]
+            for request, each in zip(requests, rows, strict=True):
+                request.size_bytes = each.nbytes
+            completions = [handle.infer(request) for request in requests]
+            del requests, request
+            await asyncio.sleep(0)
+            assert front_end.in_flight == groups
+            for completion, each in zip(completions, rows, strict=True):
+                np.testing.assert_allclose((await completion).outputs["LOGITS"], each[:, :, 0, 0], rtol=1e-5)
+            await until(lambda: front_end.arena_bytes_in_use == 0)
+        handle.release()
+        totals = local.recorder.totals()
+        assert (totals.successes, totals.rows) == (6 + 3 + 5 + 19, 6 + 6 + 7 + 19)
+        await until(lambda: not local.in_flight)
+
+    run(test)
+
+
+def test_large_requests_are_sent_one_by_one_while_the_arena_is_full(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        front_end = pair.front_ends[0]
+        handle = front_end.lease("means", "")
+        held = [front_end.allocate_body(64 << 20) for _ in range(3)]
+        held += [front_end.allocate_body(size << 20) for size in (32, 16, 8)]  # 8 MiB are left: 32 slots
+        requests = [infer_request(handle, picture(number, 4)) for number in range(40)]
+        for request in requests:
+            request.size_bytes = 4 * 49_152
+        completions = [handle.infer(request) for request in requests]
+        await asyncio.sleep(0)
+        assert front_end.in_flight == 16 + 8
+        for number, completion in enumerate(completions):
+            np.testing.assert_allclose((await completion).outputs["LOGITS"], np.full((4, 3), number), rtol=1e-5)
+        assert len(held) == 6  # alive until here
+        handle.release()
+
+    run(test)
+
+
+def test_a_front_end_that_ends_releases_the_slots_of_its_groups(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        front_end, local = pair.front_ends[0], pair.plane.registry.serving("means", "")
+        assert local is not None
+        handle = front_end.lease("means", "")
+        requests = [infer_request(handle, picture(1)) for _ in range(6)]
+        for request in requests:
+            request.size_bytes = 49_152
+        completions = [handle.infer(request) for request in requests]
+        await asyncio.sleep(0)
+        for completion in completions[:5]:
+            completion.abandon()
+        pair.engine.detach(0)
+        for completion in completions:
+            with pytest.raises((Unavailable, Cancelled)):
+                await completion
+        handle.release()
+        await until(lambda: not local.in_flight)
+        await pair.attach(0)
+        handle = front_end.lease("means", "")
+        again = [infer_request(handle, picture(number)) for number in range(3)]
+        for request in again:
+            request.size_bytes = 49_152
+        for number, completion in enumerate([handle.infer(request) for request in again]):
+            np.testing.assert_allclose((await completion).outputs["LOGITS"], np.full((1, 3), number), rtol=1e-5)
+        handle.release()
+        del again, request, requests
         await until(lambda: front_end.arena_bytes_in_use == 0)
 
     run(test)

@@ -9,6 +9,7 @@ import pytest
 from headrace.backends.base import InFlightBatch
 from headrace.core.completion import Completion
 from headrace.core.request import InferRequest
+from headrace.core.scattered_rows import ScatteredRows, is_scattered
 from headrace.core.tensor import NOWHERE, PINNED, Array, as_input
 from headrace.scheduling.assembly import Staging
 from headrace.scheduling.entries import split_request
@@ -39,20 +40,57 @@ def _seen(in_flight: InFlightBatch) -> Array:
     for name, first, rows in in_flight.resident_inputs:
         assert name == "x"
         assert (x[first : first + len(rows)] == NONE).all(), "rows that are resident were copied too"
-        x[first : first + len(rows)] = read(rows)
+        pieces = rows.pieces() if is_scattered(rows) else [rows]
+        x[first : first + len(rows)] = np.concatenate([read(piece) for piece in pieces])
     return x
 
 
-# h: host, p: pinned, 0 and 1: on that GPU, u: unaligned; each part has as many rows as its place in the batch says.
-@pytest.mark.parametrize("kinds", ["h", "p", "0", "hp", "ph", "php", "hhphh", "p0p", "h1h", "1p1", "huh", "hph0h1huhp"])
+def _scattered(array: Array, device: int) -> ScatteredRows:
+    """The rows of an array, each in memory of its own."""
+    memory = {row.ctypes.data: row for row in (array[index : index + 1].copy() for index in range(len(array)))}
+
+    def piece(address: int, dtype: Any, shape: tuple[int, ...]) -> Any:
+        assert (dtype, shape) == (array.dtype, (1, *array.shape[1:]))
+        return memory[address] if device == NOWHERE else resident(memory[address])
+
+    return ScatteredRows(tuple(memory), device, array.dtype, (1, *array.shape[1:]), piece)
+
+
+# h: host, p: pinned, 0 and 1: on that GPU, u: unaligned, s: pinned in several places, g: in several places of the host; each part
+# has as many rows as its place in the batch says.
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        "h",
+        "p",
+        "0",
+        "hp",
+        "ph",
+        "php",
+        "hhphh",
+        "p0p",
+        "h1h",
+        "1p1",
+        "huh",
+        "hph0h1huhp",
+        "s",
+        "g",
+        "hshgps",
+        "gg",
+        "ghs",
+    ],
+)
 @pytest.mark.parametrize("device", [0, None])
 def test_every_row_is_at_its_device_offset(kinds: str, device: int | None) -> None:
     entries, first, expected = [], 0, []
     for count, kind in enumerate(kinds, start=1):
         array = _rows(first, count)
         devices = {"p": PINNED, "u": NOWHERE, "0": 0, "1": 1}
-        entries.append(_entry(x=array if kind == "h" else resident(array, devices[kind])))
-        if kind in "p01" and device == 0:
+        if kind in "sg":
+            entries.append(_entry(x=_scattered(array, PINNED if kind == "s" else NOWHERE)))
+        else:
+            entries.append(_entry(x=array if kind == "h" else resident(array, devices[kind])))
+        if kind in "p01s" and device == 0:
             expected.append(first)
         first += count
     in_flight = _in_flight(first, device)
@@ -88,6 +126,10 @@ def test_a_batch_on_the_cpu_gets_copies() -> None:
     staging, rows = Staging(8), resident(_rows(0, 2))
     assert np.array_equal(staging.stack([_entry(x=rows)], 2)["x"], _rows(0, 2))
     assert np.array_equal(staging.stack([_entry(x=rows), _entry(x=_rows(2, 3))], 5)["x"], _rows(0, 5))
+    for device in (PINNED, NOWHERE):
+        group = _scattered(_rows(2, 3), device)
+        assert np.array_equal(staging.stack([_entry(x=group)], 3)["x"], _rows(2, 3))
+        assert np.array_equal(staging.stack([_entry(x=_rows(0, 2)), _entry(x=group)], 5)["x"], _rows(0, 5))
     owner = rows.owner
     assert isinstance(owner, HostOwner)
     assert len(owner.copies) == 2

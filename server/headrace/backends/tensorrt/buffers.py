@@ -22,6 +22,7 @@ import numpy as np
 from headrace.backends.base import ResidentInput
 from headrace.backends.tensorrt.plan import PlanBindings, Shape, TensorBinding
 from headrace.core.ledger import NoRoom
+from headrace.core.scattered_rows import ScatteredRows
 from headrace.core.tensor import PINNED, Array, ResidentRows
 from headrace.cuda.driver import CompletionEvent, CudaStream, DeviceError, OutOfDeviceMemory, current
 from headrace.cuda.kernels.launching import RowGather
@@ -79,7 +80,11 @@ class RowTable:
             return
         addresses = list(range(pinned_address, pinned_address + rows * row_bytes, row_bytes))
         for input_name, first, values in resident_inputs:
-            if input_name == name:
+            if input_name != name:
+                continue
+            if isinstance(values, ScatteredRows):
+                addresses[first : first + len(values)] = _row_addresses(values, row_bytes)
+            else:
                 address = values.address
                 # Without a batch dimension the whole tensor is one row, whatever its first dimension.
                 count = values.shape[0] if rows > 1 else 1
@@ -98,6 +103,15 @@ class RowTable:
         """Free the table; no kernel reads it any more."""
         del self._bytes
         self._buffer.free()
+
+
+def _row_addresses(values: ScatteredRows, row_bytes: int) -> Sequence[int]:
+    """Return the address of each row of an input in several pieces."""
+    height = values.piece_shape[0]
+    if height == 1:
+        return values.addresses
+    piece_bytes = height * row_bytes
+    return [row for piece in values.addresses for row in range(piece, piece + piece_bytes, row_bytes)]
 
 
 def gather(
@@ -144,9 +158,12 @@ def fetch_from_peers(
         HeadraceError: the driver refuses, or rows cannot be read.
     """
     local: list[ResidentInput] = []
-    remote: list[ResidentInput] = []
-    for each in resident_inputs:
-        (local if each[2].device in (PINNED, gpu) else remote).append(each)
+    remote: list[_RemoteInput] = []
+    for name, first, rows in resident_inputs:
+        if isinstance(rows, ScatteredRows) or rows.device in (PINNED, gpu):
+            local.append((name, first, rows))
+        else:
+            remote.append((name, first, rows))
     for name, first, rows in _joined(remote):
         values = inputs[name]
         copy = peer_copy(rows.device, gpu)
@@ -160,9 +177,12 @@ def fetch_from_peers(
     return local
 
 
-def _joined(resident_inputs: Sequence[ResidentInput]) -> list[ResidentInput]:
+_RemoteInput = tuple[str, int, ResidentRows]
+
+
+def _joined(resident_inputs: Sequence[_RemoteInput]) -> list[_RemoteInput]:
     """Join rows that follow each other in their owner's memory and in the batch: one copy for many requests."""
-    joined: list[ResidentInput] = []
+    joined: list[_RemoteInput] = []
     for name, first, rows in resident_inputs:
         if joined:
             name_before, start, before = joined[-1]

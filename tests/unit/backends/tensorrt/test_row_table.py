@@ -1,0 +1,89 @@
+"""Addresses of the rows of a batch, as the gather kernel reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from headrace.backends.base import ResidentInput
+from headrace.backends.tensorrt.buffers import RowTable, fetch_from_peers
+from headrace.core.scattered_rows import ScatteredRows
+from headrace.core.tensor import PINNED, ResidentRows
+from hypothesis import given
+from hypothesis import strategies as st
+
+UINT8 = np.dtype(np.uint8)
+ROW_BYTES = 100
+
+
+class HostMemory:
+    """Pinned memory of a test: an array of the host."""
+
+    address = 1 << 20
+
+    def reserve(self, size_bytes: int) -> None:
+        self.array = np.zeros(size_bytes, np.uint8)
+        self.size_bytes = size_bytes
+
+    def view(self, _shape: tuple[int, ...], _dtype: Any) -> Any:
+        return self.array
+
+
+class HostAllocator:
+    """Allocator of one block of `HostMemory`."""
+
+    def __init__(self) -> None:
+        self.memory = HostMemory()
+
+    def pinned(self) -> HostMemory:
+        return self.memory
+
+
+def scattered(addresses: list[int], height: int) -> ScatteredRows:
+    def no_piece(_address: int, _dtype: Any, _shape: tuple[int, ...]) -> Any:
+        raise AssertionError("a table of addresses needs no piece as an input of its own")
+
+    return ScatteredRows(tuple(addresses), PINNED, UINT8, (height, ROW_BYTES), no_piece)
+
+
+def together(address: int, rows: int) -> ResidentRows:
+    return ResidentRows(address, PINNED, UINT8, (rows, ROW_BYTES), None, lambda *_: np.empty(0, np.uint8))
+
+
+# Rows of the host (None), rows in one place, and rows in several places, each with the number of rows of a piece.
+parts = st.lists(
+    st.tuples(st.sampled_from(["host", "together", "scattered"]), st.integers(1, 3), st.integers(2, 4)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(parts, st.integers(0, 3))
+def test_each_row_has_the_address_of_its_part(kinds: list[tuple[str, int, int]], padding: int) -> None:
+    residents: list[ResidentInput] = []
+    expected: list[int] = []
+    for number, (kind, height, pieces) in enumerate(kinds, start=1):
+        base, first = number << 32, len(expected)
+        if kind == "host":
+            expected += [7 + (first + row) * ROW_BYTES for row in range(height)]
+        elif kind == "together":
+            residents.append(("x", first, together(base, height)))
+            expected += [base + row * ROW_BYTES for row in range(height)]
+        else:
+            starts = [base + (pieces - piece) * 10_000 for piece in range(pieces)]
+            residents.append(("x", first, scattered(starts, height)))
+            expected += [start + row * ROW_BYTES for start in starts for row in range(height)]
+    residents.append(("other", 0, together(99, 1)))
+    allocator: Any = HostAllocator()
+    rows, total = len(expected), len(expected) + padding
+    table = RowTable(["other", "x"], total, allocator)
+    table.write("x", 7, ROW_BYTES, rows, total, residents)
+    written = allocator.memory.array.view(np.uint64)[total:].tolist()
+    assert written == expected + [expected[-1]] * padding
+    assert table.address("x") == HostMemory.address + 8 * total
+
+
+def test_rows_in_several_places_need_no_copy_between_gpus() -> None:
+    residents: list[ResidentInput] = [("x", 0, scattered([10, 20], 1)), ("x", 2, together(30, 1))]
+    stream: Any = None
+    assert fetch_from_peers(residents, {}, {}, 0, stream) == residents
