@@ -186,6 +186,7 @@ class Settings:
         telemetry: traces, spans and request log; each field is an option of its own.
         log_format: "text" or "json".
         client_header: HTTP header and gRPC metadata key with the client's name, in lower case.
+        orca: responses with a load report of Open Request Cost Aggregation: "always", "on-request" or "never".
         limits: limits on clients; most are options of their own.
         gpu_memory_fraction: share of each GPU's memory for all models together, 0 to 1.
         profile_s: maximum time to measure each model before it serves, in seconds; 0 measures nothing.
@@ -237,6 +238,7 @@ class Settings:
     telemetry: Telemetry = field(default_factory=Telemetry)
     log_format: str = "text"
     client_header: str = CLIENT_HEADER
+    orca: Literal["always", "on-request", "never"] = "on-request"
     limits: Limits = field(default_factory=Limits)
     gpu_memory_fraction: float = 0.9
     profile_s: float = 0.25
@@ -439,6 +441,11 @@ OPTIONS: tuple[_Option, ...] = (
         "header (and gRPC metadata) that names the client, for quotas and fair shares (%(default)s)",
         _header,
         "NAME",
+    ),
+    _Option(
+        "orca",
+        "load reports for balancers in responses; on-request: if the request has endpoint-load-metrics-format (%(default)s)",
+        ("always", "on-request", "never"),
     ),
     *(_Option(name, f"{text} (%(default)s)", *_limit_type(name)) for name, text in LIMIT_HELP.items()),
     _Option("gpu_memory_fraction", "share of each GPU's memory for all models together (%(default)s)", _fraction, "F"),

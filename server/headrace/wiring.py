@@ -30,9 +30,10 @@ from headrace.core.access import (
     Principal,
     QuotaBucket,
 )
+from headrace.core.clock import monotonic_ns
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.heap import HeapTrimmer
-from headrace.core.limits import BodyMemory, ClientLimits
+from headrace.core.limits import BodyMemory, Cells, ClientLimits
 from headrace.core.telemetry import ProcessFigures, Telemetry
 from headrace.core.threads import start_pool
 from headrace.cuda.devices import Nvml
@@ -40,6 +41,7 @@ from headrace.cuda.shared_memory import find_client_memory
 from headrace.data_plane import DataPlane
 from headrace.front_ends.counter_array import CounterArrays
 from headrace.http.application import HttpApplication
+from headrace.inference.load_report import COUNT_CELLS, LoadMeter, LoadReports
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.services import Services
 from headrace.listen import is_loopback, origin_policy
@@ -95,6 +97,11 @@ def open_keys(settings: Settings, bucket: type[QuotaBucket] = QuotaBucket) -> Ke
         return None
     path = Path(settings.api_keys_file).expanduser() if settings.api_keys_file else None
     return KeyAccess(path, tokens, bucket)
+
+
+def options_reader(settings: Settings, access: AccessControl) -> RequestOptionsReader:
+    """Create the parser of request options."""
+    return RequestOptionsReader(settings.client_header, access, settings.orca != "never")
 
 
 def open_access(settings: Settings) -> OpenAccess:
@@ -181,11 +188,14 @@ class Wiring:
         data_plane: registry and models; exists from `start` on.
         lag: delay of the event loop.
         processes: returns the figures of each process; None for one process. Set before `start`.
+        arrays: counters of all processes; None for one process. Set before `start`.
+        load_meter: measures the load of the server; exists from `start` on.
         observer: samples, logs and traces requests; exists from `open` on.
     """
 
     services: Services
     data_plane: DataPlane
+    load_meter: LoadMeter
     observer: RequestObserver
 
     def __init__(self, settings: Settings, limits: ServerLimits, model_filter: Mapping[Path, frozenset[str]]) -> None:
@@ -194,6 +204,7 @@ class Wiring:
         self._model_filter = model_filter
         self.lag = LoopLag()
         self.processes: Callable[[], Sequence[ProcessFigures]] | None = None
+        self.arrays: CounterArrays | None = None
         self._heap_trimmer = HeapTrimmer(_resident_bytes)
         self.keys: KeyAccess | None = None
         self._access: AccessControl = OpenAccess()
@@ -270,13 +281,9 @@ class Wiring:
         """Create the application of the HTTP port; `page` is None if it has no metrics."""
         return HttpApplication(self.services, self._limits.http, None if page is None else page.render, self.origins)
 
-    def metrics_page(self, tls: ServerTls | None, arrays: CounterArrays | None = None) -> MetricsPage:
-        """Create the metrics page.
-
-        Args:
-            tls: TLS of the server.
-            arrays: counters of all processes; None for one process.
-        """
+    def metrics_page(self, tls: ServerTls | None) -> MetricsPage:
+        """Create the metrics page; `tls` is that of the server."""
+        arrays = self.arrays
         data_plane, protocols = self.data_plane, self._limits.protocols
         client_limits = protocols
         if arrays is not None:
@@ -289,6 +296,7 @@ class Wiring:
             client_limits=client_limits,
             certificate_expiry_s=None if tls is None else lambda: tls.expiry_s,
             processes=self.processes,
+            utilization=lambda: self.load_meter.figures(monotonic_ns()).utilization,
         )
         return MetricsPage(
             data_plane.registry.sources,
@@ -318,8 +326,16 @@ class Wiring:
             heartbeat_s=settings.stream_heartbeat_s,
             explain=partial(explain, registry),
             name=settings.id,
-            options_reader=RequestOptionsReader(settings.client_header, self._access),
+            options_reader=options_reader(settings, self._access),
+            load_reports=self._create_load_reports(),
         )
+
+    def _create_load_reports(self) -> LoadReports:
+        arrays = self.arrays
+        counts: Cells = [0] * COUNT_CELLS if arrays is None else arrays.own.requests
+        every: Cells = counts if arrays is None else arrays.summed_requests()
+        self.load_meter = LoadMeter(self.data_plane.registry.sources, every)
+        return LoadReports(self.settings.orca, self.load_meter.figures, counts)
 
 
 class Reloads:

@@ -34,6 +34,7 @@ output { name: "BEST" data_type: TYPE_INT64 dims: 1 }
 SERVICE = "/inference.GRPCInferenceService/"
 # Numbers in headers, parameters and JSON; why a batch was closed, which depends on the model's measured latency.
 MASKS = (
+    (rb"((?:application_utilization|rps_fractional|eps)[=\":]{1,2})[\d.e-]+", rb"\1#"),
     (rb"((?:headrace-queue-depth|headrace-predicted-wait-us|headrace_queue_depth|[a-z_]+_us)[^\w#]{1,4})\d+", rb"\1#"),
     (rb'((?:[a-z]+_us|_depth)": ?\{"int64Param": ?)"\d+"', rb'\1"#"'),
     (rb"(;dur=)[\d.]+", rb"\1#"),

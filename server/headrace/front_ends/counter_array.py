@@ -20,6 +20,7 @@ import numpy as np
 
 from headrace.core import errors
 from headrace.core.limits import BodyMemory, Cells, ClientLimits, Limits
+from headrace.inference.load_report import COUNT_CELLS
 from headrace.observability.counters import Counts, Histogram
 from headrace.observability.labelled_counter import DROPPED, ERRORS
 from headrace.observability.metrics_server import LoopLag
@@ -57,6 +58,7 @@ _BODIES = _blocks.take(BodyMemory.CELLS)
 _ERRORS = _blocks.take(len(_ERROR_LABELS))
 _DROPPED = _blocks.take(len(_DROPPED_LABELS))
 _LAG = _blocks.take(LoopLag.CELLS)
+_REQUESTS = _blocks.take(COUNT_CELLS)
 _SLOT_CELLS = 2 + len(REASONS)  # key of the version, time, and the number of each reason
 _FAILURES = _blocks.take(SLOTS * _SLOT_CELLS)
 ARRAY_BYTES = -(-_blocks.size * _CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -160,6 +162,11 @@ class CounterArray:
         return self.cells[_DROPPED]
 
     @property
+    def requests(self) -> memoryview[int]:
+        """Cells of the requests that have ended and have failed; see `headrace.inference.load_report`."""
+        return self.cells[_REQUESTS]
+
+    @property
     def lag(self) -> Counts:
         """Cells of the `LoopLag`, as an array."""
         return np.frombuffer(self.cells[_LAG], np.int64)
@@ -257,6 +264,10 @@ class CounterArrays:
             ClientLimits(limits, protocol, bodies, SummedCells([array.limits(protocol) for array in self.arrays]))
             for protocol in protocols
         ]
+
+    def summed_requests(self) -> SummedCells:
+        """Return the requests that have ended and have failed, of all processes."""
+        return SummedCells([array.requests for array in self.arrays])
 
     def histogram(self) -> Histogram:
         """Return the delays of all event loops."""

@@ -65,12 +65,13 @@ class EngineProcess:
         self._ending = asyncio.Event()
         if tls is not None:
             self._reloads.callbacks.append(tls.reload)
-        wiring.lag = self._arrays.loop_lag()
+        wiring.lag, wiring.arrays = self._arrays.loop_lag(), self._arrays
         wiring.processes = ServerProcesses(self._arrays.arrays, self._start.parent).figures
         wiring.start(loop, self._on_loaded)
         registry = wiring.data_plane.registry
         self._page = SharedPage.create(epoch=self._arrays.own.starts)
-        self._writer = PageWriter(self._page, loop, self._arrays.arrays)
+        figures = None if self._settings.orca == "never" else wiring.load_meter.figures
+        self._writer = PageWriter(self._page, loop, self._arrays.arrays, server_figures=figures)
         charge = _nothing_to_charge if wiring.keys is None else wiring.keys.charge
         regions, writer = wiring.services.regions, self._writer
         self._requests = EngineRequests(registry, writer.touch, self._pin, regions, charge, writer.answered)
@@ -122,7 +123,7 @@ class EngineProcess:
 
     def _create_applications(self, tls: ServerTls | None) -> Mapping[str, Callable[..., Any]]:
         settings, wiring = self._settings, self._wiring
-        page = wiring.metrics_page(tls, self._arrays) if settings.metrics else None
+        page = wiring.metrics_page(tls) if settings.metrics else None
         applications: dict[str, Callable[..., Any]] = {
             "http": wiring.http_application(None if has_metrics_port(settings) else page)
         }

@@ -308,6 +308,7 @@ class CallExchange(Exchange):
         self.received_ns = monotonic_ns()
         self.deadline_ns = head.deadline_ns
         self.reservation = BodyReservation(client_limits)
+        self.load_report = b""  # the front end sends one of its own
         self.take: Callable[[bytes], bool] | None = None  # never called: `read` returns all messages
         self.stopping = False
         self._head = head

@@ -29,12 +29,12 @@ from headrace.front_ends.sharing import shared_arrays, shared_limits
 from headrace.grpc.infer import InferStreams
 from headrace.grpc.methods import GrpcEngine
 from headrace.inference.codec_threads import CodecThreads
-from headrace.inference.request_options import RequestOptionsReader
+from headrace.inference.load_report import LoadReports
 from headrace.inference.services import Services
 from headrace.listen import GrpcListener, UvicornServer, origin_policy, raise_file_limit, run_server
 from headrace.observability.logs import LogSettings
 from headrace.tls import ServerTls
-from headrace.wiring import Reloads, open_access, open_keys
+from headrace.wiring import Reloads, open_access, open_keys, options_reader
 
 logger = logging.getLogger("headrace")
 
@@ -118,7 +118,7 @@ class FrontEndProcess:
         self._threads = CodecThreads()
         self._threads.start()
         access: AccessControl = self._keys or open_access(self._settings)
-        self._reader = RequestOptionsReader(self._settings.client_header, access)
+        self._reader = options_reader(self._settings, access)
         if tls is not None:
             self._reloads.callbacks.append(tls.reload)
         if self._keys is not None:
@@ -241,6 +241,7 @@ class FrontEndProcess:
             options_reader=self._reader,
             codec_threads=self._threads,
             quotas=self._models,
+            load_reports=LoadReports(self._settings.orca, self._models.server_figures, self._arrays.own.requests),
         )
 
     def _forget_heads(self) -> None:

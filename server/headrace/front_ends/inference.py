@@ -19,6 +19,7 @@ from headrace.grpc.methods import GrpcCall, Message, RequestMessage, StreamCall
 from headrace.http.infer_endpoint import InferEndpoint, Receive, Scope, Send
 from headrace.http.origins import OriginPolicy
 from headrace.inference.codec_threads import LARGE_BYTES
+from headrace.inference.load_report import ServerFigures
 from headrace.inference.request_options import UNORDERED_PARAMETER
 from headrace.inference.service import PendingRequest
 from headrace.inference.services import Services
@@ -73,6 +74,10 @@ class ServedModels:
         self._table = content
         if self.current is not None:
             self.current.apply_table(content)
+
+    def server_figures(self, now_ns: int) -> ServerFigures | None:
+        """Return the load of the server by the engine's page; None while it is unknown."""
+        return None if self.current is None else self.current.state.server_figures(now_ns)
 
     def is_decoupled(self, model: str, version: str) -> bool:
         """Return True for a version in the table that sends any number of responses to a request."""
@@ -163,11 +168,14 @@ class FrontEndInference:
         """Serve a request, or pass it on."""
         try:
             envelope = scan(message)
+            is_served = self._models.serves(envelope.model_name, envelope.model_version)
         except HeadraceError:  # the engine counts the error
-            return cast(Message, await self._pass_on(message, call))
-        if self._models.serves(envelope.model_name, envelope.model_version):
+            is_served = False
+        if is_served:
             return await self._infer.infer(message, call)
-        return cast(Message, await self._pass_on(message, call))
+        response = cast(Message, await self._pass_on(message, call))
+        self._infer.trailers.report_requested(call, call.options)
+        return response
 
     def start(self, message: RequestMessage, call: GrpcCall) -> PendingRequest | None:
         """See `DirectMethod`: None for a request that is passed on."""
@@ -182,7 +190,11 @@ class FrontEndInference:
             return None
         if infer.service.needs_charge(call.options):
             return None
-        return infer.begin(message, envelope, call.received_ns, call.deadline_ns, call.options)
+        try:
+            return infer.begin(message, envelope, call.received_ns, call.deadline_ns, call.options)
+        except HeadraceError:
+            infer.trailers.report_failure(call)
+            raise
 
     def end(self, request: Any, call: GrpcCall) -> Message | Awaitable[Message]:
         """See `DirectMethod`."""
@@ -190,7 +202,7 @@ class FrontEndInference:
 
 
 class StreamForwarder:
-    """Requests of ModelStreamInfer for models that are not served here; see `headrace.grpc.infer.Forwarder`.
+    """Requests of ModelStreamInfer for models that are not served here; see `headrace.grpc.forwarder.Forwarder`.
 
     Args:
         models: served here.

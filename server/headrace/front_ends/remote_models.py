@@ -32,6 +32,7 @@ from headrace.front_ends.remote_regions import RegionRange, can_name_regions, ro
 from headrace.front_ends.request_groups import MIN_SLOT_BYTES, group_requests
 from headrace.front_ends.table import VersionRow, decode_table, model_spec
 from headrace.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
+from headrace.inference.load_report import ServerFigures
 from headrace.inference.services import Models
 from headrace.observability.counters import Recorder
 
@@ -54,6 +55,9 @@ class EngineState(Protocol):
     def load(self, version: int) -> ModelLoad:
         """Return the load of a version."""
 
+    def server_figures(self, now_ns: int) -> ServerFigures | None:
+        """Return the load of the whole server; None while it is unknown."""
+
     def check_load(self, version: int, deadline_ns: int) -> None:
         """Raise the error with which the engine would reject any request of a version now."""
 
@@ -67,6 +71,10 @@ class NoState:
     def load(self, version: int) -> ModelLoad:
         """Return zeros."""
         return _NO_LOAD
+
+    def server_figures(self, now_ns: int) -> ServerFigures | None:
+        """Return None."""
+        return None
 
     def check_load(self, version: int, deadline_ns: int) -> None:
         """Accept."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 from zlib import crc32
@@ -33,6 +33,7 @@ from headrace.front_ends.counter_array import (
     map_memory,
     version_key,
 )
+from headrace.inference.load_report import FRESH_NS, ServerFigures
 from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import LATE_TEXT, STANDING_TEXT, WaitForecast, rejection, wait_too_long
 from headrace.scheduling.queue import FAR_NS
@@ -45,7 +46,8 @@ _FIGURES = struct.Struct("<7qdq11q")
 _RECORD_CELLS = 32
 _LAST = _FIRST + _FIGURES.size // 8
 _HEADER_CELLS = _RECORD_CELLS
-_EPOCH, _RECORD_NEEDS = range(2)
+_EPOCH, _RECORD_NEEDS, _SERVER_SEQUENCE, _SERVER_CHECKSUM, _SERVER_FIRST = range(5)
+_SERVER = struct.Struct("<q3d")  # time of the record and `ServerFigures`
 PAGE_BYTES = (_HEADER_CELLS + SLOTS * _RECORD_CELLS) * 8
 # A reader gives up after this many torn reads: the writer has ended in the middle of a record.
 _MAX_READS = 1000
@@ -190,6 +192,22 @@ class SharedPage:
         record = self.read(slot, serial)
         return _NO_LOAD if record is None else record.load
 
+    def server_figures(self, now_ns: int) -> ServerFigures | None:
+        """Return the load of the server; None while it is unknown, or not written any more."""
+        cells, first = self._cells, _SERVER_FIRST * 8
+        for _ in range(_MAX_READS):
+            sequence = cells[_SERVER_SEQUENCE]
+            if sequence & 1:
+                continue
+            content = bytes(self._bytes[first : first + _SERVER.size])
+            is_whole = cells[_SERVER_CHECKSUM] == _checksum(content, sequence)
+            if not sequence:
+                return None
+            if is_whole and cells[_SERVER_SEQUENCE] == sequence:
+                written_ns, *figures = _SERVER.unpack(content)
+                return ServerFigures(*figures) if now_ns - written_ns <= _MAX_AGE_NS else None
+        return None
+
     def rejection(self, slot: int, serial: int, now_ns: int, has_deadline: bool = False) -> HeadraceError | None:
         """Return the error of a request that arrives now; None if it is accepted, or the engine process decides.
 
@@ -219,6 +237,16 @@ class SharedPage:
         if bool(cells[base + _REJECTS]) != rejects:
             cells[base + _REJECTS] = rejects
 
+    def write_server(self, now_ns: int, figures: ServerFigures) -> None:
+        """Write the load of the server."""
+        cells, first = self._cells, _SERVER_FIRST * 8
+        content = _SERVER.pack(now_ns, *figures)
+        sequence = cells[_SERVER_SEQUENCE] + 2
+        cells[_SERVER_SEQUENCE] = sequence - 1
+        self._bytes[first : first + _SERVER.size] = content
+        cells[_SERVER_CHECKSUM] = _checksum(content, sequence)
+        cells[_SERVER_SEQUENCE] = sequence
+
     def clear(self, slot: int) -> None:
         """End the record of a version."""
         base = _HEADER_CELLS + slot * _RECORD_CELLS
@@ -243,6 +271,10 @@ class PageState:
     def load(self, version: int) -> ModelLoad:
         """Return the load of a version by its number; zeros if it has no slot."""
         return self._page.load(self._slot(version), version)
+
+    def server_figures(self, now_ns: int) -> ServerFigures | None:
+        """Return the load of the server; None while it is unknown."""
+        return self._page.server_figures(now_ns)
 
     def check_load(self, version: int, deadline_ns: int) -> None:
         """Raise the error with which the engine process would reject any request of a version now.
@@ -324,6 +356,7 @@ class PageWriter:
         loop: the event loop of the engine process.
         arrays: counters of all processes.
         clock: returns monotonic nanoseconds.
+        server_figures: returns the load of the server at a monotonic time; None for a page without it.
     """
 
     def __init__(
@@ -332,7 +365,9 @@ class PageWriter:
         loop: asyncio.AbstractEventLoop,
         arrays: Iterable[CounterArray] = (),
         clock: Clock = monotonic_ns,
+        server_figures: Callable[[int], ServerFigures] | None = None,
     ) -> None:
+        self._server_figures, self._server_due_ns = server_figures, 0
         self.page = page
         self._loop = loop
         self._arrays = tuple(arrays)
@@ -390,7 +425,10 @@ class PageWriter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._flushed_ns = self._clock()
+        now_ns = self._flushed_ns = self._clock()
+        if now_ns >= self._server_due_ns and self._server_figures is not None:
+            self._server_due_ns = now_ns + FRESH_NS
+            self.page.write_server(now_ns, self._server_figures(now_ns))
         touched, self._touched = self._touched, {}
         with self._lock:
             for serial in touched:

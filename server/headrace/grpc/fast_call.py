@@ -130,6 +130,7 @@ class FastCall(Http2Stream):
     Attributes:
         deadline_ns: see `GrpcCall`.
         completion: see `GrpcCall`.
+        load_report: see `GrpcCall`.
         options: see `GrpcCall`.
         received_ns: see `GrpcCall`.
         reservation: reservation of the call's bytes in the budget for all bodies, from the first byte of a message on.
@@ -149,6 +150,7 @@ class FastCall(Http2Stream):
         "_task",
         "completion",
         "deadline_ns",
+        "load_report",
         "options",
         "received_ns",
         "reservation",
@@ -164,6 +166,7 @@ class FastCall(Http2Stream):
         self.reservation = BodyReservation(server.client_limits)
         self.options = head.options
         self.received_ns = 0
+        self.load_report = b""
         self._reader: MessageReader | None = None
         self._body_bytes = 0
         self._headers_sent = self._counted_cancelled = False
@@ -281,7 +284,7 @@ class FastCall(Http2Stream):
             self._send_headers()
             if message:
                 write_buffer.queue_data(self, message)
-            write_buffer.end_stream(self, ok_trailers(self.stream_id))
+            write_buffer.end_stream(self, ok_trailers(self.stream_id, self.load_report))
 
     def _send_error(self, status: ErrorStatus) -> None:
         if not self.closed:
@@ -289,7 +292,8 @@ class FastCall(Http2Stream):
             write_buffer = self.connection.write_buffer
             if self.pending:
                 write_buffer.discard(self)
-            write_buffer.end_stream(self, error_trailers(status, self.stream_id, self._headers_sent))
+            trailers = error_trailers(status, self.stream_id, self._headers_sent, self.load_report)
+            write_buffer.end_stream(self, trailers)
 
     def _cancel_method(self, error: HeadraceError) -> None:
         """Cancel the method of a closed stream. It counts against the limit of the connection until it has ended."""
@@ -478,6 +482,8 @@ class UnaryCall(FastCall):
             connection, write_buffer = self.connection, self.connection.write_buffer
             if write_buffer.reserve_window(self, len(content) + PREFIX_BYTES):
                 frames = unary_response(self.stream_id, content)
+                if self.load_report:
+                    frames = (*frames[:2], ok_trailers(self.stream_id, self.load_report))
                 if len(connection.streams) > 1:
                     write_buffer.write(frames)
                 else:

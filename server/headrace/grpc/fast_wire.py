@@ -22,6 +22,7 @@ from headrace.http2.connection import MalformedHeadersError
 from headrace.http2.frames import DATA, END_HEADERS, END_STREAM, FRAME_HEADER, HEADERS, HeaderField, encode
 from headrace.inference.codec_threads import CodecThreads
 from headrace.inference.compression import MAX_INLINE_BYTES, decompress
+from headrace.inference.load_report import LOAD_TRAILER
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 
 _ENCODINGS = frozenset((b"identity", b"gzip", b"deflate"))
@@ -87,20 +88,31 @@ def initial_headers(stream_id: int) -> bytes:
     return FRAME_HEADER.pack(_HEADERS_WORD, END_HEADERS, stream_id) + _INITIAL_HEADERS
 
 
-def ok_trailers(stream_id: int) -> bytes:
-    """Encode the HEADERS frame that ends a successful call."""
+def ok_trailers(stream_id: int, load_report: bytes = b"") -> bytes:
+    """Encode the HEADERS frame that ends a successful call; `load_report` is serialized, b"" for none."""
+    if load_report:
+        return _trailers_frame(stream_id, [(b"grpc-status", b"0"), _report_field(load_report)])
     return _TRAILERS.pack(_TRAILERS_WORD, END_HEADERS | END_STREAM, stream_id, _OK)
 
 
-def error_trailers(status: ErrorStatus, stream_id: int, headers_sent: bool) -> bytes:
+def error_trailers(status: ErrorStatus, stream_id: int, headers_sent: bool, load_report: bytes = b"") -> bytes:
     """Encode the HEADERS frame that ends a failed call.
 
     Args:
         status: of the call.
         stream_id: of the call.
         headers_sent: True if `initial_headers` was sent before.
+        load_report: serialized, b"" for none.
     """
-    return _trailers_frame(stream_id, _error_fields(status, headers_sent))
+    fields = _error_fields(status, headers_sent)
+    if load_report:
+        fields.append(_report_field(load_report))
+    return _trailers_frame(stream_id, fields)
+
+
+def _report_field(load_report: bytes) -> HeaderField:
+    """Encode the trailer of a load report: base64 with padding, without which older releases of Envoy refuse it."""
+    return LOAD_TRAILER.encode(), b2a_base64(load_report, newline=False)
 
 
 def _error_fields(status: ErrorStatus, headers_sent: bool) -> list[HeaderField]:

@@ -24,6 +24,7 @@ from headrace.core.limits import SMALL_BODY_BYTES, BodyReservation, ClientLimits
 from headrace.grpc.methods import Message, Methods, StreamMethod, UnaryMethod
 from headrace.grpc.response_room import ResponseRoom, max_held_bytes, unread_error
 from headrace.grpc.status import error_status
+from headrace.inference.load_report import LOAD_TRAILER
 from headrace.inference.request_options import RequestOptions
 from headrace.tls import ServerTls
 
@@ -169,9 +170,11 @@ class GrpcioServer:
                 content = b"".join(await method(message, call))
                 if len(content) > SMALL_BODY_BYTES:
                     call.hold(len(content))
+                if call.load_report:
+                    context.set_trailing_metadata(((LOAD_TRAILER, call.load_report),))
                 return content
             except Exception as error:
-                await _abort(context, error)
+                await _abort(context, error, call.load_report)
                 raise
             finally:
                 call.reservation.end()
@@ -185,13 +188,15 @@ class GrpcioServer:
             self._streams.add(call)
             try:
                 await method(call)
+                if call.load_report:
+                    context.set_trailing_metadata(((LOAD_TRAILER, call.load_report),))
             except Exception as error:
-                await _abort(context, error)
+                await _abort(context, error, call.load_report)
             except asyncio.CancelledError:
                 if call.end_reason is None:
                     raise
                 call.task.uncancel()
-                await _abort(context, call.end_reason)
+                await _abort(context, call.end_reason, call.load_report)
             finally:
                 call.reservation.end()
                 self._streams.discard(call)
@@ -215,11 +220,12 @@ class _Handlers(grpc.GenericRpcHandler):
 class _Call:
     """Common part of unary and streaming calls; see `GrpcCall`."""
 
-    __slots__ = ("_context", "_options_reader", "_server", "deadline_ns", "received_ns", "reservation")
+    __slots__ = ("_context", "_options_reader", "_server", "deadline_ns", "load_report", "received_ns", "reservation")
 
     def __init__(self, context: Any, server: GrpcioServer) -> None:
         self._context = context
         self._server = server
+        self.load_report = b""
         self._options_reader = server.methods.options_reader
         self.reservation = BodyReservation(server.client_limits)
         self.received_ns = monotonic_ns()
@@ -352,13 +358,14 @@ def _shutting_down() -> Unavailable:
     return Unavailable("the server is shutting down")
 
 
-async def _abort(context: Any, error: Exception) -> None:
-    """End the call with the status of an error; raises the error by which grpcio ends the method."""
+async def _abort(context: Any, error: Exception, load_report: bytes) -> None:
+    """End the call with the status of an error and its load report; raises the error by which grpcio ends the method."""
     if isinstance(error, grpc.aio.BaseError):  # the client has disconnected, or the call is aborted already
         raise error
     status = error_status(error)
     forget_frames(error)
-    await context.abort(grpc.StatusCode[status.code], status.text, status.metadata)
+    report = ((LOAD_TRAILER, load_report),) if load_report else ()
+    await context.abort(grpc.StatusCode[status.code], status.text, (*status.metadata, *report))
 
 
 def _check_address(host: str, port: int) -> None:

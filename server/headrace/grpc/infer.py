@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from headrace.core.access import Scope
 from headrace.core.clock import monotonic_ns
@@ -22,6 +22,8 @@ from headrace.core.limits import SMALL_BODY_BYTES
 from headrace.core.request import InferResponse
 from headrace.grpc.codec import Envelope, GrpcCodec, scan
 from headrace.grpc.decoupled import DecoupledRequest, error_message, stream_message
+from headrace.grpc.forwarder import Forwarder
+from headrace.grpc.load_trailers import LoadTrailers
 from headrace.grpc.methods import GrpcCall, Message, RequestMessage, StreamCall
 from headrace.grpc.response_room import max_held_bytes, unread_error
 from headrace.grpc.status import StatusError
@@ -44,12 +46,14 @@ class GrpcInference:
 
     Attributes:
         service: runs the steps of each request.
+        trailers: load reports of calls.
         large_responses: expected size of a response in bytes, by the requested names of the models whose last ones were large.
     """
 
     def __init__(self, services: Services, max_shared_bytes: int) -> None:
         regions = services.regions
         self.service = InferenceService(services, WIRE, lambda spec: GrpcCodec(spec, regions, max_shared_bytes))
+        self.trailers = LoadTrailers(services.load_reports)
         self.large_responses: dict[str, int] = {}
 
     async def infer(self, message: RequestMessage, call: GrpcCall) -> Message:
@@ -90,6 +94,9 @@ class GrpcInference:
             if pending.template.is_costly and service.is_large(pending):
                 return await self.finish_large(pending, call)
             return self.finish(pending, call=call)
+        except HeadraceError:
+            self.trailers.report_failure(call)
+            raise
         finally:
             if expected_bytes:
                 call.room.end(expected_bytes)
@@ -106,7 +113,11 @@ class GrpcInference:
             self._reject(call, error)
         if self.large_responses and envelope.model_name in self.large_responses:
             return None
-        return self.begin(message, envelope, call.received_ns, call.deadline_ns, call.options)
+        try:
+            return self.begin(message, envelope, call.received_ns, call.deadline_ns, call.options)
+        except HeadraceError:
+            self.trailers.report_failure(call)
+            raise
 
     def end(self, request: PendingRequest, call: GrpcCall) -> Message | Awaitable[Message]:
         """See `DirectMethod`."""
@@ -203,7 +214,11 @@ class GrpcInference:
         try:
             response = self.service.finish(pending, encoded)
         except Exception as error:
+            if call is not None and self.trailers.always:
+                self.trailers.report(call, pending)
             self._raise(pending, error)
+        if call is not None and (pending.load is not None or self.trailers.always):
+            self.trailers.report(call, pending)
         size_bytes = sum(map(len, response))
         if size_bytes > SMALL_BODY_BYTES or self.large_responses:
             self._expect(pending.model, size_bytes)
@@ -269,27 +284,6 @@ _SEQUENCE = b"sequence_id"
 StreamResponse = PendingRequest | Message | HeadraceError | StatusError
 
 
-class Forwarder(Protocol):
-    """Another process that serves some requests of streams."""
-
-    def takes(self, envelope: Envelope) -> bool:
-        """Return True for a request that the other process serves."""
-
-    def is_unordered(self, envelope: Envelope) -> bool:
-        """Return True if the responses to a request need not have its place in the order."""
-
-    def sequence_of(self, envelope: Envelope) -> object:
-        """Return the sequence of a request, whose requests are sent one after the other; None without one."""
-
-    def responses(self, message: bytes, call: StreamCall) -> AsyncGenerator[Message]:
-        """Send a request; yields each ModelStreamInferResponse.
-
-        Raises:
-            HeadraceError: the request failed.
-            StatusError: the stream must end with this status.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class InferStreams:
     """Serves ModelStreamInfer.
@@ -329,6 +323,7 @@ class InferStreams:
             raise errors.exceptions[0] from None
         finally:
             stream.close()
+            self.infer.trailers.report_requested(call, call.options)
         if stream.rejection is not None:
             raise stream.rejection
 

@@ -32,6 +32,7 @@ class GrpcCall(Protocol):
         options: request options from the call's metadata; raises BadRequest if they are invalid.
         completion: completion for which the method waits, set by the method. The engine settles or abandons it when the client
             disconnects.
+        load_report: serialized report for the trailer `endpoint-load-metrics-bin`, set by the method; b"" for none.
         peer: address of the client, host:port.
         room: room for responses of the connection, in which a large response is reserved before its inference starts.
     """
@@ -39,6 +40,7 @@ class GrpcCall(Protocol):
     received_ns: int
     deadline_ns: int
     completion: LoopCompletion | None
+    load_report: bytes
 
     @property
     def options(self) -> RequestOptions:
@@ -62,6 +64,7 @@ class StreamCall(Protocol):
     Attributes:
         deadline_ns: as in `GrpcCall`.
         options: as in `GrpcCall`; for each message of the stream.
+        load_report: as in `GrpcCall`; sent at the end of the stream.
         room: as in `GrpcCall`.
         reservation: of the stream in the budget for all bodies. `read` releases the bytes of its message; a method that
             keeps the message must grow the reservation and shrink it again. The engine releases the rest when the call ends.
@@ -73,6 +76,7 @@ class StreamCall(Protocol):
     deadline_ns: int
     stopping: bool
     reservation: BodyReservation
+    load_report: bytes
     take: Callable[[bytes], bool] | None
 
     @property

@@ -26,7 +26,6 @@ from headrace.http.infer_endpoint import (
     Scope,
     Send,
     abandoned_on_disconnect,
-    requested_headers,
 )
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_template import is_large_response
@@ -141,7 +140,9 @@ class GenerateEndpoint:
             await pending.completion
             large = await service.encode_large(pending) if service.is_large(pending, compressed) else None
             encoded = service.finish(pending, large)
-            return encoded, requested_headers(pending, self._inference.load_headers(handle, pending.done_ns))
+            return encoded, self._inference.requested_headers(
+                pending, self._inference.load_headers(handle, pending.done_ns)
+            )
         reader = ResponseReader(pending)
         response = await reader.next()
         if isinstance(response, HeadraceError):

@@ -25,15 +25,9 @@ from headrace.http.codec import IMAGE_BODY, Body, ModelCodec, check_json_bytes
 from headrace.http.origins import OriginPolicy
 from headrace.inference import compression
 from headrace.inference.codec_threads import LARGE_BYTES
+from headrace.inference.load_report import LoadHeaders
 from headrace.inference.request_options import NO_OPTIONS, RequestOptionsReader
-from headrace.inference.response_metadata import (
-    Header,
-    Headers,
-    LoadHeaders,
-    header_lines,
-    orca_headers,
-    timing_headers,
-)
+from headrace.inference.response_metadata import Header, Headers, header_lines, timing_headers
 from headrace.inference.service import InferenceService, PendingRequest, Wire
 from headrace.inference.services import Handle, Services
 from headrace.inference.status import http_status, retry_after_ms, retry_after_s
@@ -213,6 +207,7 @@ class InferEndpoint:
         # Results of parsing, by the bytes of the head, for each client certificate: a head without a key has its principal.
         self._heads: dict[tuple[str, ...], dict[bytes, ParsedHead]] = {}
         services.access.on_change(self.forget_heads)
+        self._load_reports = services.load_reports
         self._loads: WeakKeyDictionary[Handle, LoadHeaders] = WeakKeyDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
@@ -299,7 +294,7 @@ class InferEndpoint:
         assert pending.handle is not None
         extra_headers = self.load_headers(pending.handle, pending.done_ns)
         if pending.options is not NO_OPTIONS or pending.template.timing:
-            extra_headers = requested_headers(pending, extra_headers)
+            extra_headers = self.requested_headers(pending, extra_headers)
         return size, parts, extra_headers
 
     async def finish_large(self, pending: PendingRequest) -> tuple[int | None, Body, Headers]:
@@ -374,8 +369,18 @@ class InferEndpoint:
         """Return the headers with the load of a version; `now_ns` is monotonic."""
         load = self._loads.get(handle)
         if load is None:
-            load = self._loads[handle] = LoadHeaders()
+            load = self._loads[handle] = LoadHeaders(self._load_reports)
         return load.at(now_ns, handle)
+
+    def requested_headers(self, pending: PendingRequest, extra_headers: Headers) -> Headers:
+        """Add the headers that a request enables: timing, and a load report in place of one in another format."""
+        pairs = timing_headers(pending.parameters) if pending.parameters else []
+        if pending.load is not None:
+            report = self._load_reports.headers(pending.load, pending.done_ns, pending.options.load_format)
+            if report:
+                assert pending.handle is not None
+                extra_headers, pairs = self._loads[pending.handle].brief, pairs + report
+        return extra_headers.with_pairs(pairs) if pairs else extra_headers
 
     async def respond(
         self,
@@ -521,15 +526,6 @@ def abandoned_on_disconnect(completion: LoopCompletion, receive: Receive) -> Ite
         yield
     finally:
         watcher.cancel()
-
-
-def requested_headers(pending: PendingRequest, extra_headers: Headers) -> Headers:
-    """Add the headers that a request enables: timing, load report."""
-    if pending.parameters:
-        extra_headers = extra_headers.with_pairs(timing_headers(pending.parameters))
-    if pending.load is not None:
-        extra_headers = extra_headers.with_pairs(orca_headers(pending.load, pending.options.load_format))
-    return extra_headers
 
 
 def success_head(

@@ -13,7 +13,7 @@ from headrace.core.completion import probe_answer
 from headrace.core.errors import BadRequest, HeadraceError, Unavailable
 from headrace.core.tensor import ModelSpec, TensorSpec
 from headrace.inference.codec_threads import LARGE_BYTES
-from headrace.inference.response_metadata import describe_load
+from headrace.inference.load_report import describe_load
 from headrace.inference.services import Handle, Services
 from headrace.inference.shared_runs import SharedRuns
 

@@ -74,6 +74,7 @@ class RequestOptionsReader:
     Args:
         client_header: header with the name of the client, in lower case. Ignored if the server has keys.
         access: resolves credentials; None for a server without keys.
+        reads_load_format: False to ignore requests for a load report.
 
     Attributes:
         access: see Args.
@@ -82,12 +83,17 @@ class RequestOptionsReader:
         no_options: options of a request without any of these headers.
     """
 
-    def __init__(self, client_header: str = CLIENT_HEADER, access: AccessControl | None = None) -> None:
+    def __init__(
+        self,
+        client_header: str = CLIENT_HEADER,
+        access: AccessControl | None = None,
+        reads_load_format: bool = True,
+    ) -> None:
         self._client_header = client_header
         self.access = access or OpenAccess()
         has_keys = self.access.has_keys
         source = (AUTHORIZATION_HEADER, API_KEY_HEADER) if has_keys else (client_header,)
-        self.names = frozenset((*source, *_OPTION_HEADERS))
+        self.names = frozenset((*source, *_OPTION_HEADERS)) - (set() if reads_load_format else {LOAD_FORMAT_HEADER})
         self.wire_names = {name.encode(): name for name in self.names}
         self.no_options = RequestOptions(principal=self.access.anonymous) if has_keys else NO_OPTIONS
 

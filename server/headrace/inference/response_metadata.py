@@ -1,16 +1,13 @@
-"""Metadata of a response: the time of each phase and the load of the model, as headers and as parameters."""
+"""Metadata of a response: the time of each phase, as headers and as parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import orjson
-
-from headrace.core.clock import NS_PER_MS, NS_PER_US
-from headrace.core.request import InferResponse, ModelLoad
+from headrace.core.clock import NS_PER_US
+from headrace.core.request import InferResponse
 from headrace.core.telemetry import PHASES
-from headrace.inference.services import Handle
 
 # --- Timing: the time of each phase, returned on demand ----------------------------------------------------------------
 #
@@ -66,14 +63,8 @@ def timing_headers(parameters: dict[str, int | str]) -> list[tuple[bytes, bytes]
     return [(b"headrace-timing", headrace_timing.encode()), (b"server-timing", ", ".join(server_timing).encode())]
 
 
-# --- Load report: the load of a model for load balancers ---------------------------------------------------------------
-#
-# Every HTTP response has two headers. On demand, a response has the report of Open Request Cost Aggregation (ORCA): the header
-# `endpoint-load-metrics` in the form that Triton writes and Envoy parses.
+# --- Headers -----------------------------------------------------------------------------------------------------------
 
-# Load headers are cached for this time: computing them takes 30 to 70 us of a single request, and load balancers weigh
-# replicas over seconds. A request with an option for the report (ORCA) gets a new one.
-FRESH_NS = 50 * NS_PER_MS
 Header = tuple[bytes, bytes]
 
 
@@ -91,76 +82,6 @@ class Headers(NamedTuple):
     def with_pairs(self, pairs: list[Header]) -> Headers:
         """Return these headers and others."""
         return Headers((*self.pairs, *pairs), self.lines + header_lines(pairs))
-
-
-class LoadHeaders:
-    """Load headers of one version, cached for `FRESH_NS`. Ownership: the event loop."""
-
-    __slots__ = ("_headers", "_until_ns")
-
-    def __init__(self) -> None:
-        self._until_ns = 0
-        self._headers = Headers((), b"")
-
-    def at(self, now_ns: int, handle: Handle) -> Headers:
-        """Return the headers at a monotonic time. The handle is always the same; no reference to it is stored."""
-        if now_ns >= self._until_ns:
-            self._until_ns = now_ns + FRESH_NS
-            load = handle.load(by_level=False)
-            pairs = [
-                (b"headrace-queue-depth", b"%d" % load.depth),
-                (b"headrace-predicted-wait-us", b"%d" % (load.wait_ns // NS_PER_US)),
-            ]
-            self._headers = Headers(tuple(pairs), header_lines(pairs))
-        return self._headers
-
-
-def orca_headers(load: ModelLoad, form: str) -> list[Header]:
-    """Return the ORCA header in a format, "text" or "json". An unknown format gives none: it must not fail the request."""
-    metrics = _metrics(load)
-    if form == "json":
-        return [(b"endpoint-load-metrics", b"JSON " + orjson.dumps({"named_metrics": metrics}))]
-    if form == "text":
-        text = ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())
-        return [(b"endpoint-load-metrics", f"TEXT {text}".encode())]
-    return []
-
-
-def load_parameters(load: ModelLoad) -> dict[str, int | str]:
-    """Return the load report as response parameters, for gRPC."""
-    return {"headrace_queue_depth": load.depth, "headrace_predicted_wait_us": load.wait_ns // NS_PER_US}
-
-
-def describe_load(name: str, version: str, load: ModelLoad) -> dict[str, object]:
-    """Return the complete load report of a version as JSON values."""
-    return {
-        "name": name,
-        "version": version,
-        **_metrics(load),
-        "instances": load.instances,
-        "rows_per_s": round(load.rows_hz, 1),
-        "late_answers": load.late,
-        "levels": [
-            {
-                "level": level.level,
-                "queue_depth": level.depth,
-                "queue_rows": level.rows,
-                "predicted_wait_us": level.wait_ns // NS_PER_US,
-            }
-            for level in load.levels
-        ],
-    }
-
-
-def _metrics(load: ModelLoad) -> dict[str, int]:
-    return {
-        "queue_depth": load.depth,
-        "queue_rows": load.rows,
-        "in_flight": load.in_flight,
-        "running_rows": load.running_rows,
-        "predicted_wait_us": load.wait_ns // NS_PER_US,
-        "drain_us": load.drain_ns // NS_PER_US,
-    }
 
 
 def header_lines(pairs: Sequence[Header]) -> bytes:

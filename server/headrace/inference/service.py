@@ -22,6 +22,7 @@ from headrace.core.errors import Cancelled, HeadraceError, ModelFailed, Unavaila
 from headrace.core.request import InferResponse, ModelLoad
 from headrace.core.response_stream import ResponseStream
 from headrace.core.tensor import ModelSpec
+from headrace.inference.load_report import ENDED, FAILED, load_parameters
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 from headrace.inference.request_template import (
     Codec,
@@ -33,8 +34,9 @@ from headrace.inference.request_template import (
     is_large_response,
     read_shared,
 )
-from headrace.inference.response_metadata import load_parameters, timing
+from headrace.inference.response_metadata import timing
 from headrace.inference.services import Handle, Services
+from headrace.inference.status import http_status
 from headrace.observability.access_log import OK, AccessRecord
 from headrace.observability.tracing import SamplingDecision
 
@@ -169,6 +171,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         self._observer = services.observer
         self._quotas = services.quotas
         self.has_remote_quotas = services.quotas is not None
+        self._counts = services.load_reports.counts
         self._wire = wire
         self._new_codec = new_codec
         self._mailbox: Mailbox | None = None  # of the streams of responses
@@ -329,6 +332,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         if pending.sampling is not None:
             self._observe(pending, handle, response)
         pending.stage = _ANSWERED
+        self._counts[ENDED] += 1
         handle.release()
         return encoded
 
@@ -350,6 +354,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         if pending.sampling is not None:
             self._observe(pending, handle, outcome)
         pending.stage = _ANSWERED
+        self._counts[ENDED] += 1
         handle.release()
 
     def _observe(self, pending: PendingRequest, handle: Handle, response: InferResponse) -> None:
@@ -374,6 +379,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             failure = internal_error(error, self._logger)
         handle, stage = pending.handle, pending.stage
         pending.stage = _FAILED
+        self._count_failure(failure, stage)
         if handle is not None and stage in (_LEASED, _ANSWERED):
             outcome = getattr(getattr(pending, "completion", None), "outcome", None)  # none before `enqueue`
             answered = outcome if isinstance(outcome, InferResponse) else None
@@ -384,6 +390,15 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             pending.sampling, pending.access_record(self._wire, monotonic_ns(), error=failure)
         )
         return failure
+
+    def _count_failure(self, failure: HeadraceError, stage: int) -> None:
+        """Count a failed request in the figures of load reports; one that its client has cancelled is not counted."""
+        if stage == _FAILED or isinstance(failure, Cancelled):
+            return
+        if stage != _ANSWERED:
+            self._counts[ENDED] += 1
+        if http_status(failure) >= 500:
+            self._counts[FAILED] += 1
 
     def drop(self, pending: PendingRequest) -> None:
         """Remove a request whose client disconnected from the queue, record it and release the lease."""

@@ -13,6 +13,7 @@ from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
 from headrace.core.telemetry import TraceContext
 from headrace.core.tensor import ModelSpec, Region
 from headrace.inference.codec_threads import CodecThreads
+from headrace.inference.load_report import LoadReports
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.observability.access_log import AccessRecord
 from headrace.observability.counters import Recorder
@@ -221,6 +222,7 @@ class Services:
         options_reader: parser of the request options and credentials in headers and metadata.
         codec_threads: decode and encode large bodies.
         heartbeat_s: seconds without a response after which an event stream has a comment.
+        load_reports: reports for load balancers.
         quotas: of keys, if another process keeps them; None if the principals of this process do.
     """
 
@@ -239,6 +241,7 @@ class Services:
     codec_threads: CodecThreads = field(default_factory=CodecThreads)
     heartbeat_s: float = 15.0
     quotas: KeyQuotas | None = None
+    load_reports: LoadReports = field(default_factory=LoadReports)
 
     @property
     def access(self) -> AccessControl:

@@ -747,6 +747,11 @@ class Recorder:
             self._collect_failures()
             return self._totals.successes, sum(self._totals.failures.values())
 
+    def work(self) -> tuple[int, int]:
+        """Return the rows of the answered requests and the busy time in nanoseconds, without a wait for the lock."""
+        totals = self._totals
+        return totals.rows, totals.busy_ns
+
     def recent(self) -> RecentTotals:
         """Return the totals of the last seconds, at most `SECONDS`."""
         now_ns = self._clock()

@@ -339,6 +339,10 @@ class ScrapedModel(HandleStatus, Protocol):
         """Response cache; None without one."""
 
     @property
+    def calls(self) -> frozenset[str]:
+        """Names of the models that a pipeline calls; empty for a model."""
+
+    @property
     def sequence_figures(self) -> SequenceFigures | None:
         """Figures of the sequences; None for a version without sequences."""
 
@@ -475,8 +479,13 @@ def _load(sources: _Sources) -> Iterator[Metric]:
     depth, in_flight, pending = table.QUEUE_DEPTH.gauge(), table.IN_FLIGHT.gauge(), table.TRITON_PENDING.gauge()
     wait, drain, capacity = table.PREDICTED_WAIT.gauge(), table.DRAIN.gauge(), table.CAPACITY.gauge()
     objective, late = table.OBJECTIVE.gauge(), table.LATE.counter()
+    server_depth = server_in_flight = server_wait_ns = 0
     for labels, source in table.stepwise(sources):
         load = source.load()
+        if not source.calls:  # the load of a pipeline is that of the models that it calls
+            server_depth += load.depth
+            server_in_flight += load.in_flight
+            server_wait_ns = max(server_wait_ns, load.wait_ns)
         depth.add_metric(labels, load.depth)
         pending.add_metric(labels, load.depth)
         in_flight.add_metric(labels, load.in_flight)
@@ -488,6 +497,14 @@ def _load(sources: _Sources) -> Iterator[Metric]:
         if source.policy.batch.objective_ns:
             objective.add_metric(labels, source.policy.batch.objective_ns / NS_PER_S)
     yield from (depth, in_flight, wait, drain, capacity, objective, late, pending)
+    for family, value in (
+        (table.SERVER_QUEUE_DEPTH, server_depth),
+        (table.SERVER_IN_FLIGHT, server_in_flight),
+        (table.SERVER_PREDICTED_WAIT, server_wait_ns / NS_PER_S),
+    ):
+        gauge = family.gauge()
+        gauge.add_metric([], value)
+        yield gauge
 
 
 def _sequences(sources: _Sources) -> Iterator[Metric]:

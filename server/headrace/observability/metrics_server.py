@@ -100,6 +100,7 @@ class ServerFacts:
         client_limits: limits on clients and their counters, one for each protocol.
         certificate_expiry_s: returns seconds since 1970, None if they are unknown; None without TLS.
         processes: returns the figures of each process; None for a server of one process.
+        utilization: returns the work of the server over what it can do; None if it is not measured.
     """
 
     states: States
@@ -108,6 +109,7 @@ class ServerFacts:
     client_limits: Sequence[ClientLimits] = ()
     certificate_expiry_s: Callable[[], float | None] | None = None
     processes: Callable[[], Sequence[ProcessFigures]] | None = None
+    utilization: Callable[[], float] | None = None
 
 
 class ServerCollector(table.ScrapeCollector):
@@ -124,6 +126,10 @@ class ServerCollector(table.ScrapeCollector):
         build.add_metric([facts.version, platform.python_version()], 1)
         threads.add_metric([], threading.active_count())
         yield from (ready, build, threads, _states(facts.states))
+        utilization = table.SERVER_UTILIZATION.gauge()
+        if facts.utilization is not None:
+            utilization.add_metric([], facts.utilization())
+        yield utilization
         lag = table.LOOP_LAG.durations()
         lag.add([], facts.lag.histogram())
         yield lag

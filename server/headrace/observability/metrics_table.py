@@ -255,6 +255,25 @@ OBJECTIVE = _load(
     when="with `slo` in the model's configuration",
 )
 LATE = _load("headrace_late_total", "Responses after the model's objective or the request's deadline.")
+SERVER_QUEUE_DEPTH = _load(
+    "headrace_server_queue_depth", "Requests in the queues of all models of the server.", labels=()
+)
+SERVER_IN_FLIGHT = _load(
+    "headrace_server_in_flight",
+    "Requests between arrival and response at all models of the server; that of a pipeline counts at the models of its steps.",
+    labels=(),
+)
+SERVER_PREDICTED_WAIT = _load(
+    "headrace_server_predicted_wait_seconds",
+    "The longest predicted time in the queue of a new request of one row, of all models of the server.",
+    labels=(),
+)
+SERVER_UTILIZATION = _load(
+    "headrace_server_utilization_ratio",
+    "Work of the server over what it can do, of the last seconds; more than 1 if work waits. `application_utilization` of load "
+    "reports.",
+    labels=(),
+)
 
 _models = _Section("Models", MODEL)
 READY = _models("headrace_ready", "1 while /v2/health/ready answers 200.", labels=())

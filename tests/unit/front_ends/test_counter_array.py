@@ -21,6 +21,7 @@ from headrace.front_ends.counter_array import (
     map_memory,
     version_key,
 )
+from headrace.inference.load_report import ENDED, FAILED
 from headrace.observability.counters import Recorder
 from headrace.observability.labelled_counter import LabelledCounter
 from headrace.observability.metrics import MetricsPage
@@ -154,6 +155,16 @@ def test_the_page_of_metrics_has_the_sums(arrays: list[CounterArray]) -> None:
     assert (lines["headrace_body_bytes"], lines["headrace_unread_bytes"]) == ("200.0", "14.0")
     assert lines["headrace_event_loop_lag_seconds_count"] == "2.0"
     assert float(lines["headrace_event_loop_lag_seconds_sum"]) == pytest.approx(0.004)
+
+
+def test_requests_are_summed_over_all_processes(arrays: list[CounterArray]) -> None:
+    views = [CounterArrays(arrays, number) for number in range(3)]
+    summed = views[0].summed_requests()
+    for number, view in enumerate(views):
+        for _ in range(number + 1):
+            view.own.requests[ENDED] += 1
+        view.own.requests[FAILED] += number
+    assert (summed[ENDED], summed[FAILED]) == (6, 3)
 
 
 def test_a_restarted_process_counts_on(arrays: list[CounterArray]) -> None:

@@ -16,6 +16,7 @@ from headrace.core.errors import Overloaded, WouldMiss
 from headrace.core.request import InferRequest, ModelLoad
 from headrace.front_ends.counter_array import CounterArray, FailureTotals, VersionFailures, version_key
 from headrace.front_ends.shared_page import PageState, PageWriter, SharedPage, VersionRecord, version_record
+from headrace.inference.load_report import ServerFigures
 from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import AdmissionController, AdmissionForecast, InFlightWork
 from headrace.scheduling.batching import CostModel
@@ -266,6 +267,31 @@ def test_records_are_written_while_requests_are_in_flight_and_not_when_idle() ->
         count = handle.loads
         await asyncio.sleep(0.03)
         assert handle.loads == count, "no polling"
+        writer.close()
+
+    asyncio.run(run())
+
+
+def test_the_load_of_the_server_is_written_at_intervals_and_is_unknown_once_it_is_old() -> None:
+    async def run() -> None:
+        page, handle = SharedPage.create(1), Handle(4)
+        now_ns, measured = NOW, list[int]()
+
+        def figures(at_ns: int) -> ServerFigures:
+            measured.append(at_ns)
+            return ServerFigures(0.5 + len(measured), 10.25, 0.125)
+
+        writer = PageWriter(page, asyncio.get_running_loop(), (), lambda: now_ns, figures)
+        state = PageState(page, CounterArray.create())
+        writer.add(handle)
+        assert state.server_figures(NOW) is None
+        for _ in range(3):  # within 50 ms of each other
+            writer.answered(handle, 1)
+            now_ns += 20 * MS
+        assert (len(measured), state.server_figures(now_ns)) == (1, ServerFigures(1.5, 10.25, 0.125))
+        writer.answered(handle, 1)
+        assert state.server_figures(now_ns) == ServerFigures(2.5, 10.25, 0.125)
+        assert state.server_figures(now_ns + 1_001 * MS) is None
         writer.close()
 
     asyncio.run(run())

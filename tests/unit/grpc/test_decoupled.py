@@ -116,6 +116,7 @@ class Call:
 
     deadline_ns = 0
     stopping = False
+    load_report = b""
     take: Callable[[bytes], bool] | None = None
 
     def __init__(self, options: RequestOptions, is_quick: bool) -> None:

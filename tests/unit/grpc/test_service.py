@@ -110,6 +110,7 @@ class Call:
     deadline_ns = 0
     options: RequestOptions = NO_OPTIONS
     completion: LoopCompletion | None = None
+    load_report = b""
 
     def admit(self, size_bytes: int) -> None:
         pass
@@ -121,6 +122,7 @@ class Streaming:
     deadline_ns = 0
     options: RequestOptions = NO_OPTIONS
     stopping = False
+    load_report = b""
     take: Callable[[bytes], bool] | None = None
 
     def __init__(self, client_limits: ClientLimits | None = None) -> None:

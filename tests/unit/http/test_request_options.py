@@ -7,7 +7,7 @@ import json
 import pytest
 from headrace.core.clock import NS_PER_MS
 from headrace.core.errors import QuotaExceeded, WouldMiss
-from headrace.inference.response_metadata import FRESH_NS, LoadHeaders
+from headrace.inference.load_report import FRESH_NS, LoadHeaders, LoadReports
 
 from tests.unit.http.test_infer_endpoint import BUSY, Handle, call, request
 
@@ -117,7 +117,7 @@ def test_the_load_report_in_the_formats_of_load_balancers(form: bytes, expected:
 
 
 def test_the_load_is_refreshed_at_intervals() -> None:
-    handle, headers = Handle(), LoadHeaders()
+    handle, headers = Handle(), LoadHeaders(LoadReports())
     parameters = [headers.at(now_ns, handle) for now_ns in range(1, 3 * FRESH_NS, FRESH_NS // 10)]  # type: ignore[arg-type]
     assert handle.loads == 3
     assert {each.lines for each in parameters} == {b"headrace-queue-depth: 3\r\nheadrace-predicted-wait-us: 1\r\n"}

@@ -121,6 +121,7 @@ def page(totals_ns: list[int]) -> MetricsPage:
             policy=SimpleNamespace(instances=1, batch=SimpleNamespace(objective_ns=0)),
             latency_table=SimpleNamespace(summary=list),
             sequence_figures=None,
+            calls=frozenset(),
             spec=ModelSpec(name, "1", "test", {}, {}, 8),
         )
         for name, recorder in zip(('hostile"\n\\näme', "second"), recorders, strict=True)

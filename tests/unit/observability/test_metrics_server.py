@@ -35,8 +35,9 @@ def test_the_page_has_the_facts_of_the_server() -> None:
     http, grpc = ClientLimits(Limits(max_chunks=5)), ClientLimits(protocol="grpc")
     http.connections = 7
     http.hit("max_chunks")
-    facts = ServerFacts(States(), "1.2.3", LoopLag(), (http, grpc), lambda: 2e9)
+    facts = ServerFacts(States(), "1.2.3", LoopLag(), (http, grpc), lambda: 2e9, utilization=lambda: 1.25)
     values = samples(MetricsPage(list, facts=facts))
+    assert values["headrace_server_utilization_ratio",] == 1.25
     assert values["headrace_ready",] == 0
     assert values["headrace_connections", "http"] == 7
     assert ("headrace_connections", "grpc") not in values, "grpcio does not report it"

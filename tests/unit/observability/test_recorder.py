@@ -169,6 +169,7 @@ class _Source:
     process_status = ProcessStatus(False, "", 6)
     cache = None
     sequence_figures = None
+    calls = frozenset[str]()
     steps = dict
     latency_table = _Profile()
 

@@ -10,8 +10,8 @@ from tests.support.serving import ROOT
 
 # Programs by the Debian package that brings them, where the names differ.
 PACKAGES = {"nginx": "nginx-light", "promtool": "prometheus", "protoc": "protobuf-compiler-grpc"}
-# Toolchains, which come with a developer's machine, and hadolint, which is a wheel.
-OTHERS = {"go", "java", "mvn", "node", "npm", "make", "hadolint"}
+# Toolchains, which come with a developer's machine, and programs in wheels.
+OTHERS = {"go", "java", "mvn", "node", "npm", "make", "hadolint", "envoy"}
 
 
 def test_every_program_is_installed_by_make_tools() -> None:

@@ -1,0 +1,182 @@
+"""Load reports of the whole server (ORCA) in headers and trailers, with one process and with front ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+
+from tests.support.grpc_requests import STEPS_PER_S, STREAM, message, steps
+from tests.support.load_balancing import add_timed_model
+from tests.support.models import add_model, affine, busy
+from tests.support.orca import TRAILER, call_report, call_trailers
+from tests.support.serving import Server, serving
+from tests.support.waiting import until
+
+pb: Any = service_pb2
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+FORMAT = "endpoint-load-metrics-format"
+X = np.ones((1, 16), np.float32)
+BODY = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": X[0].tolist()}]}).encode()
+SERVERS = {
+    "fast": (),
+    "grpcio": ("--grpc-engine", "grpcio"),
+    "front ends": ("--front-ends", "2"),
+    "front ends with grpcio": ("--front-ends", "2", "--grpc-engine", "grpcio"),
+}
+
+
+@pytest.mark.parametrize("options", SERVERS.values(), ids=SERVERS.keys())
+def test_every_response_has_a_report(options: Sequence[str], tmp_path: Path) -> None:
+    """One server for all checks: most of the time is its start."""
+    add_model(tmp_path / "repository", "affine", affine())
+    add_model(tmp_path / "repository", "busy", busy())
+    with serving(tmp_path / "repository", tmp_path, "--orca", "always", *options) as server:
+        check_responses_over_http(server)
+        check_another_format(server)
+        check_errors(server)
+        check_calls(server, has_padding="grpcio" not in options)
+        status, report = call_report(server, STREAM, [message("affine", "", X)] * 3)
+        assert (status, report is not None) == ("0", True)
+        check_gauges(server)
+
+
+def http_report(server: Server, body: bytes = BODY, **headers: str) -> tuple[int, str]:
+    """Status and report of one request for `affine`."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    status, received, _ = server.request("POST", "/v2/models/affine/infer", body, named)
+    return status, received.get("endpoint-load-metrics", "")
+
+
+def fields(text: str) -> dict[str, float]:
+    """Fields of a report as text."""
+    kind, _, rest = text.partition(" ")
+    assert kind == "TEXT", text
+    pairs = (part.split("=") for part in rest.split(", "))
+    return {name: float(value) for name, value in pairs}
+
+
+def check_responses_over_http(server: Server) -> None:
+    def rates() -> dict[str, float]:
+        status, text = http_report(server)
+        assert status == 200
+        return fields(text)
+
+    until(lambda: rates().get("rps_fractional", 0) > 0)
+    found = rates()
+    assert found["application_utilization"] > 0
+    assert {"named_metrics.queue_depth", "named_metrics.in_flight", "eps"} <= found.keys()
+
+
+def check_another_format(server: Server) -> None:
+    status, text = http_report(server, endpoint_load_metrics_format="json")
+    kind, _, content = text.partition(" ")
+    assert (status, kind) == (200, "JSON")
+    assert json.loads(content)["named_metrics"]["queue_depth"] == 0
+    assert http_report(server, endpoint_load_metrics_format="other")[1].startswith("TEXT ")
+
+
+def check_errors(server: Server) -> None:
+    """Failures of the server count as errors, those of the client do not."""
+
+    def errors() -> float:
+        for _ in range(2):
+            assert http_report(server, b"{")[0] == 400
+        status, text = http_report(server)
+        assert status == 200
+        return fields(text).get("eps", 1)
+
+    until(lambda: errors() == 0)  # also after the failures of earlier tests
+    late = (("x-request-timeout-ms", "1"),)
+    status, report = call_report(server, INFER, [steps("", STEPS_PER_S // 10)], metadata=late)
+    assert status in ("4", "14")  # DEADLINE_EXCEEDED, UNAVAILABLE
+    assert report is not None
+    until(lambda: fields(http_report(server)[1]).get("eps", 0) > 0)
+
+
+def check_calls(server: Server, has_padding: bool) -> None:
+    content = message("affine", "", X)
+    until(lambda: call_report(server, INFER, [content])[1].rps_fractional > 0)
+    status, report = call_report(server, INFER, [content])
+    assert (status, report.application_utilization > 0) == ("0", True)
+    assert report.named_metrics.keys() >= {"queue_depth", "in_flight", "predicted_wait_us"}
+    status, report = call_report(server, INFER, [message("affine", "", np.ones((1, 3), np.float32))])
+    assert (status, report is not None) == ("3", True)
+    # grpcio writes it without padding, which older releases of Envoy refuse.
+    text = call_trailers(server, INFER, [content])[TRAILER]
+    assert not has_padding or len(text) % 4 == 0
+
+
+def check_gauges(server: Server) -> None:
+    status, _, content = server.request("GET", "/metrics")
+    lines = dict(line.rsplit(" ", 1) for line in content.decode().splitlines() if not line.startswith("#"))
+    assert status == 200
+    assert float(lines["headrace_server_queue_depth"]) == 0
+    assert float(lines["headrace_server_in_flight"]) >= 0
+    assert float(lines["headrace_server_predicted_wait_seconds"]) >= 0
+    assert float(lines["headrace_server_utilization_ratio"]) > 0
+
+
+@pytest.mark.parametrize(("option", "engine"), [("on-request", "fast"), ("on-request", "grpcio"), ("never", "fast")])
+def test_without_always(option: str, engine: str, tmp_path: Path) -> None:
+    add_model(tmp_path / "repository", "affine", affine())
+    content, metadata = message("affine", "", X), ((FORMAT, "text"),)
+    options = ("--orca", option, "--grpc-engine", engine)
+    with serving(tmp_path / "repository", tmp_path, *options) as server:
+        for path in (INFER, STREAM):
+            assert call_report(server, path, [content]) == ("0", None)
+            status, report = call_report(server, path, [content], metadata=metadata)
+            assert (status, report is not None) == ("0", option == "on-request")
+        assert http_report(server) == (200, "")
+        code, text = http_report(server, endpoint_load_metrics_format="text")
+        assert (code, bool(text)) == (200, option == "on-request")
+        if text:
+            assert {"rps_fractional", "eps", "application_utilization"} <= fields(text).keys()
+
+
+@pytest.mark.slow
+def test_a_grpc_client_that_weighs_sends_less_to_the_slow_server(tmp_path: Path) -> None:
+    """The policy `weighted_round_robin` of gRPC's own client, before a server of each engine."""
+    policy = {"weighted_round_robin": {"blackoutPeriod": "0.5s", "weightUpdatePeriod": "0.2s"}}
+    config = json.dumps({"loadBalancingConfig": [policy]})
+    folders = {"fast": 50, "grpcio": 250}
+    for engine, compute_ms in folders.items():
+        add_timed_model(tmp_path / engine / "repository", compute_ms)
+    with (
+        serving(tmp_path / "fast" / "repository", tmp_path / "fast", "--orca", "always") as first,
+        serving(
+            tmp_path / "grpcio" / "repository",
+            tmp_path / "grpcio",
+            *("--orca", "always", "--grpc-engine", "grpcio"),
+        ) as second,
+    ):
+        servers = (first, second)
+        target = "ipv4:" + ",".join(server.grpc_address for server in servers)
+        content = message("timed", "", np.ones((1, 1), np.float32))
+
+        def counts() -> list[int]:
+            return [_requests(server) for server in servers]
+
+        with grpc.insecure_channel(target, options=[("grpc.service_config", config)]) as channel:
+            call = channel.unary_unary(INFER)
+
+            def shares() -> tuple[int, int]:
+                before = counts()
+                for future in [call.future(content, timeout=60) for _ in range(24)]:
+                    future.result()
+                fast, slow = (after - earlier for after, earlier in zip(counts(), before, strict=True))
+                return fast, slow
+
+            until(lambda: (found := shares())[0] >= 2 * found[1] > 0)
+
+
+def _requests(server: Server) -> int:
+    _, _, content = server.request("GET", "/v2/models/timed/stats")
+    (stats,) = json.loads(content)["model_stats"]
+    return int(stats["inference_stats"]["success"]["count"])
