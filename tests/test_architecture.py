@@ -69,6 +69,11 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/pipelines/decoupled_run.py": {"ours": PIPELINE_ROOMS},
     "server/headrace/pipelines/step_totals.py": {"ours": "headrace.core headrace.observability.counters"},
     "server/headrace/pipelines/steps": {"ours": PIPELINE_ROOMS, "third": "PIL numpy simplejpeg tokenizers"},
+    "server/headrace/traffic": {
+        "ours": "headrace.core headrace.scheduling.version_handle headrace.inference.services headrace.inference.status "
+        "headrace.observability.metrics_traffic",
+        "third": "numpy pydantic",
+    },
     "server/headrace/caching": {
         "ours": "headrace.core headrace.observability.counters headrace.scheduling.version_handle",
         "third": "blake3 numpy redis",

@@ -55,6 +55,7 @@ from headrace.repository.registry import explain
 from headrace.repository.shared_memory import SharedMemoryRegions
 from headrace.settings import Settings
 from headrace.tls import ServerTls
+from headrace.traffic.router import TrafficRouter
 
 logger = logging.getLogger("headrace")
 
@@ -186,6 +187,7 @@ class Wiring:
         origins: checks requests of browsers.
         services: what protocols call; exists from `start` on.
         data_plane: registry and models; exists from `start` on.
+        traffic: distributes requests over the versions of models; exists from `start` on.
         lag: delay of the event loop.
         processes: returns the figures of each process; None for one process. Set before `start`.
         arrays: counters of all processes; None for one process. Set before `start`.
@@ -196,6 +198,7 @@ class Wiring:
     services: Services
     data_plane: DataPlane
     load_meter: LoadMeter
+    traffic: TrafficRouter
     observer: RequestObserver
 
     def __init__(self, settings: Settings, limits: ServerLimits, model_filter: Mapping[Path, frozenset[str]]) -> None:
@@ -229,7 +232,11 @@ class Wiring:
             Unavailable: the system starts no further thread.
         """
         self.data_plane = DataPlane(self.settings, loop, on_loaded, self._model_filter, self._limits.bodies)
-        self.services = self._create_services()
+        registry = self.data_plane.registry
+        reader = options_reader(self.settings, self._access)
+        self.traffic = TrafficRouter(registry, loop, reader.set_routing_headers)
+        registry.on_traffic, registry.traffic_report = self.traffic.publish, self.traffic.report
+        self.services = self._create_services(reader)
         self._overview.start(loop)
         loop.set_default_executor(start_pool(_POOL_THREADS, "headrace-pool"))
         self.services.codec_threads.start()
@@ -246,6 +253,7 @@ class Wiring:
     async def stop(self) -> bool:
         """End all threads and close every model; returns False if a backend still computes after the drain timeout."""
         self._overview.stop()
+        self.traffic.close()
         self.lag.stop()
         self._heap_trimmer.stop()
         if self.keys is not None:
@@ -305,9 +313,10 @@ class Wiring:
             Nvml(),
             self.settings.metrics_config,
             data_plane.custom_metrics,
+            self.traffic,
         )
 
-    def _create_services(self) -> Services:
+    def _create_services(self, reader: RequestOptionsReader) -> Services:
         settings, registry = self.settings, self.data_plane.registry
         # The CUDA driver is started only if clients may register GPU memory.
         memory = find_client_memory() if settings.allow_client_shm else None
@@ -326,8 +335,9 @@ class Wiring:
             heartbeat_s=settings.stream_heartbeat_s,
             explain=partial(explain, registry),
             name=settings.id,
-            options_reader=options_reader(settings, self._access),
             load_reports=self._create_load_reports(),
+            options_reader=reader,
+            traffic=self.traffic,
         )
 
     def _create_load_reports(self) -> LoadReports:

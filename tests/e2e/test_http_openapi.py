@@ -24,7 +24,7 @@ from tests.support.serving import Server, serving
 # refuse what the page allows, with 400. Everything else about them is checked as everywhere.
 FORM_IS_NOT_ENOUGH = """
 [[operations]]
-include-path-regex = "/(infer|generate|generate_stream)$|sharedmemory/region/.*/register$"
+include-path-regex = "/(infer|generate|generate_stream|traffic)$|sharedmemory/region/.*/register$"
 checks.positive_data_acceptance.expected-statuses = ["2xx", "400", "403", "404", "409", "503", "504"]
 """
 # 503 is what the page promises for a model that is being unloaded, 504 for a deadline that was too short.
@@ -155,6 +155,8 @@ EXPECTED = {
     ("get", "/v2/cudasharedmemory/region/{region}/status"): 404,  # so no region can be registered
     ("get", "/v2/models/{model}/layers"): 404,  # `headrace inspect --publish` has not run
     ("get", "/v2/models/{model}/versions/{version}/layers"): 404,
+    ("get", "/v2/repository/models/{model}/traffic"): 404,  # without `traffic` in the configuration
+    ("post", "/v2/repository/models/{model}/traffic"): 400,  # the example's version is not served
 }
 
 
@@ -209,6 +211,6 @@ def test_every_example_is_accepted(tiny: Server) -> None:
     finally:
         memory.close()
         memory.unlink()
-    assert bodies == 13, (
-        "load, unload, index, a region, two trace settings, log settings, inference and generate on two paths each"
+    assert bodies == 14, (
+        "load, unload, index, traffic, a region, two trace settings, log settings, inference and generate on two paths each"
     )

@@ -82,6 +82,7 @@ def main(args: argparse.Namespace, console: Console | None = None, errors: Conso
     _cache(console, document.get("cache"))
     _padding(console, document.get("padding"))
     _sequences(console, document.get("sequences"))
+    _traffic(console, document.get("traffic"))
     return 0
 
 
@@ -193,6 +194,25 @@ def _sequences(console: Console, sequences: object) -> None:
             if shown:
                 parts.append(f"{title}: {', '.join(shown)}")
         console.print(Text(printable(f"sequences: {'; '.join(parts)}"), style="dim"))
+
+
+def _traffic(console: Console, traffic: object) -> None:
+    """Print state, share and figures of each version; prints nothing for a model without `traffic`."""
+    versions = traffic.get("versions") if isinstance(traffic, Mapping) else None
+    for version in versions if isinstance(versions, list) else ():
+        state, percent = str(version.get("state")).replace("_", " "), 100 * version.get("share", 0)
+        parts = [f"{state}, {percent:g}% of the traffic"]
+        parts.append(f"{version.get('routed')} requests")
+        if version.get("errors"):
+            parts.append(f"{version['errors']} errors")
+        if version.get("p99_ms") is not None:
+            parts.append(f"p99 {version['p99_ms']:.3g} ms")
+        if version.get("agreement") is not None:
+            parts.append(f"agreement {version['agreement']:.2%}, largest difference {version.get('max_difference')}")
+        for label, name in (("undone", "reason"), ("not promoted", "promotion")):
+            if version.get(name):
+                parts.append(f"{label}: {version[name]}")
+        console.print(Text(printable(f"traffic, version {version.get('version')}: {'; '.join(parts)}"), style="dim"))
 
 
 def _numbers(console: Console, numbers: Mapping[str, Any]) -> None:

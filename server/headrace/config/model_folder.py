@@ -443,14 +443,16 @@ class ModelFolder:
 
 
 def served_versions(config: ModelConfig, versions: Sequence[int]) -> tuple[int, ...]:
-    """Return the versions on disk that the configuration's policy serves, ascending."""
-    policy = config.version_policy
-    ascending = sorted(versions)
+    """Return the versions on disk that the configuration's policy serves, and those that `traffic` names, ascending."""
+    policy, ascending = config.version_policy, sorted(versions)
+    named = frozenset() if config.traffic is None else config.traffic.named
+    routed = [version for version in ascending if str(version) in named]
+    others = [version for version in ascending if str(version) not in named]
     if policy.specific is not None:
-        return tuple(version for version in ascending if version in policy.specific.versions)
-    if policy.latest is not None:
-        return tuple(ascending[-policy.latest.num_versions :])
-    return tuple(ascending)
+        others = [version for version in others if version in policy.specific.versions]
+    elif policy.latest is not None:
+        others = others[-policy.latest.num_versions :]
+    return tuple(sorted((*routed, *others)))
 
 
 def read_model_folder(path: Path, repository: Path, override: Document | None = None) -> ModelFolder:
@@ -566,6 +568,10 @@ class _FolderReader:
             message = f"version {', '.join(map(str, missing))} of version_policy is not on disk"
             listing = ", ".join(map(str, versions))
             self._report([Problem(loc, message, f"add the folder, or choose from {listing}")], fatal=not served)
+        for number in sorted(map(int, config.traffic.named)) if config.traffic is not None else ():
+            if number not in served:
+                message = f"version {number} of traffic is not on disk: it gets no traffic"
+                self._report([Problem(("traffic",), message, "add its folder, or remove it")], fatal=False)
         for label, version in config.labels.items():
             if version not in served:
                 message = f'label "{label}" names version {version}, which is not served'

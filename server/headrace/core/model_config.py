@@ -49,6 +49,7 @@ from headrace.core.tensor_config import (
     served_inputs,
     served_outputs,
 )
+from headrace.core.traffic_config import Traffic, traffic_problems
 
 # More levels than any use needs; each level costs memory.
 MAX_PRIORITY_LEVELS = 1024
@@ -480,6 +481,11 @@ class ModelConfig(ConfigPart):
     pipeline: PipelineConfig | None = option(None, "Steps over other models and built-in steps.")
     pad: Padding | None = option(None, "Pads inputs, so that requests of different length share a batch.")
     cache: CacheLimits | None = option(None, "Limits of the model in the response cache.")
+    traffic: Traffic | None = option(
+        None,
+        "Shares of the versions in requests that name no version, and shadow requests; see docs/traffic.md. The versions that it "
+        "names are served beside those of `version_policy`, whose `latest` counts the others.",
+    )
 
     @property
     def kind(self) -> BackendKind:
@@ -562,6 +568,7 @@ class ModelConfig(ConfigPart):
             "fair_sharing": self.fair_sharing is not None,
         }
         yield from sequence_problems(self.sequence_batching, self.input, others, batch)
+        yield from traffic_problems(self.traffic, self.sequence_batching is not None, self.is_decoupled)
         yield from self._input_name_problems()
 
     def _batching_problems(self) -> Iterator[Problem]:

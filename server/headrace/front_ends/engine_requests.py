@@ -26,6 +26,7 @@ from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unavailab
 from headrace.core.request import NO_PARAMETERS, GroupMembers, InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
 from headrace.core.tensor import Array, Region, TensorSpec
+from headrace.core.traffic_config import Traffic
 from headrace.front_ends import frames
 from headrace.front_ends.arena import ALIGNMENT, MappedArena
 from headrace.front_ends.errors import describe_error
@@ -218,7 +219,9 @@ class EngineRequests:
             link.hold(names)
             link.pin_arena()
         self._forget_versions()
-        return encode_table(_row(handle, versions) for handle, versions in names.items())
+        return encode_table(
+            _row(handle, versions, self._registry.traffic(handle.spec.name)) for handle, versions in names.items()
+        )
 
     async def attach(self, number: int, incarnation: int, sock: socket.socket, arena: int | None = None) -> None:
         """Serve the data stream of a front end.
@@ -264,7 +267,7 @@ class EngineRequests:
             del self.versions[number]
 
 
-def _row(handle: VersionHandle, versions: Sequence[str]) -> VersionRow:
+def _row(handle: VersionHandle, versions: Sequence[str], traffic: Traffic | None) -> VersionRow:
     is_model = isinstance(handle, ModelHandle)
     return version_row(
         handle.spec,
@@ -274,6 +277,7 @@ def _row(handle: VersionHandle, versions: Sequence[str]) -> VersionRow:
         has_details=not is_model or handle.policy.by_member,
         max_group_rows=handle.max_group_rows if isinstance(handle, ModelHandle) else 1,
         histograms=handle.recorder.has_histograms,
+        sticky_header="" if traffic is None else traffic.sticky_header,
     )
 
 

@@ -26,6 +26,7 @@ from headrace.front_ends.proxy import EngineLink, GrpcProxy, HttpProxy, proxy_me
 from headrace.front_ends.remote_regions import RemoteRegions
 from headrace.front_ends.shared_page import PageState, SharedPage
 from headrace.front_ends.sharing import shared_arrays, shared_limits
+from headrace.front_ends.table import sticky_headers
 from headrace.grpc.infer import InferStreams
 from headrace.grpc.methods import GrpcEngine
 from headrace.inference.codec_threads import CodecThreads
@@ -260,6 +261,7 @@ class FrontEndProcess:
     def _on_notice(self, name: str, content: Any) -> None:
         if name == "table":
             self._models.apply_table(content)
+            self._reader.set_routing_headers(sticky_headers(content))
             self._forget_heads()
         elif name == "flush":
             self._models.flush_counts()

@@ -42,6 +42,7 @@ class VersionRow(msgspec.Struct, array_like=True, frozen=True):
         has_details: it reads ids and requested outputs of requests.
         max_group_rows: most rows of a group of requests; 1 for requests alone.
         histograms: codec times are counted.
+        sticky_header: header that the engine routes requests of the model by; "" for none.
     """
 
     number: int
@@ -61,6 +62,7 @@ class VersionRow(msgspec.Struct, array_like=True, frozen=True):
     max_group_rows: int = 1
     histograms: bool = True
     decoupled: bool = False
+    sticky_header: str = ""
 
 
 _decoder = msgspec.msgpack.Decoder(list[VersionRow])
@@ -74,6 +76,11 @@ def encode_table(rows: Iterable[VersionRow]) -> bytes:
 def decode_table(content: bytes) -> list[VersionRow]:
     """Decode the table; raises ValueError for other content."""
     return _decoder.decode(content)
+
+
+def sticky_headers(content: bytes) -> frozenset[str]:
+    """Return the sticky headers of all models in the table; raises ValueError for other content."""
+    return frozenset(row.sticky_header for row in decode_table(content)) - {""}
 
 
 def _tensor_rows(specs: Mapping[str, TensorSpec]) -> tuple[TensorRow, ...]:
@@ -94,6 +101,7 @@ def version_row(
     has_details: bool,
     max_group_rows: int,
     histograms: bool,
+    sticky_header: str = "",
 ) -> VersionRow:
     """Return the row of a version; arguments as in `VersionRow`."""
     padded = spec.padded
@@ -117,6 +125,7 @@ def version_row(
         max_group_rows,
         histograms,
         spec.decoupled,
+        sticky_header,
     )
 
 

@@ -87,6 +87,7 @@ class FastGrpcServer:
         self.rooms: dict[Http2Connection, ResponseRoom] = {}
         self._access = methods.options_reader.access
         self._access.on_change(self._forget_heads)
+        methods.options_reader.on_change(self._forget_heads)
         self.peer_names: dict[Http2Connection, tuple[str, ...]] = {}
         self._server: asyncio.Server | None = None
         self.stopping = False
@@ -197,7 +198,7 @@ class FastGrpcServer:
         return head
 
     def _forget_heads(self) -> None:
-        """Empty the caches of heads: their principals have changed."""
+        """Empty the caches of heads: their principals, or the headers that are read, have changed."""
         for connection in self._connections:
             connection.forget_heads()
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.core.limits import CLIENT_PATTERN
 from headrace.core.tensor import DATATYPES
+from headrace.http.traffic_bodies import TrafficReport, VersionTraffic
 
 _Bytes = Annotated[int, Meta(ge=1, le=2**62)]
 _BASE64 = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
@@ -337,6 +338,7 @@ class Explanation(_Closed):
     sequences: SequenceStatus = _optional(
         description="sequences, slots and backlog, if the model has `sequence_batching`"
     )
+    traffic: TrafficReport = _optional(description="shares and figures of the versions, if the model has `traffic`")
 
 
 class PriorityLoad(_Closed):
@@ -514,6 +516,7 @@ class ServingStatus(_Closed):
     failures_per_s: list[_Time] = Field(description="failed requests, likewise")
     pipeline: PipelineStatus | None = Field(description="of a pipeline or ensemble, else null")
     sequences: SequenceStatus | None = Field(description="of a model with `sequence_batching`, else null")
+    traffic: VersionTraffic | None = Field(description="of a model with `traffic`, else null")
 
 
 class VersionStatus(IndexRow):

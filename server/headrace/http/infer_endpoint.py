@@ -163,7 +163,7 @@ class InferHeaders:
     @property
     def is_repeatable(self) -> bool:
         """True if equal heads of later requests need no parsing."""
-        return not self.content_encoding and self.options.trace is None
+        return not self.content_encoding and self.options.trace is None and self.options.routing is None
 
 
 class ParsedHead(NamedTuple):
@@ -208,6 +208,7 @@ class InferEndpoint:
         self._heads: dict[tuple[str, ...], dict[bytes, ParsedHead]] = {}
         services.access.on_change(self.forget_heads)
         self._load_reports = services.load_reports
+        services.options_reader.on_change(self.forget_heads)
         self._loads: WeakKeyDictionary[Handle, LoadHeaders] = WeakKeyDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
@@ -222,7 +223,8 @@ class InferEndpoint:
         pending = PendingRequest(model, version, monotonic_ns())
         headers: InferHeaders | None = None
         try:
-            if self._options_reader.access.has_keys:  # the lease checks the permission
+            # The lease checks the permission, and selects the version by a sticky header.
+            if self._options_reader.access.has_keys or self._options_reader.routing_headers:
                 headers = self.parse_headers(scope)
                 pending.options = headers.options
                 if service.needs_charge(headers.options):

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from headrace.core.limits import REGION_PATTERN
 from headrace.http import bodies
+from headrace.http.traffic_bodies import TrafficReport, TrafficRequest
 from headrace.inference.control_plane import ControlPlane
 from headrace.inference.operations import http_operation
 from headrace.inference.services import Services
@@ -163,6 +164,25 @@ def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
         body=bodies.UnloadRequest,
         example={"parameters": {"unload_dependents": True}},
         permit=permit,
+        statuses=(403, 404, 409, 503),
+    )
+    path, traffic = "/v2/repository/models/{model}/traffic", control.services.traffic
+    yield Route(
+        "repository",
+        path,
+        "Shares, states and figures of the versions",
+        traffic.show,
+        TrafficReport,
+        statuses=(404, 503),
+    )
+    yield post(
+        path,
+        "Change the shares of the versions, promote a version, or return to the configuration; returns the traffic in force",
+        lambda model, **changes: traffic.change(model, changes),
+        TrafficReport,
+        body=TrafficRequest,
+        body_required=True,
+        example={"versions": {"2": "5%"}},
         statuses=(403, 404, 409, 503),
     )
     summary = "Every model with its platform and the state of its versions"

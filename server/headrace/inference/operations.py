@@ -81,6 +81,7 @@ _READ = (
     Operation("load report", Scope.READ, _of_model("/load")),
     Operation("explanation", Scope.READ, _of_model("/explain")),
     Operation("layers", Scope.READ, _of_model("/layers")),
+    Operation("traffic", Scope.READ, ("GET /v2/repository/models/{model}/traffic",)),
     Operation("shared memory status", Scope.READ, _regions("status"), _memory("Status")),
     Operation(
         "trace settings",
@@ -125,6 +126,7 @@ OPERATIONS: tuple[Operation, ...] = (
         _inference("RepositoryModelUnload"),
         True,
     ),
+    Operation("change traffic", Scope.CONTROL, ("POST /v2/repository/models/{model}/traffic",), (), True),
     Operation("register shared memory", Scope.CONTROL, _regions("register"), _memory("Register"), True),
     Operation("unregister shared memory", Scope.CONTROL, _regions("unregister"), _memory("Unregister"), True),
     Operation(

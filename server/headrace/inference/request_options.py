@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class RequestOptions:
         trace: trace context of the caller, None for none.
         ends_stream: True if the first error of a gRPC stream ends it.
         principal: of the credentials; None if the server has no keys.
+        routing: values of the sticky headers by name; None without any.
     """
 
     client: str = ""
@@ -59,6 +60,7 @@ class RequestOptions:
     trace: TraceContext | None = None
     ends_stream: bool = False
     principal: Principal | None = None
+    routing: Mapping[str, str] | None = None
 
     def deadline_ns(self, start_ns: int, transport_ns: int = 0) -> int:
         """Return the earlier of the option's deadline, counted from `start_ns`, and the transport's; monotonic, 0 for none."""
@@ -81,6 +83,7 @@ class RequestOptionsReader:
         names: of all option headers, and with keys of the headers with credentials.
         wire_names: the same names by their bytes on the wire.
         no_options: options of a request without any of these headers.
+        routing_headers: names of the sticky headers, see `set_routing_headers`.
     """
 
     def __init__(
@@ -93,9 +96,27 @@ class RequestOptionsReader:
         self.access = access or OpenAccess()
         has_keys = self.access.has_keys
         source = (AUTHORIZATION_HEADER, API_KEY_HEADER) if has_keys else (client_header,)
-        self.names = frozenset((*source, *_OPTION_HEADERS)) - (set() if reads_load_format else {LOAD_FORMAT_HEADER})
-        self.wire_names = {name.encode(): name for name in self.names}
+        self._names = frozenset((*source, *_OPTION_HEADERS)) - (set() if reads_load_format else {LOAD_FORMAT_HEADER})
+        self.routing_headers: frozenset[str] = frozenset()
+        self._callbacks: list[Callable[[], None]] = []
+        self._name_headers()
         self.no_options = RequestOptions(principal=self.access.anonymous) if has_keys else NO_OPTIONS
+
+    def _name_headers(self) -> None:
+        self.names = self._names | self.routing_headers
+        self.wire_names = {name.encode(): name for name in self.names}
+
+    def set_routing_headers(self, names: frozenset[str]) -> None:
+        """Read other headers too, in lower case, into `RequestOptions.routing`; called on the event loop."""
+        if names != self.routing_headers:
+            self.routing_headers = names
+            self._name_headers()
+            for callback in self._callbacks:
+                callback()
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after a change of the headers that are read, for caches of parsed heads."""
+        self._callbacks.append(callback)
 
     def principal(self, headers: Mapping[str, str], peer: Principal | None = None) -> Principal:
         """Return the principal of a request; never raises.
@@ -132,6 +153,9 @@ class RequestOptionsReader:
             trace_context(headers.get(TRACEPARENT_HEADER, ""), headers.get(TRACESTATE_HEADER, "")),
             _flag(STREAM_ERROR_HEADER, headers.get(STREAM_ERROR_HEADER, "0")),
             principal,
+            {name: headers[name] for name in self.routing_headers if name in headers} or None
+            if self.routing_headers
+            else None,
         )
 
 

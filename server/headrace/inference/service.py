@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -56,6 +57,8 @@ class Wire(NamedTuple):
     status: Callable[[HeadraceError], str]
     load_in_parameters: bool
 
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 # Stages of a request. It holds a lease in LEASED only; one that is ANSWERED may still fail while its response is written.
 _RECEIVED, _LEASED, _ANSWERED, _FAILED = range(4)
@@ -170,6 +173,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         self._models = services.models
         self._observer = services.observer
         self._quotas = services.quotas
+        self._traffic = services.traffic
         self.has_remote_quotas = services.quotas is not None
         self._counts = services.load_reports.counts
         self._wire = wire
@@ -210,7 +214,11 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         principal = pending.options.principal
         if principal is not None:  # before the lease: the error must not depend on whether the model exists
             principal.admit(pending.model)
-        handle = pending.handle = self._models.lease(pending.model, pending.version)
+        splits = self._traffic.splits
+        if splits and not pending.version and pending.model in splits:
+            handle = pending.handle = splits[pending.model].lease(pending.options.routing or _NO_HEADERS)
+        else:
+            handle = pending.handle = self._models.lease(pending.model, pending.version)
         pending.stage = _LEASED
         handle.admit()
         return handle

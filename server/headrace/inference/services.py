@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from headrace.core.access import AccessControl, QuotaBucket
 from headrace.core.completion import LoopCompletion
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, NotFound
 from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
 from headrace.core.telemetry import TraceContext
 from headrace.core.tensor import ModelSpec, Region
@@ -104,6 +105,45 @@ class Models(Protocol):
 
     def ready(self) -> bool:
         """Return True if every model that should serve can serve."""
+
+
+class ModelTraffic(Protocol):
+    """Distributes the requests of one model that name no version; see `headrace.traffic.split.TrafficSplit`."""
+
+    def lease(self, headers: Mapping[str, str]) -> Handle:
+        """Lease the version for a request with these sticky headers; raises NotFound or Unavailable."""
+
+
+class TrafficSplits(Protocol):
+    """Traffic of all models; see `headrace.traffic.router.TrafficRouter`."""
+
+    @property
+    def splits(self) -> Mapping[str, ModelTraffic]:
+        """Traffic of each model that has a configuration of it; replaced as a whole."""
+
+    def show(self, model: str) -> Mapping[str, object]:
+        """Return shares, states and figures of a model; raises NotFound without traffic."""
+
+    async def change(self, name: str, changes: Mapping[str, Any]) -> Mapping[str, object]:
+        """Change the traffic of a model, and return it; raises BadRequest, Conflict, NotFound or Unavailable."""
+
+
+class NoTraffic:
+    """A process that distributes no traffic.
+
+    Attributes:
+        splits: empty.
+    """
+
+    splits: Mapping[str, ModelTraffic] = MappingProxyType({})
+
+    def show(self, model: str) -> Mapping[str, object]:
+        """Raise NotFound."""
+        raise NotFound(f"this process distributes no traffic: it has none of model '{model}'")
+
+    async def change(self, name: str, changes: Mapping[str, Any]) -> Mapping[str, object]:
+        """Raise NotFound."""
+        return self.show(name)
 
 
 class Repository(Protocol):
@@ -224,6 +264,7 @@ class Services:
         heartbeat_s: seconds without a response after which an event stream has a comment.
         load_reports: reports for load balancers.
         quotas: of keys, if another process keeps them; None if the principals of this process do.
+        traffic: distributes requests over the versions of models.
     """
 
     models: Models
@@ -242,6 +283,7 @@ class Services:
     heartbeat_s: float = 15.0
     quotas: KeyQuotas | None = None
     load_reports: LoadReports = field(default_factory=LoadReports)
+    traffic: TrafficSplits = field(default_factory=NoTraffic)
 
     @property
     def access(self) -> AccessControl:

@@ -36,6 +36,7 @@ from headrace.observability.metrics_server import (
     ServerFacts,
 )
 from headrace.observability.metrics_table import Durations, classic_buckets, stepwise
+from headrace.observability.metrics_traffic import HasTrafficRows, TrafficCollector
 
 _PROTOBUF = "application/vnd.google.protobuf"
 _MESSAGE = "io.prometheus.client.MetricFamily"
@@ -290,6 +291,7 @@ class MetricsPage:
         gpus: reads the driver; None leaves the metrics of GPUs out.
         triton: selects metrics under Triton's names; None for the defaults.
         custom: custom metrics of Python models; None leaves them out.
+        traffic: traffic over the versions of models; None leaves its metrics out.
     """
 
     def __init__(
@@ -300,6 +302,7 @@ class MetricsPage:
         gpus: GpuReader | None = None,
         triton: TritonMetrics | None = None,
         custom: CustomMetrics | None = None,
+        traffic: HasTrafficRows | None = None,
     ) -> None:
         self._lock = threading.Lock()  # one scrape at a time
         self._registry = CollectorRegistry()
@@ -310,6 +313,8 @@ class MetricsPage:
             self._registry.register(ServerCollector(facts))
         if gpus is not None:
             self._registry.register(GpuCollector(gpus))
+        if traffic is not None:
+            self._registry.register(TrafficCollector(traffic))
         if custom is not None:
             self._registry.register(custom)
         self._registry.register(CpuCollector())

@@ -317,6 +317,38 @@ SEQUENCE_REFUSALS = _sequences(
     "reason",
 )
 
+_traffic = _Section("Traffic", MODEL, "for a model with `traffic`")
+TRAFFIC_SHARE = _traffic(
+    "headrace_traffic_share", "Share of the version in requests that name no version, from 0 to 1."
+)
+TRAFFIC_STATE = _traffic(
+    "headrace_traffic_state",
+    "1 for the current state of a version: stable, canary, shadow, idle (no share), undone (a rule took its share), not_ready.",
+    "state",
+)
+TRAFFIC_ROUTED = _traffic("headrace_traffic_routed_total", "Requests that named no version and were given to this one.")
+TRAFFIC_UNDONE = _traffic(
+    "headrace_traffic_undone_total", "Times that a rule of `traffic.rules` took the share of the version.", "rule"
+)
+_shadow = "for the version of `traffic.shadow`"
+SHADOW_REQUESTS = _traffic(
+    "headrace_shadow_requests_total",
+    "Shadow requests by outcome: compared, failed, or the reason why one was dropped, such as queue_full or too_large.",
+    "outcome",
+    when=_shadow,
+)
+SHADOW_ROWS = _traffic("headrace_shadow_rows_total", "Rows of compared and failed shadow requests.", when=_shadow)
+SHADOW_AGREEING_ROWS = _traffic(
+    "headrace_shadow_agreeing_rows_total",
+    "Rows whose shadow answer agrees with that of the stable version; for scores the largest one is at the same place.",
+    when=_shadow,
+)
+SHADOW_MAX_DIFFERENCE = _traffic(
+    "headrace_shadow_max_difference",
+    "Largest absolute difference between an output of the version and of the stable version since it was loaded.",
+    when=_shadow,
+)
+
 _cache = _Section("Response cache", MODEL, "with `--cache-config`, for a model with `response_cache.enable`")
 CACHE_COUNTERS = {
     name: _cache(f"headrace_cache_{name}_total", text)

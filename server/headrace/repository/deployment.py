@@ -696,7 +696,7 @@ class Deployments:
         remarks = {number: self._remark(model, number) for number in versions}
         substitutes = {n: version.plan.not_on_gpu for n, version in versions.items() if version.plan.substitutes}
         config = to_triton_json(served_config(folder.config, handles))
-        self._registry.publish(name, Serving(handles, labels, config, remarks, substitutes))
+        self._registry.publish(name, Serving(handles, labels, config, remarks, substitutes, folder.config.traffic))
         self._live.pop(name, None)
         if versions or pending:
             self._live[name] = model
@@ -789,6 +789,6 @@ def _read(source: ModelSource, loader: Loader, cycle: Sequence[str]) -> ModelFol
 
 
 def _digest(folder: ModelFolder) -> str:
-    """Digest of the configuration and labels of a version, without `labels` of versions and `version_policy`."""
-    config = folder.config.model_dump_json(exclude={"labels", "version_policy"})
+    """Digest of the configuration and labels of a version, without `labels` of versions, `version_policy` and `traffic`."""
+    config = folder.config.model_dump_json(exclude={"labels", "version_policy", "traffic"})
     return hashlib.sha256(f"{config}\n{sorted(folder.labels.items())}".encode("utf-8", "surrogatepass")).hexdigest()

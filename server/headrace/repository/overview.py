@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from headrace.config.manifest import is_artefact_name, read_layers
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, allow_pauses, monotonic_ns, pause
@@ -124,7 +125,9 @@ class ServerOverview:
             if handle is None:
                 models.append({**row, "serving": None})
             else:
-                models.append({**row, "serving": {**_serving(handle), **self._history.rates(handle.recorder)}})
+                traffic = _version_traffic(self._registry.traffic_report(handle.spec.name), handle.spec.version)
+                serving = {**_serving(handle), "traffic": traffic, **self._history.rates(handle.recorder)}
+                models.append({**row, "serving": serving})
             pause()
         models_ready, models_expected = self._registry.model_counts()
         return {
@@ -171,6 +174,12 @@ def _serving(handle: VersionHandle) -> Mapping[str, object]:
         "pipeline": _pipeline(handle) if isinstance(handle, PipelineHandle) else None,
         "sequences": None if sequences is None else sequences._asdict(),
     }
+
+
+def _version_traffic(report: Mapping[str, object] | None, version: str) -> object:
+    """Return the row of a version in the report of its model's traffic; None without one."""
+    rows: Any = () if report is None else report["versions"]
+    return next((row for row in rows if row["version"] == version), None)
 
 
 def _by_bucket(native: Counts) -> Mapping[str, int]:

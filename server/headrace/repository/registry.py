@@ -18,6 +18,7 @@ from typing import Literal
 from headrace.core.clock import NS_PER_MS, NS_PER_US, monotonic_ns, pause
 from headrace.core.errors import BadRequest, HeadraceError, NotFound, Unavailable
 from headrace.core.model_config import is_version, name_problem
+from headrace.core.traffic_config import Traffic
 from headrace.observability.statistics import to_triton
 from headrace.pipelines.handle import PipelineHandle
 from headrace.pipelines.step_totals import slowest_step
@@ -141,7 +142,9 @@ class Serving:
         config: the configuration in Triton's JSON.
         remarks: by version, text shown beside READY in the index.
         substitutes: by version, reason why the CPU serves although the configuration requires a GPU.
-        by_name: handle by version number and label, None for a label of a version that does not serve; "" is the latest.
+        traffic: shares of the versions in requests that name none; None for the latest version.
+        by_name: handle by version number and label, None for a label of a version that does not serve; "" is the latest, with
+            `traffic` the stable version.
     """
 
     handles: dict[str, VersionHandle]
@@ -149,12 +152,15 @@ class Serving:
     config: Mapping[str, object] = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
     substitutes: Mapping[str, str] = field(default_factory=dict)
+    traffic: Traffic | None = None
     by_name: Mapping[str, VersionHandle | None] = field(init=False)
 
     def __post_init__(self) -> None:
         by_name: dict[str, VersionHandle | None] = dict(self.handles)
         by_name |= {label: self.handles.get(version) for label, version in self.labels.items()}
         by_name[""] = next(reversed(self.handles.values()), None)
+        if self.traffic is not None:
+            by_name[""] = self.handles.get(self.traffic.stable_version(sorted(self.handles, key=int)))
         object.__setattr__(self, "by_name", by_name)
 
 
@@ -186,8 +192,8 @@ class _Record:
 _INACTIVE = frozenset({State.UNLOADING, State.UNLOADED})
 
 
-def _do_nothing() -> None:
-    """Default of `Registry.on_published`."""
+def _do_nothing(*_: object) -> None:
+    """Default of `Registry.on_published` and `Registry.on_traffic`."""
 
 
 class Registry:
@@ -199,6 +205,8 @@ class Registry:
     Attributes:
         generation: number of changes of the serving versions, from 1.
         on_published: called after each of these changes by the thread that has made it, and may wait.
+        on_traffic: called with a model and its traffic, None for none, when that has changed; must not wait.
+        traffic_report: returns shares, states and figures of a model's traffic; None without any.
         sequences: versions with live sequences; one that is being unloaded serves the sequences that it has.
     """
 
@@ -207,6 +215,10 @@ class Registry:
         self._ready_when = ready_when
         self._serving: Mapping[str, Serving] = {}
         self.on_published: Callable[[], None] = _do_nothing
+        self.on_traffic: Callable[[str, Traffic | None], None] = _do_nothing
+        self.traffic_report: Callable[[str], Mapping[str, object] | None] = lambda _name: None
+        self._traffic_changes: dict[str, tuple[Traffic | None, Traffic]] = {}  # of the configuration, and in force
+        self._configured_traffic: dict[str, Traffic | None] = {}
         self.generation = 1
         self._records: dict[tuple[str, str], _Record] = {}
         self._similar: tuple[Mapping[str, Serving], SimilarNames] = ({}, SimilarNames(()))
@@ -244,13 +256,21 @@ class Registry:
         return serving.by_name.get(version) if serving is not None else None
 
     def selections(self) -> Sequence[tuple[str, VersionHandle]]:
-        """Return each number and label ("" for the latest) of each model, with the version that it selects."""
+        """Return each number and label ("" for the latest) of each model, with the version that it selects.
+
+        Without the "" of a model with traffic: its requests are distributed.
+        """
         return [
             (version, handle)
             for serving in self._serving.values()
             for version, handle in serving.by_name.items()
-            if handle is not None
+            if handle is not None and (version or serving.traffic is None)
         ]
+
+    def traffic(self, name: str) -> Traffic | None:
+        """Return the traffic in force of a model; None without any."""
+        serving = self._serving.get(name)
+        return None if serving is None else serving.traffic
 
     def versions(self, name: str) -> Sequence[str]:
         """Return the serving versions, ascending."""
@@ -465,10 +485,12 @@ class Registry:
         """
         with self._lock:
             all_serving = dict(self._serving)
-            all_serving.pop(name, None)
+            before = all_serving.pop(name, None)
+            traffic = None
             if serving is not None and serving.handles:
                 ordered = dict(sorted(serving.handles.items(), key=lambda item: int(item[0])))
-                all_serving[name] = replace(serving, handles=ordered)
+                traffic = self._traffic_in_force(name, serving.traffic)
+                all_serving[name] = replace(serving, handles=ordered, traffic=traffic)
                 for version, handle in ordered.items():
                     record = self._records.setdefault((name, version), _Record(State.LOADING, ""))
                     remark = serving.remarks.get(version, "")
@@ -481,7 +503,51 @@ class Registry:
             self._serving = all_serving
             self.generation += 1
             self._update_callers(name)
+            if serving is None:
+                self._traffic_changes.pop(name, None)
+            if traffic is not None or (before is not None and before.traffic is not None):
+                self.on_traffic(name, traffic)
         self.on_published()
+
+    def _traffic_in_force(self, name: str, configured: Traffic | None) -> Traffic | None:
+        """Return the traffic that a request has set, unless the configuration has changed since; called with the lock."""
+        origin, traffic = self._traffic_changes.get(name, (None, None))
+        if traffic is not None and origin == configured:
+            return traffic
+        self._traffic_changes.pop(name, None)
+        self._configured_traffic[name] = configured
+        return configured
+
+    def set_traffic(self, name: str, traffic: Traffic | None) -> None:
+        """Use other traffic for a model until its configuration changes or it is unloaded.
+
+        Args:
+            name: of the model; ignored if it does not serve.
+            traffic: None for that of the configuration.
+        """
+        with self._lock:
+            self._set_traffic(name, traffic)
+        self.on_published()
+
+    def replace_traffic(self, name: str, before: Traffic, traffic: Traffic) -> None:
+        """Use other traffic for a model if `before` is in force; see `set_traffic`."""
+        with self._lock:
+            if self.traffic(name) == before:
+                self._set_traffic(name, traffic)
+        self.on_published()
+
+    def _set_traffic(self, name: str, traffic: Traffic | None) -> None:
+        serving, configured = self._serving.get(name), self._configured_traffic.get(name)
+        if serving is None:
+            return
+        if traffic is None:
+            self._traffic_changes.pop(name, None)
+            traffic = configured
+        else:
+            self._traffic_changes[name] = configured, traffic
+        self._serving = {**self._serving, name: replace(serving, traffic=traffic)}
+        self.generation += 1
+        self.on_traffic(name, traffic)
 
     def substitutes(self) -> list[tuple[str, str, str]]:
         """Return (name, version, reason) of every version that the CPU serves although its configuration requires a GPU."""
@@ -607,6 +673,8 @@ def explain(registry: Registry, model: str, version: str = "") -> dict[str, obje
             document["padding"] = dict(handle.padding)
         if sequences is not None:
             document["sequences"] = sequences._asdict()
+        if (traffic := registry.traffic_report(model)) is not None:
+            document["traffic"] = dict(traffic)
         return document
     finally:
         handle.release()

@@ -2,7 +2,7 @@
 
 import { chart } from "./charts.js";
 import { element, say } from "./dom.js";
-import { count, milliseconds, rate, several } from "./format.js";
+import { count, milliseconds, rate, several, share } from "./format.js";
 import { curve, keyOf, percentile } from "./history.js";
 
 export const FIGURES = [["rate", "requests/s"], ["p50", "p50"], ["p95", "p95"], ["p99", "p99"], ["queued", "queued"], ["wait", "wait ahead"], ["flight", "in flight"], ["living", "instances"]];
@@ -13,7 +13,13 @@ export function stateOf({ state, reason, serving }) {
   const dead = serving && !serving.pipeline && serving.living === 0 && !serving.parked;
   const word = dead ? "NO INSTANCE" : serving?.parked ? "PARKED" : state;
   const colour = !dead && state === "READY" ? "good" : state === "UNAVAILABLE" || dead ? "bad" : "soft";
-  return { word, colour, reason: reason || (serving?.not_on_gpu ? `not on the GPU: ${serving.not_on_gpu}` : "") };
+  const parts = [reason || (serving?.not_on_gpu ? `not on the GPU: ${serving.not_on_gpu}` : ""), serving?.traffic ? trafficText(serving.traffic) : ""];
+  return { word, colour, reason: parts.filter(Boolean).join("; ") };
+}
+
+/** State and share of a version of a model with traffic, and why a rule has taken the share. */
+function trafficText({ state, share: part, reason }) {
+  return `${state.replaceAll("_", " ")}, ${share(part)} of the traffic${reason ? `: ${reason}` : ""}`;
 }
 
 /** "failing": not served, or with errors of the server in the last minute. "busy": with requests in the last minute. */

@@ -35,11 +35,12 @@ export class ModelView {
     this.figures = figures;
     this.graph = new StepGraph();
     this.sequences = element("div", { className: "sequences" });
+    this.traffic = element("div", { className: "traffic" });
     this.time = element("div");
     this.sizes = element("div");
     this.closed = element("div");
     this.failures = element("div");
-    this.serving = element("div", {}, this.what, list, this.chart.root, this.graph.root, this.sequences,
+    this.serving = element("div", {}, this.what, list, this.chart.root, this.graph.root, this.sequences, this.traffic,
       element("div", { className: "two" }, element("div", {}, this.time, this.closed), element("div", {}, this.sizes, this.failures)), this.details());
     const name = element("h2", {}, model.name, " ", element("small", {}, model.version ? `version ${model.version}` : ""));
     this.root = element("article", { className: "card" }, element("p", {}, element("a", { href: "#" }, "All models")),
@@ -66,6 +67,7 @@ export class ModelView {
     showFigures(this.figures, serving, recent, rates, perDoubling);
     this.chart.draw(curve([serving]));
     section(this.sequences, "Sequences", "now", serving.sequences ? sequencesOf(serving.sequences) : []);
+    section(this.traffic, "Traffic", "of requests that name no version", serving.traffic ? trafficOf(serving.traffic) : []);
     const shown = recent.requests ? recent : serving;
     const when = recent.requests ? "last minute" : "since loaded";
     const phases = PHASES.map(([label, name]) => [label, shown[name], milliseconds(shown[name] / (shown.requests || 1) / 1e6)]);
@@ -138,6 +140,16 @@ function sequencesOf({ live, slots, used, backlog, ends, refusals }) {
   });
   const since = totals.length ? [element("p", { className: "soft" }, `Since it was loaded: ${totals.join("; ")}.`)] : [];
   return [element("p", {}, `${several(live, "live sequence")}.`), ranking(bars), ...since];
+}
+
+/** State and share of the version, its shadow answers, and what keeps it from being promoted. */
+function trafficOf({ state, share: part, reason, promotion, routed, agreement, max_difference, shadow }) {
+  const bars = [[state.replaceAll("_", " "), part, share(part)]];
+  if (agreement !== null) bars.push(["agreement of shadow answers", agreement, `${share(agreement)}, largest difference ${max_difference}`]);
+  const outcomes = Object.entries(shadow).map(([outcome, value]) => `${outcome.replaceAll("_", " ")} ${count(value)}`);
+  const texts = [`${several(routed, "request")} routed here.`, ...(outcomes.length ? [`Shadow requests: ${outcomes.join(", ")}.`] : []),
+    ...(reason ? [`Undone: ${reason}.`] : []), ...(promotion ? [`Not promoted: ${promotion}.`] : [])];
+  return [ranking(bars), ...texts.map((text) => element("p", { className: "soft" }, text))];
 }
 
 function section(place, title, when, content) {

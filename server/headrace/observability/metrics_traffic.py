@@ -1,0 +1,76 @@
+"""Collects the metrics of traffic over the versions of models: shares, states, shadow requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from prometheus_client.metrics_core import Metric
+
+from headrace.observability import metrics_table as table
+
+STATES = ("stable", "canary", "shadow", "idle", "undone", "not_ready")
+"""States of a version of a model with traffic; see docs/traffic.md."""
+RULES = ("max_error_rate", "max_p99_ms", "min_agreement")
+
+
+class TrafficRow(NamedTuple):
+    """Traffic of one version of a model.
+
+    Attributes:
+        model, version: of the row.
+        state: one of `STATES`.
+        share: of the requests that name no version, from 0 to 1.
+        routed: requests that named no version and reached it.
+        undone: number of times that each rule has taken the share of the version.
+        shadow: shadow requests by outcome; None for a version that is no shadow.
+        rows, agreeing: compared rows, and those that agree with the stable version.
+        difference: largest absolute difference of two outputs.
+    """
+
+    model: str
+    version: str
+    state: str
+    share: float
+    routed: int
+    undone: Mapping[str, int]
+    shadow: Mapping[str, int] | None
+    rows: int
+    agreeing: int
+    difference: float
+
+
+class HasTrafficRows(Protocol):
+    """Traffic of all models; see `headrace.traffic.router.TrafficRouter`."""
+
+    def rows(self) -> Iterable[TrafficRow]:
+        """Return a row for each version of each model with traffic."""
+
+
+class TrafficCollector(table.ScrapeCollector):
+    """Collects the metrics of traffic; `traffic` has the rows."""
+
+    def __init__(self, traffic: HasTrafficRows) -> None:
+        self._traffic = traffic
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        share, state = table.TRAFFIC_SHARE.gauge(), table.TRAFFIC_STATE.gauge()
+        routed, undone = table.TRAFFIC_ROUTED.counter(), table.TRAFFIC_UNDONE.counter()
+        shadow, rows = table.SHADOW_REQUESTS.counter(), table.SHADOW_ROWS.counter()
+        agreeing, difference = table.SHADOW_AGREEING_ROWS.counter(), table.SHADOW_MAX_DIFFERENCE.gauge()
+        for row in table.stepwise(self._traffic.rows()):
+            labels = [row.model, row.version]
+            share.add_metric(labels, row.share)
+            routed.add_metric(labels, row.routed)
+            for name in STATES:
+                state.add_metric([*labels, name], row.state == name)
+            for name in RULES:
+                undone.add_metric([*labels, name], row.undone.get(name, 0))
+            if row.shadow is not None:
+                for outcome, count in {"compared": 0, "failed": 0, **row.shadow}.items():
+                    shadow.add_metric([*labels, outcome], count)
+                rows.add_metric(labels, row.rows)
+                agreeing.add_metric(labels, row.agreeing)
+                difference.add_metric(labels, row.difference)
+        yield from (share, state, routed, undone, shadow, rows, agreeing, difference)

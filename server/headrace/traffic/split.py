@@ -1,0 +1,349 @@
+"""Traffic of one model: selects a version for each request that names none, and applies the promotion rules.
+
+Reports are read by other threads: they copy what the event loop changes, in one step of the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from headrace.core.clock import Clock, monotonic_ns
+from headrace.core.completion import Mailbox
+from headrace.core.errors import BadRequest, Conflict, HeadraceError
+from headrace.core.request import InferRequest, InferResponse
+from headrace.core.traffic_config import ALL_SHARES, Traffic, share_units
+from headrace.observability.metrics_traffic import TrafficRow
+from headrace.scheduling.version_handle import VersionHandle
+from headrace.traffic.comparison import OutputComparison
+from headrace.traffic.figures import Sums, VersionFigures, broken_rule, missing_evidence
+from headrace.traffic.routed_handle import RoutedHandle
+from headrace.traffic.shadow import ShadowJob, ShadowQueue
+from headrace.traffic.shares import ShareSelector, sticky_index
+
+
+class ServedVersions(Protocol):
+    """The served versions; see `headrace.repository.registry.Registry`."""
+
+    def lease(self, name: str, version: str) -> VersionHandle:
+        """Lease a version, "" for the stable one; raises NotFound or Unavailable."""
+
+    def serving(self, name: str, version: str) -> VersionHandle | None:
+        """Return the version that serves under a number, "" for the stable one; None if there is none."""
+
+    def versions(self, name: str) -> Sequence[str]:
+        """Return the numbers of the served versions, ascending."""
+
+
+class TrafficSplit:
+    """Distributes the requests of one model that name no version. Ownership: the event loop.
+
+    Args:
+        name: of the model.
+        traffic: configuration in force.
+        versions: the served versions.
+        shadows: runs shadow requests.
+        mailbox: of the event loop.
+        on_undone: called with the split, its traffic before, version, rule and reason after a rule has taken the share of a
+            version.
+        clock: returns monotonic nanoseconds.
+
+    Attributes:
+        name, traffic: see Args.
+        routed: requests by version, since the model has traffic.
+        undone: reason by version whose share a rule has taken.
+        undone_counts: number of these events by version and rule.
+        shadow_counts: shadow requests by version and outcome: compared, failed, or the reason of a drop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        traffic: Traffic,
+        versions: ServedVersions,
+        shadows: ShadowQueue,
+        mailbox: Mailbox,
+        on_undone: Callable[[TrafficSplit, Traffic, str, str, str], None],
+        clock: Clock = monotonic_ns,
+    ) -> None:
+        self.name = name
+        self._versions, self._shadows, self._mailbox, self._clock = versions, shadows, mailbox, clock
+        self._on_undone = on_undone
+        self._targets: dict[str, RoutedHandle] = {}
+        self.routed: Counter[str] = Counter()
+        self.undone: dict[str, str] = {}
+        self.undone_counts: Counter[tuple[str, str]] = Counter()
+        self.shadow_counts: Counter[tuple[str, str]] = Counter()
+        self.traffic = traffic
+        self._use(traffic)
+
+    def apply(self, traffic: Traffic) -> None:
+        """Use another configuration; figures of the versions stay."""
+        if traffic != self.traffic:
+            for version, share in traffic.versions.items():
+                if share_units(share):  # a new share is a new attempt
+                    self.undone.pop(version, None)
+            self._use(traffic)
+
+    def _use(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+        shares = {version: share_units(share) for version, share in traffic.versions.items()}
+        ascending = sorted(shares, key=int)
+        # The stable version is last: a larger share of a canary takes sticky values from it alone.
+        self._order = [*ascending, ""]
+        self._shares = [*(shares[version] for version in ascending), ALL_SHARES - sum(shares.values())]
+        self._selector = ShareSelector(self._shares)
+        shadow = traffic.shadow
+        self._shadow_version = "" if shadow is None else str(shadow.version)
+        units = 0 if shadow is None else share_units(shadow.share)
+        self._shadow_selector = ShareSelector((units, ALL_SHARES - units))
+        for target in self._targets.values():
+            target.figures.apply(traffic.rules)
+
+    # Requests
+
+    def lease(self, headers: Mapping[str, str]) -> RoutedHandle:
+        """Lease the version of a request that names none.
+
+        Args:
+            headers: sticky headers of the request by name.
+
+        Raises:
+            NotFound, Unavailable: no version serves.
+        """
+        header = self.traffic.sticky_header
+        value = headers.get(header, "") if header else ""
+        index = sticky_index(self.name, value, self._shares) if value else self._selector.next()
+        handle = self._lease_ready(self._order[index])
+        if handle is None:  # its share goes to the stable version, and without that one to any version with a share
+            others = ("", *sorted(self._order[:-1], key=lambda version: -share_units(self.traffic.versions[version])))
+            handle = next((found for version in others if (found := self._lease_ready(version)) is not None), None)
+        if handle is None:
+            handle = self._versions.lease(self.name, "")
+        self.routed[handle.spec.version] += 1
+        return self._target(handle)
+
+    def _lease_ready(self, version: str) -> VersionHandle | None:
+        """Lease a version that can serve; None for another."""
+        handle = self._versions.serving(self.name, version)
+        if handle is None or not handle.lease():
+            return None
+        try:
+            handle.admit()
+        except HeadraceError:
+            handle.release()
+            return None
+        return handle
+
+    def _target(self, handle: VersionHandle) -> RoutedHandle:
+        """Return the routed form of a version; the figures start anew with each loaded version."""
+        target = self._targets.get(handle.spec.version)
+        if target is None or target.handle is not handle:
+            target = RoutedHandle(self, handle, self._mailbox, VersionFigures(self.traffic.rules))
+            self._targets[handle.spec.version] = target
+        return target
+
+    def _is_stable(self, handle: VersionHandle) -> bool:
+        return handle is self._versions.serving(self.name, "")
+
+    def on_answer(self, routed: RoutedHandle, received_ns: int, job: ShadowJob | None, response: InferResponse) -> None:
+        """Count an answer, and queue its shadow request."""
+        now_ns = self._clock()
+        routed.figures.add_answer(now_ns - received_ns, now_ns)
+        if job is not None:
+            self._shadows.add(job, response)
+        elif self._shadow_version:
+            self._shadows.run_next()
+        self._check(routed, now_ns)
+
+    def on_error(self, routed: RoutedHandle, was_answered: bool) -> None:
+        """Count an error of the server; `was_answered`: the request was counted by `on_answer`."""
+        now_ns = self._clock()
+        routed.figures.add_error(now_ns, was_answered)
+        self._check(routed, now_ns)
+
+    # Shadow requests
+
+    def copy_for_shadow(self, routed: RoutedHandle, request: InferRequest) -> ShadowJob | None:
+        """Copy a request of the stable version if the shadow's share has one due; None for none."""
+        version = self._shadow_version
+        if not version or routed.spec.version == version or not self._is_stable(routed.handle):
+            return None
+        if self._shadow_selector.next():
+            return None
+        shadow = self._versions.serving(self.name, version)
+        on_result = self._on_shadow
+        if shadow is None:
+            on_result("not_ready")
+            return None
+        if shadow.spec.inputs != routed.spec.inputs or shadow.spec.max_batch_size != routed.spec.max_batch_size:
+            on_result("other_inputs")
+            return None
+        return self._shadows.copy(request, routed.handle, self._lease_shadow, on_result)
+
+    def _lease_shadow(self) -> VersionHandle | None:
+        return self._lease_ready(self._shadow_version) if self._shadow_version else None
+
+    def _on_shadow(self, result: OutputComparison | str) -> None:
+        """Count the outcome of a shadow request."""
+        version = self._shadow_version
+        if not version:  # removed since
+            return
+        self.shadow_counts[version, result if isinstance(result, str) else "compared"] += 1
+        if isinstance(result, str) and result != "failed":
+            return
+        handle = self._versions.serving(self.name, version)
+        if handle is None:
+            return
+        rows, agreeing, difference = (1, 0, 0.0) if isinstance(result, str) else result
+        routed, now_ns = self._target(handle), self._clock()
+        routed.figures.add_comparison(rows, agreeing, difference, now_ns)
+        self._check(routed, now_ns)
+
+    # Rules
+
+    def _check(self, routed: RoutedHandle, now_ns: int) -> None:
+        """Take the share of a version that breaks a rule."""
+        version, rules, before = routed.spec.version, self.traffic.rules, self.traffic
+        if rules is None or not share_units(before.versions.get(version, "0%")):
+            return
+        if self._targets.get(version) is not routed:  # a request of a version that was replaced
+            return
+        stable = self._versions.serving(self.name, "")
+        if stable is None or stable.spec.version == version:  # nothing could serve its share
+            return
+        broken = broken_rule(rules, routed.figures.window(now_ns))
+        if broken is not None:
+            self._use(before.with_share(version, "0%"))
+            self.undone[version] = broken[1]
+            self.undone_counts[version, broken[0]] += 1
+            self._on_undone(self, before, version, *broken)
+
+    def check_promotion(self, version: str) -> None:
+        """Raise the reason why a version may not be promoted.
+
+        Raises:
+            BadRequest: the version has no share and is no shadow.
+            Conflict: it is not served, or the rules are not met.
+        """
+        if version not in self.traffic.versions and version != self._shadow_version:
+            listed = ", ".join(sorted({*self.traffic.versions, self._shadow_version} - {""}, key=int)) or "none"
+            raise BadRequest(
+                f"version {version[:32]!r} of model '{self.name}' has no share and is no shadow: choose from {listed}"
+            )
+        reason = self.promotion_problem(version)
+        if reason:
+            raise Conflict(f"version {version} of model '{self.name}' is not promoted: {reason}")
+
+    def promotion_problem(self, version: str) -> str:
+        """Return why a version may not be promoted; "" if it may."""
+        handle = self._versions.serving(self.name, version)
+        if handle is None or not handle.ready:
+            return "it does not serve"
+        if version in self.undone:
+            return f"its share was taken ({self.undone[version]}); set a share again first"
+        rules = self.traffic.rules
+        if rules is None:
+            return ""
+        figures = self.figures(version)
+        window = Sums() if figures is None else figures.window(self._clock())
+        broken = broken_rule(rules, window)
+        return broken[1] if broken is not None else missing_evidence(rules, window)
+
+    # Reports
+
+    def share(self, version: str) -> float:
+        """Return the share of a version in requests that name no version, from 0 to 1."""
+        stable = self._versions.serving(self.name, "")
+        units = share_units(self.traffic.versions.get(version, "0%"))
+        if stable is not None and stable.spec.version == version:
+            units += self._shares[-1]
+        return units / ALL_SHARES
+
+    def version_numbers(self) -> list[str]:
+        """Return the numbers of the served versions and of those that the configuration names, ascending."""
+        return sorted({*self._versions.versions(self.name), *self.traffic.named}, key=int)
+
+    def state(self, version: str) -> str:
+        """Return the state of a version: stable, canary, shadow, undone, idle (served without a share), or not_ready."""
+        handle = self._versions.serving(self.name, version)
+        if version in self.undone:
+            return "undone"
+        if handle is None or not handle.ready:
+            return "not_ready"
+        if self._is_stable(handle):
+            return "stable"
+        if share_units(self.traffic.versions.get(version, "0%")):
+            return "canary"
+        return "shadow" if version == self._shadow_version else "idle"
+
+    def figures(self, version: str) -> VersionFigures | None:
+        """Return the figures of a version; None while it has had no traffic."""
+        target = self._targets.get(version)
+        return (
+            None
+            if target is None or target.handle is not self._versions.serving(self.name, version)
+            else target.figures
+        )
+
+    def rows(self) -> Iterator[TrafficRow]:
+        """Yield a row of the metrics for each version."""
+        undone, shadow = dict(self.undone_counts), dict(self.shadow_counts)
+        for version in self.version_numbers():
+            figures = self.figures(version)
+            totals = Sums() if figures is None else figures.totals
+            is_shadow = version == self._shadow_version
+            yield TrafficRow(
+                self.name,
+                version,
+                self.state(version),
+                self.share(version),
+                self.routed[version],
+                {rule: count for (number, rule), count in undone.items() if number == version},
+                {outcome: count for (number, outcome), count in shadow.items() if number == version}
+                if is_shadow
+                else None,
+                totals.rows,
+                totals.agreeing,
+                totals.difference,
+            )
+
+    def report(self) -> dict[str, object]:
+        """Return configuration, shares, states and figures as JSON values."""
+        traffic = self.traffic
+        return {
+            "model": self.name,
+            "sticky_header": traffic.sticky_header,
+            "shadow": None if traffic.shadow is None else traffic.shadow.model_dump(mode="json"),
+            "rules": None if traffic.rules is None else traffic.rules.model_dump(mode="json", exclude_none=True),
+            "versions": [self._report(version) for version in self.version_numbers()],
+        }
+
+    def _report(self, version: str) -> dict[str, object]:
+        state, figures = self.state(version), self.figures(version)
+        is_candidate = version in self.traffic.versions or version == self._shadow_version
+        sums = None if figures is None else figures.totals
+        window = None if figures is None else figures.window(self._clock())
+        return {
+            "version": version,
+            "state": state,
+            "share": self.share(version),
+            "reason": self.undone.get(version, ""),
+            "promotion": self.promotion_problem(version) if is_candidate and state != "stable" else "",
+            "routed": self.routed[version],
+            "requests": 0 if window is None else window.requests,
+            "errors": 0 if window is None else window.errors,
+            "p99_ms": None if figures is None else figures.p99_ms(),
+            "comparisons": 0 if window is None else window.comparisons,
+            "agreement": None if window is None or not window.rows else window.agreeing / window.rows,
+            "max_difference": None if sums is None or not sums.comparisons else _finite(sums.difference),
+            "shadow": {
+                outcome: count for (number, outcome), count in dict(self.shadow_counts).items() if number == version
+            },
+        }
+
+
+def _finite(value: float) -> float | str:
+    """Return a number that JSON has; text for infinity."""
+    return "Infinity" if value == float("inf") else value
