@@ -136,6 +136,7 @@ def example(kind: type[HeadraceError]) -> HeadraceError:
     values = {
         "message": "the text",
         "retry_after_s": 2.25,
+        "can_retry": True,
         "client": "shop",
         "reference": "0123456789ab",
         "findings": [

@@ -86,13 +86,15 @@ class Unavailable(HeadraceError):
     Args:
         message: text for the caller.
         retry_after_s: delay in seconds before a retry.
+        can_retry: False if the same request fails again at any time.
     """
 
     reason = "unavailable"
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0, can_retry: bool = True) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.can_retry = can_retry
 
 
 class Overloaded(Unavailable):

@@ -32,6 +32,7 @@ def describe_error(error: BaseException) -> ErrorRecord:
         failure.client if isinstance(failure, QuotaExceeded) else "",
         failure.reference if isinstance(failure, ModelFailed) else "",
         tuple(failure.steps),
+        failure.can_retry if isinstance(failure, Unavailable) else True,
     )
 
 
@@ -42,7 +43,7 @@ def restore_error(record: ErrorRecord) -> HeadraceError:
     if issubclass(kind, QuotaExceeded):
         error = kind(record.message, record.retry_after_s, record.client)
     elif issubclass(kind, Unavailable):
-        error = kind(record.message, record.retry_after_s)
+        error = kind(record.message, record.retry_after_s, record.can_retry)
     elif issubclass(kind, ModelFailed):
         error = kind(record.message, record.reference)
     else:

@@ -392,7 +392,7 @@ class CallExchange(Exchange):
 
     def _fail(self, error: Exception) -> None:
         if not self.is_gone:
-            status = error_status(error)
+            status = error_status(error, self.deadline_ns)
             self._send(MessageKind.STATUS, status.code, status.text, [list(pair) for pair in status.metadata])
         forget_frames(error)
 

@@ -152,6 +152,7 @@ class ErrorRecord(msgspec.Struct, array_like=True, frozen=True, eq=True):
     client: str = ""
     reference: str = ""
     steps: tuple[PipelineStepTimes, ...] = ()
+    can_retry: bool = True
 
 
 class CountEvent(msgspec.Struct, array_like=True, frozen=True, eq=True):

@@ -227,7 +227,7 @@ class FastCall(Http2Stream):
 
     def fail(self, error: HeadraceError) -> None:
         """End the call with an error, and cancel its method."""
-        self._send_error(error_status(error))
+        self._send_error(error_status(error, self.deadline_ns))
         self._cancel_method(error)
 
     async def _serve(self, method: Callable[..., Awaitable[Message | None]], *message: RequestMessage) -> None:
@@ -241,7 +241,7 @@ class FastCall(Http2Stream):
             forget_frames(error)
             raise
         except Exception as error:
-            self._send_error(error_status(error))
+            self._send_error(error_status(error, self.deadline_ns))
             forget_frames(error)
         finally:
             self.reservation.end()
@@ -366,7 +366,7 @@ class UnaryCall(FastCall):
                 return
             message = self._assemble_message(data, start, stop, end)
         except HeadraceError as error:
-            self._send_error(error_status(error))
+            self._send_error(error_status(error, self.deadline_ns))
             self.reservation.end()
             return
         if message is not None:
@@ -458,7 +458,7 @@ class UnaryCall(FastCall):
             self._fail_method(error)
 
     def _fail_method(self, error: Exception) -> None:
-        self._send_error(error_status(error))
+        self._send_error(error_status(error, self.deadline_ns))
         forget_frames(error)
         self.reservation.end()
 

@@ -362,7 +362,9 @@ async def _abort(context: Any, error: Exception, load_report: bytes) -> None:
     """End the call with the status of an error and its load report; raises the error by which grpcio ends the method."""
     if isinstance(error, grpc.aio.BaseError):  # the client has disconnected, or the call is aborted already
         raise error
-    status = error_status(error)
+    remaining_s = context.time_remaining()
+    deadline_ns = 0 if remaining_s is None else monotonic_ns() + int(remaining_s * NS_PER_S)
+    status = error_status(error, deadline_ns)
     forget_frames(error)
     report = ((LOAD_TRAILER, load_report),) if load_report else ()
     await context.abort(grpc.StatusCode[status.code], status.text, (*status.metadata, *report))

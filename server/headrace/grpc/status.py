@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from headrace.core.clock import NS_PER_S
-from headrace.core.errors import HeadraceError, QuotaExceeded
+from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
+from headrace.core.errors import HeadraceError, QuotaExceeded, TooLarge, Unavailable
 from headrace.grpc.large_contents import varint
 from headrace.inference.service import internal_error
-from headrace.inference.status import grpc_code, retry_after_s, retry_delay_s
+from headrace.inference.status import grpc_code, retry_after_ms, retry_after_s, retry_delay_s
 from headrace.observability.labelled_counter import ERRORS
 
 logger = logging.getLogger("headrace.grpc")
@@ -39,6 +39,13 @@ CODES: dict[str, int] = {
 _MAX_ASCII = 2048
 _MAX_OTHER = 512
 DETAILS_TRAILER = "grpc-status-details-bin"
+PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
+"""Trailer that overrides the backoff of a client's retry policy (gRFC A6).
+
+Milliseconds before the retry; a negative number forbids it."""
+_NO_RETRY = "-1"
+# A longer wait inside the client's library is hidden from its caller, which reads the delay in `retry-after` instead.
+_MAX_PUSHBACK_MS = 60_000
 _TYPE = "type.googleapis.com/google.rpc."
 # Characters of the text in the details; `grpc-message` has all of it. Clients limit the size of all trailers together.
 _MAX_TEXT = 256
@@ -72,13 +79,14 @@ class StatusError(Exception):
         self.status = status
 
 
-def error_status(error: Exception) -> ErrorStatus:
+def error_status(error: Exception, deadline_ns: int = 0) -> ErrorStatus:
     """Status of an exception. Counts it, and logs it if it is not a HeadraceError; call it in the exception handler.
 
     A `StatusError` has its status, and is not counted again.
 
     Args:
         error: the exception that is being handled.
+        deadline_ns: monotonic deadline of the call, 0 for none. It bounds all attempts of the call together.
 
     Returns:
         Its status; that of an internal error with a reference to the log if it is not a HeadraceError.
@@ -92,10 +100,31 @@ def error_status(error: Exception) -> ErrorStatus:
     if len(text) > limit:
         text = text[: limit - 3] + "..."
     code = grpc_code(reported)
+    pushback = _pushback(reported, deadline_ns)
+    metadata: tuple[tuple[str, str | bytes], ...] = () if pushback is None else ((PUSHBACK_TRAILER, pushback),)
     details = _status_details(reported, CODES[code], text)
-    if details is None:
-        return ErrorStatus(code, text)
-    return ErrorStatus(code, text, (("retry-after", str(retry_after_s(reported))), (DETAILS_TRAILER, details)))
+    if details is not None:
+        metadata = (("retry-after", str(retry_after_s(reported))), *metadata, (DETAILS_TRAILER, details))
+    return ErrorStatus(code, text, metadata)
+
+
+def _pushback(error: HeadraceError, deadline_ns: int) -> str | None:
+    """Return the value of `PUSHBACK_TRAILER`; None to leave the retry to the client's policy.
+
+    A retry is refused if it fails again for certain, would start after the call's deadline, or is more than a minute away.
+
+    Args:
+        error: of the call.
+        deadline_ns: as in `error_status`.
+    """
+    if isinstance(error, TooLarge):
+        return _NO_RETRY  # has the code of an exceeded quota, which clients retry
+    delay_ms = retry_after_ms(error)
+    if delay_ms is None:
+        return None
+    is_final = isinstance(error, Unavailable) and not error.can_retry
+    is_late = deadline_ns != 0 and monotonic_ns() + delay_ms * NS_PER_MS >= deadline_ns
+    return _NO_RETRY if is_final or is_late or delay_ms > _MAX_PUSHBACK_MS else str(delay_ms)
 
 
 def _status_details(error: HeadraceError, code: int, text: str) -> bytes | None:

@@ -589,7 +589,7 @@ class Registry:
             ]
         for record in records:
             if record.state is State.UNAVAILABLE:
-                return Unavailable(f"model {quoted} cannot be served: {record.reason}")
+                return Unavailable(f"model {quoted} cannot be served: {record.reason}", can_retry=False)
             if record.state in (State.UNKNOWN, State.LOADING):
                 return Unavailable(f"model {quoted} is being loaded" + (f": {record.reason}" if record.reason else ""))
         if records:

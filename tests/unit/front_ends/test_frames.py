@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.core.errors import Overloaded, QuotaExceeded
+from headrace.core.errors import Overloaded, QuotaExceeded, Unavailable
 from headrace.core.request import BatchTimes, InferResponse, PipelineStepTimes
 from headrace.core.tensor import BY_NAME, DATATYPES, TensorSpec
 from headrace.front_ends import frames
@@ -194,6 +194,10 @@ def test_changed_frames_are_refused_or_parsed(data: Any) -> None:
 def test_errors_keep_their_class_and_what_they_have() -> None:
     overloaded = restore_error(describe_error(Overloaded("full", 2.5)))
     assert (type(overloaded), str(overloaded), overloaded.retry_after_s) == (Overloaded, "full", 2.5)
+    for can_retry in (True, False):
+        unavailable = restore_error(describe_error(Unavailable("the sequence has ended", 1.0, can_retry)))
+        assert isinstance(unavailable, Unavailable)
+        assert unavailable.can_retry is can_retry
     quota = restore_error(describe_error(QuotaExceeded("slow down", 0.5, "me")))
     assert (type(quota), quota.retry_after_s, quota.client) == (QuotaExceeded, 0.5, "me")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import (
     BadRequest,
     HeadraceError,
     ModelFailed,
     Overloaded,
     QuotaExceeded,
+    TooLarge,
     Unavailable,
     WouldMiss,
 )
@@ -42,6 +44,29 @@ def test_the_retry_delay(error: HeadraceError, delay_s: float, seconds: str) -> 
     assert (code, text) == ({"UNAVAILABLE": 14, "RESOURCE_EXHAUSTED": 8}[end.code], str(error))
     assert retry_delay_s(details) == pytest.approx(delay_s, abs=1e-9)
     assert ("google.rpc.QuotaFailure" in details) == isinstance(error, QuotaExceeded)
+
+
+PAUSES: list[tuple[HeadraceError, float, str | None]] = [
+    (WouldMiss("late", 0.0125), 0.0, "13"),
+    (Overloaded("full", 2.4), 0.0, "2400"),
+    (Overloaded("full", 2.4), 5.0, "2400"),
+    (Overloaded("full", 2.4), 2.3, "-1"),
+    (QuotaExceeded("too many", 0.5, "shop"), 0.0, "500"),
+    (QuotaExceeded("too many", 60.001, "shop"), 0.0, "-1"),
+    (Unavailable("the sequence has ended", can_retry=False), 0.0, "-1"),
+    (TooLarge("over --max-body-bytes"), 0.0, "-1"),
+    (BadRequest("no"), 0.0, None),
+    (ModelFailed("no"), 5.0, None),
+]
+
+
+@pytest.mark.parametrize(("error", "remaining_s", "pushback"), PAUSES)
+def test_the_pause_that_retry_policies_of_clients_read(
+    error: HeadraceError, remaining_s: float, pushback: str | None
+) -> None:
+    """gRFC A6: milliseconds as a signed 32-bit number in ASCII; a negative one forbids the retry."""
+    deadline_ns = monotonic_ns() + int(remaining_s * NS_PER_S) if remaining_s else 0
+    assert dict(error_status(error, deadline_ns).metadata).get("grpc-retry-pushback-ms") == pushback
 
 
 @pytest.mark.parametrize(("client", "subject"), [("shop", "client:shop"), ("", "client:clients without a name")])

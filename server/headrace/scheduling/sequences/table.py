@@ -672,8 +672,10 @@ class SequenceTable:
             self._reasons.popitem(last=False)
 
     def _ended(self, sequence: LiveSequence, reason: str) -> Unavailable:
-        cure = "send the request again" if self.policy.is_iterative else "start it again with sequence_start"
-        return Unavailable(f"sequence {_quoted(sequence.correlation_id)} has ended: {reason}; {cure}")
+        is_iterative = self.policy.is_iterative
+        cure = "send the request again" if is_iterative else "start it again with sequence_start"
+        text = f"sequence {_quoted(sequence.correlation_id)} has ended: {reason}; {cure}"
+        return Unavailable(text, can_retry=is_iterative)
 
     def _not_live(self, correlation_id: CorrelationId) -> str:
         if self.policy.is_iterative:
