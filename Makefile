@@ -48,7 +48,13 @@ check test test-slow test-gpu: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.dev models ## every test that needs no GPU, in parallel, without the slow ones
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
-test-slow: $(VENV)/.dev models ## the tests marked slow
+# KServe's SDK, in an environment of its own.
+$(VENV)/.kserve: requirements/kserve.lock | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)/kserve || $(BIN)/python -m venv --without-pip $(VENV)/kserve
+	$(PYTHON) -m pip --python $(VENV)/kserve/bin/python --disable-pip-version-check install --quiet --require-hashes --no-deps -r requirements/kserve.lock
+	@touch $@
+
+test-slow: $(VENV)/.dev $(VENV)/.kserve models ## the tests marked slow
 	$(BIN)/python -m pytest $(PARALLEL) -m slow
 
 screenshots: $(VENV)/.dev models ## take the pictures of the server's page anew
@@ -114,6 +120,8 @@ lock: ## resolve the dependencies anew (needs uv)
 	  --no-header -c requirements/serve.lock -c requirements/image-gpu.lock -q -o requirements/gpu.lock
 	uv pip compile --group fuzz --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --no-annotate --no-header -c requirements/dev.lock -q -o requirements/fuzz.lock
+	uv pip compile --group kserve --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-annotate --no-header -q -o requirements/kserve.lock
 	uv pip compile --group docs --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
 	  --no-header -c requirements/dev.lock -q -o requirements/docs.lock
 

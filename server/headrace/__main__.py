@@ -180,7 +180,7 @@ def _serve(args: argparse.Namespace) -> int:
     from headrace.repository.folders import open_paths
 
     try:
-        with open_paths(args.path, options.state_dir) as served:
+        with open_paths(args.path, options.state_dir, options.model_name) as served:
             options = replace(options, model_repository=(*options.model_repository, *served.repositories))
             if options.front_ends == settings.AUTO:
                 from headrace.front_ends.automatic import available_cores, choose_front_ends

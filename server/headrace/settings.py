@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 from headrace.core.cache_options import CacheOptions, CacheSetting, cache_options, parse_cache_setting
 from headrace.core.command_line import number_parser
 from headrace.core.limits import CLIENT_HEADER, LIMIT_HELP, Limits
+from headrace.core.model_config import name_problem
 from headrace.core.telemetry import OTLP_PROTOCOLS, REQUEST_LOG_MODES, Telemetry, TritonMetrics
 
 # Other names of Headrace's options with the same meaning and values.
@@ -166,6 +167,7 @@ class Settings:
 
     Attributes:
         model_repository: folders with one folder a model.
+        model_name: name of the model behind a path on the command line that is one model; "" for that of the file or folder.
         id: name of the server in its metadata, as tritonserver's --id.
         host: address to listen on.
         http_port: HTTP port; 0 lets the system choose.
@@ -219,6 +221,7 @@ class Settings:
     """
 
     model_repository: tuple[Path, ...]
+    model_name: str = ""
     id: str = "headrace"
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -283,6 +286,13 @@ _fraction = number_parser(float, lambda number: 0 < number <= 1, "is not a fract
 
 AUTO = -1
 """Value of `front_ends` for `auto`."""
+
+
+def _model_name(text: str) -> str:
+    problem = name_problem(text) if text else None
+    if problem is not None:
+        raise argparse.ArgumentTypeError(f"{problem.message}: {problem.cure}")
+    return text
 
 
 def _front_ends(text: str) -> int:
@@ -420,6 +430,12 @@ OPTIONS: tuple[_Option, ...] = (
     _Option("model_repository", "folder of models, repeatable ({0})", metavar="DIR"),
     _Option("model_control", "how models are loaded (%(default)s)", ("none", "explicit", "poll")),
     _Option("load_model", "model to load at start, with --model-control explicit; repeatable", metavar="NAME"),
+    _Option(
+        "model_name",
+        "serve the model of PATH under this name; models of a repository keep their names (that of the file or folder)",
+        _model_name,
+        "NAME",
+    ),
     _Option("id", "name of the server in its metadata (%(default)s)", metavar="NAME"),
     _Option("host", "address to listen on (%(default)s)"),
     _Option("http_port", "HTTP port (%(default)s)", _port, "N"),

@@ -379,6 +379,55 @@ def test_model_files_are_served_under_their_names(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["profiles"], "only latency tables stay"
 
 
+@pytest.mark.parametrize("files", ["model.onnx", "digits-v7.onnx", "1/model.onnx"])
+@pytest.mark.parametrize("folder", ["models", "digits"])
+def test_a_folder_with_one_model_is_served_under_a_given_name(tmp_path: Path, files: str, folder: str) -> None:
+    """As KServe mounts a model: the folder's name is not the model's."""
+    file = tmp_path / "mnt" / folder / files
+    file.parent.mkdir(parents=True)
+    file.write_bytes(models.sum_difference().SerializeToString())
+    before = sorted((tmp_path / "mnt").rglob("*"))
+    server = serve_paths(tmp_path, str(tmp_path / "mnt" / folder), "--model-name", "digits")
+    try:
+        server.wait_until_ready()
+        assert index(server) == {"digits": "READY"}
+        assert server.request("GET", "/v2/models/digits/ready")[0] == 200
+    finally:
+        server.stop()
+    assert sorted((tmp_path / "mnt").rglob("*")) == before, "the model is neither changed nor removed"
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["profiles"], "no link stays"
+
+
+def test_a_renamed_folder_keeps_its_configuration_and_its_links(tmp_path: Path) -> None:
+    folder = models.add_model(tmp_path, "pvc", models.sum_difference(), files={"config.yaml": "max_batch_size: 3\n"})
+    (folder / "2").symlink_to("1")
+    (folder / "3").symlink_to(models.add_model(tmp_path, "elsewhere", models.sum_difference()) / "1")
+    server = serve_paths(tmp_path, str(folder), "--model-name", "digits")
+    try:
+        server.wait_until_ready()
+        assert "digits/3: error: is a link that leads out of the repository" in " ".join(server.text.split())
+        (folder / "3").unlink()
+    finally:
+        server.stop()
+    server = serve_paths(tmp_path, str(folder), "--model-name", "digits")
+    try:
+        server.wait_until_ready()
+        assert json.loads(server.request("GET", "/v2/models/digits/config")[2])["max_batch_size"] == 3
+        assert server.request("GET", "/v2/models/digits/versions/2/ready")[0] == 200
+    finally:
+        server.stop()
+
+
+def test_models_of_a_repository_keep_their_names(good: Path, tmp_path: Path) -> None:
+    """One command line of KServe serves both: a repository, or the files of one model."""
+    server = serve_paths(tmp_path, str(good), "--model-name", "digits")
+    try:
+        server.wait_until_ready()
+        assert index(server) == {"row_sums": "READY", "busy": "READY"}
+    finally:
+        server.stop()
+
+
 def test_small_inputs_are_tried_as_json(tmp_path: Path) -> None:
     (tmp_path / "add.onnx").write_bytes(models.sum_difference().SerializeToString())
     server = serve_paths(tmp_path, str(tmp_path / "add.onnx"))
@@ -405,8 +454,8 @@ def test_a_repository_and_a_model_of_one_may_be_named_without_an_option(good: Pa
 
 
 def test_paths_that_cannot_be_served(tmp_path: Path) -> None:
-    for name in ("a/m.onnx", "b/m.onnx", "b/n.onnx", "x.pt", "x.plan"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("a/m.onnx", "b/m.onnx", "b/n.onnx", "c/1/model.onnx", "x.pt", "x.plan"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     for words, pattern in {
         ("missing.onnx",): "missing.onnx: error: does not exist \\(name an ONNX file, the folder of a model",
@@ -418,8 +467,12 @@ def test_paths_that_cannot_be_served(tmp_path: Path) -> None:
         (
             "b",
         ): "b: error: has 2 ONNX files and no version folders \\(name those to serve: headrace serve .*m.onnx .*n.onnx",
+        ("--model-name=x", "a/m.onnx", "c"): "/c: error: a model of the name 'x' is served from .*a/m.onnx already",
+        (
+            "--model-name=x",
+        ): "--model-name x: error: names the model of a PATH, and there is none \\(write headrace serve",
     }.items():
-        status, text = refuses(*(str(tmp_path / word) for word in words))
+        status, text = refuses(*(word if word.startswith("-") else str(tmp_path / word) for word in words))
         assert status == 1
         assert re.search(pattern, " ".join(text.split())), text
 
@@ -436,6 +489,11 @@ def test_flags_of_tritonserver_are_accepted_or_explained(good: Path, tmp_path: P
     assert "unknown option --strict-model-config of tritonserver: not needed: what a configuration leaves out" in text
     assert "unknown option --backend-config of tritonserver: write `parameters`" in text
     assert "unknown option --htp-port: did you mean --http-port?" in text
+
+
+def test_a_model_name_that_cannot_be_one_is_refused() -> None:
+    status, text = refuses("--model-name", "../x", "model.onnx")
+    assert (status, "'../x' cannot be a model's name: use letters, digits" in text) == (2, True), text
 
 
 def test_commands_suggest_the_nearest_model(good: Path, tmp_path: Path) -> None:

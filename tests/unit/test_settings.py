@@ -36,6 +36,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "strict": ("1", True),
         "ready_when": ("all", "all"),
         "allow_client_shm": ("true", True),
+        "model_name": ("digits", "digits"),
         "id": ("triton", "triton"),
         "allow_model_override": ("yes", True),
         "allow_python_uploads": ("yes", True),

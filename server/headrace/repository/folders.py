@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -187,7 +188,7 @@ class ServedPaths:
     Attributes:
         repositories: folders of models, in the order of the paths.
         model_filter: names of the served models, for each repository that is served in part.
-        first_model: name of the first model given as a file; "" if there is none.
+        first_model: name of the first model given as a file or renamed; "" if there is none.
     """
 
     repositories: tuple[Path, ...] = ()
@@ -195,40 +196,51 @@ class ServedPaths:
     first_model: str = ""
 
 
+_ModelWriter = Callable[[Path, bool], None]
+"""Creates the folder of a model at a path; True for links to its files, False for copies."""
+
+
 @contextmanager
-def open_paths(paths: Sequence[Path], state_dir: str = "") -> Iterator[ServedPaths]:
+def open_paths(paths: Sequence[Path], state_dir: str = "", name: str = "") -> Iterator[ServedPaths]:
     """Find or create a repository for each path; created ones are removed on exit.
 
     Args:
         paths: each a model file (ONNX), a folder with one model file, the folder of one model, or a repository.
         state_dir: links to the files are created here if the file system allows; "" for the folder of temporary files.
+        name: name of the model, if one path is a model; "" for that of the file or folder.
 
     Raises:
         ConfigError: a path is none of these, two have the same name, or the files cannot be linked or copied.
     """
     repositories: list[Path] = []
     model_filter: dict[Path, frozenset[str]] = {}
-    files: dict[str, tuple[Path, bool]] = {}
+    models: dict[str, tuple[Path, _ModelWriter]] = {}
+    if name and not paths:
+        cure = "write headrace serve PATH --model-name NAME, or leave the option out"
+        raise refuse(f"--model-name {name}", None, "names the model of a PATH, and there is none", cure)
     for path in paths:
         file = _model_file(path)
-        if file is not None:
-            name = _model_name(path, file)
-            if name in files:
-                cure = "rename one of them, or serve a repository: headrace serve FOLDER"
-                raise refuse(
-                    str(path), None, f"a model of the name '{name}' is served from {files[name][0]} already", cure
-                )
-            files[name] = file, path.is_dir()
-        elif is_model_folder(path):
-            absolute = Path(os.path.abspath(path))
+        absolute = Path(os.path.abspath(path))
+        if file is None and not is_model_folder(path):
+            repositories.append(path)
+            continue
+        if file is None and name in ("", absolute.name):
             repositories.append(absolute.parent)
             model_filter[absolute.parent] = model_filter.get(absolute.parent, frozenset()) | {absolute.name}
+            continue
+        model_name = name if file is None else name or _model_name(path, file)
+        if model_name in models:
+            cure = "rename one of them, or serve a repository: headrace serve FOLDER"
+            message = f"a model of the name '{model_name}' is served from {models[model_name][0]} already"
+            raise refuse(str(path), None, message, cure)
+        if file is None:
+            models[model_name] = absolute, partial(_create_folder, absolute)
         else:
-            repositories.append(path)
+            models[model_name] = file, partial(_create_model, file, path.is_dir())
     with ExitStack() as resources:
-        for name, (file, with_folder) in files.items():
-            repositories.append(_repository(name, file, with_folder, state_dir, resources))
-        yield ServedPaths(tuple(dict.fromkeys(repositories)), model_filter, next(iter(files), ""))
+        for model_name, (source, writer) in models.items():
+            repositories.append(_repository(model_name, source, writer, state_dir, resources))
+        yield ServedPaths(tuple(dict.fromkeys(repositories)), model_filter, next(iter(models), ""))
 
 
 def _model_file(path: Path) -> Path | None:
@@ -269,13 +281,13 @@ def _model_name(path: Path, file: Path) -> str:
     return name if name and name_problem(name) is None else "model"
 
 
-def _repository(name: str, file: Path, with_folder: bool, state_dir: str, resources: ExitStack) -> Path:
+def _repository(name: str, source: Path, writer: _ModelWriter, state_dir: str, resources: ExitStack) -> Path:
     """Create a repository with one model.
 
     Args:
         name: name of the model.
-        file: the ONNX file.
-        with_folder: the path was the file's folder, so its configuration and labels belong to the model.
+        source: the ONNX file or the model's folder, for errors.
+        writer: creates the model's folder.
         state_dir: as in `open_paths`.
         resources: removes the folder and closes its lock.
 
@@ -299,17 +311,27 @@ def _repository(name: str, file: Path, with_folder: bool, state_dir: str, resour
             resources.callback(shutil.rmtree, repository, ignore_errors=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
-                _create_model(repository / name, file, with_folder, link)
+                writer(repository / name, link)
                 return repository
             except OSError as error:
                 problem = error
                 shutil.rmtree(repository, ignore_errors=True)
-    detail = "" if problem is None else f": {problem.strerror}"
+    detail = "" if problem is None else f": {problem.strerror or problem}"
     cure = "free some space, or name a folder on the same disk with --state-dir"
-    raise refuse(str(file), None, f"cannot be linked or copied to {' or '.join(map(str, parents))}{detail}", cure)
+    raise refuse(str(source), None, f"cannot be linked or copied to {' or '.join(map(str, parents))}{detail}", cure)
 
 
-def _create_model(model: Path, file: Path, with_folder: bool, link: bool) -> None:
+def _create_folder(folder: Path, model: Path, link: bool) -> None:
+    """Link or copy the folder of a model; links in it stay links, which must not lead out of it when it is loaded."""
+    shutil.copytree(
+        folder,
+        model,
+        symlinks=True,
+        copy_function=lambda source, target: _link_or_copy(Path(source), Path(target), link),
+    )
+
+
+def _create_model(file: Path, with_folder: bool, model: Path, link: bool) -> None:
     """Link or copy a file and its external weights into a model folder; `with_folder` adds configuration and labels."""
     version = model / "1"
     version.mkdir(parents=True)
