@@ -149,7 +149,7 @@ def test_the_retries_of_the_sdk_wait_until_the_queue_is_shorter(tmp_path: Path, 
 def test_the_sdk_has_every_field_of_the_manifests(kind: str, path: Path, tmp_path: Path) -> None:
     assert sdk("manifest", kind, str(path)) == {"problems": []}
     wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(path.read_text().replace("metadata:", "meta:").replace("spec:", "spec:\n  minReplica: 1", 1))
+    wrong.write_text(path.read_text().replace("\nmetadata:", "\nmeta:").replace("\nspec:", "\nspec:\n  minReplica: 1"))
     problems = sdk("manifest", kind, str(wrong))["problems"]
     assert f"{kind}.meta: unknown" in problems
     assert f"{kind}.spec.minReplica: unknown" in problems
