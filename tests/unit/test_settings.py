@@ -37,6 +37,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "ready_when": ("all", "all"),
         "allow_client_shm": ("true", True),
         "model_name": ("digits", "digits"),
+        "orca": ("always", "always"),
         "id": ("triton", "triton"),
         "allow_model_override": ("yes", True),
         "allow_python_uploads": ("yes", True),
