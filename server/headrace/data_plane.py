@@ -10,6 +10,7 @@ from pathlib import Path
 from headrace.caching.response_cache import ResponseCaches
 from headrace.core.clock import NS_PER_US
 from headrace.core.completion import Mailbox
+from headrace.core.ledger import CPU
 from headrace.core.limits import BodyMemory
 from headrace.observability.custom_metrics import CustomMetrics
 from headrace.repository.environments import Environments, environments_root
@@ -39,7 +40,7 @@ class DataPlane:
 
     Attributes:
         registry: versions that serve.
-        gpu_model_cache: models in GPU memory.
+        gpu_model_cache: models in GPU memory, and those under the budget of host memory.
         environments: Python environments of models.
         reconciler: the control thread.
         custom_metrics: metrics that the code of Python models reports.
@@ -55,6 +56,8 @@ class DataPlane:
     ) -> None:
         self.registry = Registry(settings.ready_when)
         self.gpu_model_cache = GpuModelCache()
+        if settings.host_memory_budget:
+            self.gpu_model_cache.ledger.set_limit(CPU, settings.host_memory_budget)
         names = None if settings.model_control != "explicit" else frozenset(settings.load_model) - {"*"}
         selection = ModelSelection(
             settings.model_repository, None if "*" in settings.load_model else names, model_filter

@@ -48,6 +48,8 @@ class Server:
         state_dir: folder for latency tables and built engines, which outlive the process; "" for none.
         profile_s: maximum time in seconds to measure each model before it serves; 0 measures nothing.
         gpu_memory_fraction: share of each GPU's memory for all models together, 0 to 1.
+        host_memory_budget: bytes of host memory for all models that the CPU runs: each is loaded at its first request and
+            evicted by use; 0 loads all and keeps them.
         drain_timeout_s: maximum wait in seconds for requests in flight when the context ends.
 
     Example:
@@ -62,6 +64,7 @@ class Server:
         state_dir: str | os.PathLike[str] = "~/.cache/headrace/state",
         profile_s: float = 0.25,
         gpu_memory_fraction: float = 0.9,
+        host_memory_budget: int = 0,
         drain_timeout_s: float = 30.0,
     ) -> None:
         if not repositories:
@@ -76,6 +79,7 @@ class Server:
             state_dir=os.path.expanduser(state_dir),
             profile_s=profile_s,
             gpu_memory_fraction=gpu_memory_fraction,
+            host_memory_budget=host_memory_budget,
             drain_timeout_s=drain_timeout_s,
         )
         self._resources = ExitStack()

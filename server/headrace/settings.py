@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from headrace.core.cache_options import CacheOptions, CacheSetting, cache_options, parse_cache_setting
+from headrace.core.cache_options import CacheOptions, CacheSetting, cache_options, parse_cache_setting, size_bytes
 from headrace.core.command_line import number_parser
 from headrace.core.limits import CLIENT_HEADER, LIMIT_HELP, Limits
 from headrace.core.model_config import name_problem
@@ -191,6 +191,8 @@ class Settings:
         orca: responses with a load report of Open Request Cost Aggregation: "always", "on-request" or "never".
         limits: limits on clients; most are options of their own.
         gpu_memory_fraction: share of each GPU's memory for all models together, 0 to 1.
+        host_memory_budget: bytes of host memory for all models that the CPU runs; they are loaded at their first request, and
+            evicted by use. 0: all are loaded at start and stay.
         profile_s: maximum time to measure each model before it serves, in seconds; 0 measures nothing.
         inline_bound_us: largest 99th percentile of the compute time, in microseconds, with which a lone request runs on the event
             loop; 0 for never.
@@ -244,6 +246,7 @@ class Settings:
     orca: Literal["always", "on-request", "never"] = "on-request"
     limits: Limits = field(default_factory=Limits)
     gpu_memory_fraction: float = 0.9
+    host_memory_budget: int = 0
     profile_s: float = 0.25
     inline_bound_us: int = 500
     state_dir: str = "~/.cache/headrace/state"
@@ -302,6 +305,15 @@ def _front_ends(text: str) -> int:
         return int(_size(text))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or auto") from None
+
+
+def _bytes(text: str) -> int:
+    if text == "0":
+        return 0
+    try:
+        return size_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive_seconds(text: str) -> float:
@@ -465,6 +477,12 @@ OPTIONS: tuple[_Option, ...] = (
     ),
     *(_Option(name, f"{text} (%(default)s)", *_limit_type(name)) for name, text in LIMIT_HELP.items()),
     _Option("gpu_memory_fraction", "share of each GPU's memory for all models together (%(default)s)", _fraction, "F"),
+    _Option(
+        "host_memory_budget",
+        "host memory of all models on the CPU together, e.g. 4GiB: loads each at its first request, evicts by use (0: off)",
+        _bytes,
+        "SIZE",
+    ),
     _Option(
         "inline_bound_us",
         "run a lone request on the event loop if the model computes it in this time, us, at p99 (%(default)s; 0: never)",

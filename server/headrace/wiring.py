@@ -307,7 +307,7 @@ class Wiring:
             utilization=lambda: self.load_meter.figures(monotonic_ns()).utilization,
         )
         return MetricsPage(
-            data_plane.registry.sources,
+            data_plane.registry.counted_sources,
             data_plane.gpu_model_cache,
             facts,
             Nvml(),

@@ -45,6 +45,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "log_format": ("json", "json"),
         "client_header": ("X-Api-Key", "x-api-key"),
         "gpu_memory_fraction": ("0.25", 0.25),
+        "host_memory_budget": ("2MiB", 2 << 20),
         "profile_s": ("0", 0.0),
         "inline_bound_us": ("0", 0),
         "state_dir": ("s", "s"),

@@ -212,6 +212,7 @@ def onnxruntime_machine() -> Machine:
     return Machine("onnxruntime", _onnxruntime_version(), "cpu", cpu_capability())
 
 
+@lru_cache(maxsize=1)
 def _onnxruntime_version() -> str:
     for package in _ONNXRUNTIME_PACKAGES:
         try:

@@ -123,7 +123,7 @@ def parse_cache_setting(text: str) -> tuple[CacheSetting, ...]:
         raise ValueError(f"{wrong[0] if wrong else repr('')} is not a setting of the cache {name}: {usage}")
     for key, _, value in pairs:
         if key == "size":
-            _size_bytes(value)
+            size_bytes(value)
         elif key in _NUMBERS:
             _number(key, value)
         elif _ALIASES.get(key, key) in _SWITCHES:
@@ -131,7 +131,8 @@ def parse_cache_setting(text: str) -> tuple[CacheSetting, ...]:
     return tuple((name, _ALIASES.get(key, key), value) for key, _, value in pairs)
 
 
-def _size_bytes(text: str) -> int:
+def size_bytes(text: str) -> int:
+    """Return the bytes of a size such as "1GiB"; raises ValueError for other text."""
     match = _SIZE.fullmatch(text)
     size = 0 if match is None else int(match[1]) * _UNITS[match[2]]
     if size <= 0:
@@ -170,9 +171,9 @@ def cache_options(
     if not values:
         return None
     size = values.get(("local", "size"))
-    size_bytes = 0 if size is None else _size_bytes(size)
+    memory = 0 if size is None else size_bytes(size)
     redis = {key: value for (name, key), value in values.items() if name == "redis"}
-    return CacheOptions(size_bytes, _redis_options(redis, user, password, key_password) if redis else None)
+    return CacheOptions(memory, _redis_options(redis, user, password, key_password) if redis else None)
 
 
 def _redis_options(values: dict[str, str], user: str, password: str, key_password: str) -> RedisOptions:

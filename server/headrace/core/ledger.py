@@ -1,4 +1,4 @@
-"""Ledger of GPU memory: reservations by model version against limits by GPU. It allocates nothing.
+"""Ledger of model memory: reservations by model version against limits by GPU and of the host. It allocates nothing.
 
     Ledger                      one for each server; limits by GPU, and the sum of all reservations
       MemoryAccount             one for each loaded version; may have a budget
@@ -17,6 +17,8 @@ from headrace.core.errors import ConfigError, Finding
 
 # Stands for a GPU number: pinned memory of the host, which is counted without a limit.
 HOST = -1
+# Stands for a GPU number: memory of models that the CPU runs. Its limit is --host-memory-budget; without one nothing is reserved.
+CPU = -2
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -54,7 +56,7 @@ class Holding(NamedTuple):
     """Reserved bytes of one account, GPU and kind.
 
     Attributes:
-        gpu: number of the GPU, or `HOST`.
+        gpu: number of the GPU, `HOST` or `CPU`.
         model: name of the model.
         version: number of the version.
         kind: purpose of the memory.
@@ -81,7 +83,7 @@ class Ledger:
         self._accounts: set[MemoryAccount] = set()
 
     def set_limit(self, gpu: int, size_bytes: int) -> None:
-        """Set the limit of a GPU for all accounts together; a GPU has no limit before this call."""
+        """Set the limit of a GPU, or of `CPU`, for all accounts together; there is no limit before this call."""
         with self._lock:
             self._limits[gpu] = size_bytes
 
@@ -105,7 +107,7 @@ class Ledger:
         return account
 
     def reserved_bytes(self, gpu: int) -> int:
-        """Return the reserved bytes of a GPU, or of `HOST`."""
+        """Return the reserved bytes of a GPU, of `HOST` or of `CPU`."""
         with self._lock:
             return self._held.get(gpu, 0)
 
@@ -125,7 +127,9 @@ class Ledger:
                     )
                 return
             added_bytes = size_bytes - was_bytes
-            if added_bytes > 0 and gpu != HOST:
+            if added_bytes > 0 and gpu == CPU:
+                self._check_host(account, added_bytes)
+            elif added_bytes > 0 and gpu != HOST:
                 self._check(account, gpu, kind, added_bytes)
             account._held[gpu, kind] = account._held.get((gpu, kind), 0) + added_bytes
             self._held[gpu] = self._held.get(gpu, 0) + added_bytes
@@ -152,6 +156,19 @@ class Ledger:
         raise NoRoom(
             account.name, message, cure, gpu, added_bytes - free_bytes, others=account_bytes + added_bytes <= limit
         )
+
+    def _check_host(self, account: MemoryAccount, added_bytes: int) -> None:
+        limit, held_bytes = self._limits.get(CPU), self._held.get(CPU, 0)
+        if limit is None or held_bytes + added_bytes <= limit:
+            return
+        account_bytes, free_bytes = account._holds(CPU), max(limit - held_bytes, 0)
+        message = (
+            f"needs {format_bytes(account_bytes + added_bytes)} of host memory: {format_bytes(free_bytes + account_bytes)} "
+            f"of the budget of {format_bytes(limit)} are free"
+        )
+        cure = "raise --host-memory-budget, or unload models that are never evicted (keep_loaded)"
+        others = account_bytes + added_bytes <= limit
+        raise NoRoom(account.name, message, cure, CPU, added_bytes - free_bytes, others)
 
     def _holders(self, account: MemoryAccount, gpu: int, account_bytes: int) -> str:
         sizes = {other.name: 0 for other in self._accounts if other is not account}
@@ -188,7 +205,7 @@ class MemoryAccount:
         """Reserve a block.
 
         Args:
-            gpu: number of the GPU, or `HOST` for pinned memory.
+            gpu: number of the GPU, `HOST` for pinned memory, or `CPU` for a model that the CPU runs.
             kind: purpose of the block.
             size_bytes: size of the block; 0 if `resize` sets it later.
 
@@ -200,7 +217,7 @@ class MemoryAccount:
         return reservation
 
     def reserved_bytes(self) -> dict[int, int]:
-        """Return the reserved bytes by GPU (and `HOST`)."""
+        """Return the reserved bytes by GPU (and `HOST`, `CPU`)."""
         with self.ledger._lock:
             return {gpu: self._holds(gpu) for gpu, _ in self._held if self._holds(gpu)}
 
@@ -259,6 +276,11 @@ class Reservation:
     def release(self) -> None:
         """Release the reserved bytes; `resize` may reserve again."""
         self.resize(0)
+
+
+def memory_name(gpu: int) -> str:
+    """Return the name of a memory for messages: "GPU 0", or "host memory" for `CPU`."""
+    return "host memory" if gpu == CPU else f"GPU {gpu}"
 
 
 def format_bytes(size_bytes: int) -> str:

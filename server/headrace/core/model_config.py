@@ -451,7 +451,11 @@ class ModelConfig(ConfigPart):
         'Maximum memory of a version on each GPU, in bytes or as text, e.g. "2GiB". If absent, the memory '
         "that `--gpu-memory-fraction` and the other models leave.",
     )
-    keep_loaded: Flag = option(False, "The model is never evicted from GPU memory to make room for another.")
+    keep_loaded: Flag = option(
+        False,
+        "The model is never evicted from memory to make room for another. On a CPU with `--host-memory-budget`, it is "
+        "loaded at start.",
+    )
     isolation: Annotated[Literal["none", "process"], *one_of(("none", "process"))] = option(
         "none",
         "`process`: the model runs in a child process, so a crash or a hang affects only this model. Costs about 0.1 "

@@ -16,7 +16,7 @@ import numpy as np
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
-from headrace.core.ledger import HOST, Ledger
+from headrace.core.ledger import CPU, HOST, Ledger
 from headrace.core.limits import ClientLimits
 from headrace.core.telemetry import GpuReading, LoadCounts, ProcessFigures
 from headrace.observability import metrics_table as table
@@ -215,7 +215,7 @@ class GpuReader(Protocol):
 
 
 class MemoryCollector(table.ScrapeCollector):
-    """Collects the metrics of GPU memory that models hold, from the ledger."""
+    """Collects the metrics of memory that models hold, from the ledger."""
 
     def __init__(self, memory: GpuMemory) -> None:
         self._memory = memory
@@ -223,11 +223,19 @@ class MemoryCollector(table.ScrapeCollector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         held, limit = table.GPU_MEMORY.gauge(), table.GPU_MEMORY_LIMIT.gauge()
+        on_host, limits = table.HOST_MEMORY.gauge(), self._memory.ledger.limits
         for gpu, model, version, kind, size_bytes in self._memory.ledger.holdings():
+            if gpu == CPU:
+                on_host.add_metric([model, version], size_bytes)
+                continue
             held.add_metric(["host" if gpu == HOST else str(gpu), model, version, kind], size_bytes)
-        for gpu, size_bytes in sorted(self._memory.ledger.limits.items()):
+        host_limit, resident = table.HOST_MEMORY_LIMIT.gauge(), table.HOST_RESIDENT.gauge()
+        if CPU in limits:
+            host_limit.add_metric([], limits.pop(CPU))
+            resident.add_metric([], len(on_host.samples))
+        for gpu, size_bytes in sorted(limits.items()):
             limit.add_metric([str(gpu)], size_bytes)
-        yield from (held, limit)
+        yield from (held, limit, on_host, host_limit, resident)
         pinned_bytes = self._memory.ledger.reserved_bytes(HOST)
         for family in table.TRITON_PINNED.values():
             pinned = family.gauge()

@@ -424,7 +424,7 @@ ENGINE_BUILDS = _engines(
     when="with `build_on_load`, once a build has ended",
 )
 
-_memory = _Section("GPU memory of models", MODEL)
+_memory = _Section("Memory of models", MODEL)
 GPU_MODEL = "once a model on a GPU has been loaded"
 GPU_MEMORY = _memory(
     "headrace_gpu_memory_bytes",
@@ -438,8 +438,22 @@ GPU_MEMORY_LIMIT = _memory(
     labels=("gpu",),
     when=GPU_MODEL,
 )
+HOST_BUDGET = "with `--host-memory-budget`"
+HOST_MEMORY = _memory("headrace_host_memory_bytes", "Host memory of a version that the CPU runs.", when=HOST_BUDGET)
+HOST_MEMORY_LIMIT = _memory(
+    "headrace_host_memory_limit_bytes",
+    "Maximum host memory of all models together that the CPU runs.",
+    labels=(),
+    when=HOST_BUDGET,
+)
+HOST_RESIDENT = _memory(
+    "headrace_host_resident_versions",
+    "Versions that the CPU runs and that are in memory; the others are loaded by their next request.",
+    labels=(),
+    when=HOST_BUDGET,
+)
 ON_DEMAND_LOADS = _memory("headrace_on_demand_loads_total", "Loads of evicted versions caused by a request.")
-EVICTIONS = _memory("headrace_evictions_total", "Evictions of a version from GPU memory in favour of another.")
+EVICTIONS = _memory("headrace_evictions_total", "Evictions of a version from memory in favour of another.")
 
 
 _NVML = "with an NVIDIA driver"

@@ -252,6 +252,7 @@ class ModelSource:
         repository: links must not lead out of this folder.
         config: replaces the configuration of the folder.
         private: temporary folder of uploaded files; removed with the last version loaded from it.
+        is_lazy: under a budget of host memory, the first request loads the model, unless a version of it is in memory.
     """
 
     name: str
@@ -259,6 +260,7 @@ class ModelSource:
     repository: Path
     config: Document | None = None
     private: PrivateFolder | None = None
+    is_lazy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,7 +574,7 @@ class Deployments:
         if self._registry.state(name, number) not in (State.READY, State.LOADING):
             self._registry.mark(name, number, State.LOADING)
         try:
-            plan, handle = self._open(folder, number)
+            plan, handle = self._open(folder, number, source.is_lazy and (live is None or live.handle.evicted))
             if handle is None:
                 self._check_order(source, number, plan)
                 return _PendingVersion(signature, plan)
@@ -602,7 +604,7 @@ class Deployments:
         if self._builds.failure(order) is not None:
             self._builds.forget(order)
 
-    def _open(self, folder: ModelFolder, number: str) -> tuple[ServingPlan, VersionHandle | None]:
+    def _open(self, folder: ModelFolder, number: str, is_lazy: bool) -> tuple[ServingPlan, VersionHandle | None]:
         """Load the engine, or the model's own file if there is no engine or it is broken; the handle is None if the version is
         pending.
         """
@@ -620,7 +622,9 @@ class Deployments:
             logger.log(level, "model %s: %s%s", subject, plan.remark, cure)
         while True:
             try:
-                handle = _as_config_error(partial(self._loader.load, folder, version, plan), subject)
+                lazy = is_lazy and self._loader.is_lazy(folder.config, plan)
+                load = self._loader.prepare if lazy else self._loader.load
+                handle = _as_config_error(partial(load, folder, version, plan), subject)
                 break
             except ConfigError as error:
                 # An engine that does not fit into GPU memory is not broken: the CPU replaces it only if the configuration
@@ -647,8 +651,7 @@ class Deployments:
         build, version = self._build_remark(model, number), model.versions.get(number)
         if version is None or not version.handle.evicted:
             return build
-        problem = self._loader.gpu_model_cache.problem(version.handle)
-        state = f"evicted: loading on demand failed: {problem}" if problem else "evicted: loaded on demand"
+        state = self._loader.gpu_model_cache.describe(version.handle)
         return f"{state}; {build}" if build else state
 
     def _build_remark(self, model: _Model, number: str) -> str:

@@ -1,4 +1,7 @@
-"""Keeps the most recently used model versions in GPU memory, evicts others, and loads evicted versions on demand.
+"""Keeps the most recently used model versions in memory, evicts others, and loads evicted versions on demand.
+
+The memory is that of each GPU, and the budget of host memory (`CPU`) for the models that the CPU runs. Under that budget a
+version begins evicted: its first request loads it.
 
 A version that does not fit evicts the least recently used versions. A request to an evicted version loads it again in the same
 way. Each loaded version stays for a minimum time while it is in use, so that two models that do not fit together take turns
@@ -16,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import HeadraceError, Unavailable
-from headrace.core.ledger import HOST, Ledger, MemoryAccount, NoRoom, format_bytes
+from headrace.core.ledger import CPU, HOST, Ledger, MemoryAccount, NoRoom, format_bytes, memory_name
 from headrace.core.telemetry import LoadCounts
 from headrace.scheduling.version_handle import VersionHandle
 
@@ -44,12 +47,13 @@ class CachedModel:
         handle: handle of the version.
         is_pinned: the version is never evicted (`keep_loaded`).
         reopen: loads the version again and returns the account of its memory.
-        memory_bytes: bytes that it holds while loaded, by GPU.
+        memory_bytes: bytes that it holds while loaded, by GPU, or of `CPU`; expected bytes before its first load.
         loaded_ns: time of the last load.
         protected_until_ns: end of its minimum time in memory while it is in use.
         retry_eviction_ns: no eviction is attempted before this time.
         failures: failed loads on demand since the last successful load.
         problem: error of the last load on demand; "" if it succeeded.
+        is_broken: that error is none of lacking memory, so that requests are refused until the next attempt.
         retry_load_ns: no load is attempted before this time.
     """
 
@@ -62,6 +66,7 @@ class CachedModel:
     retry_eviction_ns: int = 0
     failures: int = 0
     problem: str = ""
+    is_broken: bool = False
     retry_load_ns: int = 0
 
     @property
@@ -88,17 +93,17 @@ class CachedModel:
 
 
 class GpuModelCache:
-    """LRU cache of model versions in the memory of all GPUs.
+    """LRU cache of model versions in the memory of all GPUs, and in the budget of host memory.
 
     Ownership: `_lock` guards `_requests`, `_notified`, `_loads`, `_load_error` and the keys of `_models`. `_removal` is its
     condition and signals removals. `CachedModel` objects belong to the control thread.
 
     Args:
-        ledger: memory accounts of the GPUs.
+        ledger: memory accounts of the GPUs and the host.
         clock: monotonic nanoseconds.
 
     Attributes:
-        ledger: memory accounts of the GPUs.
+        ledger: memory accounts of the GPUs and the host.
         clock: monotonic nanoseconds.
         on_request: called from any thread when a request waits for an evicted version; the control thread then calls
             `load_requested`.
@@ -142,6 +147,19 @@ class GpuModelCache:
             self._models[handle] = model
         self._record_load(model, account, begun_ns)
 
+    def add_evicted(
+        self, handle: VersionHandle, expected_bytes: dict[int, int], reopen: Callable[[], MemoryAccount]
+    ) -> None:
+        """Add a version that its first request loads.
+
+        Args:
+            handle: handle of the version, which is evicted.
+            expected_bytes: memory that it will need, by GPU or of `CPU`.
+            reopen: loads it.
+        """
+        with self._lock:
+            self._models[handle] = CachedModel(handle, False, reopen, expected_bytes)
+
     def make_room(self, error: NoRoom, name: str) -> bool:
         """Evict other versions for a version that is loaded now; versions in use only if there are no others.
 
@@ -173,6 +191,9 @@ class GpuModelCache:
         for handle in requests:
             model = self._models.get(handle)
             if model is None or not handle.evicted:
+                continue
+            if model.is_broken and self.clock() < model.retry_load_ns:
+                self._refuse(model)
                 continue
             if not blocked & model.memory_bytes.keys():
                 load_ns = self._possible_ns(model)
@@ -224,10 +245,13 @@ class GpuModelCache:
                     self._loads.pop(key, None)
             self._removal.notify_all()
 
-    def problem(self, handle: VersionHandle) -> str:
-        """Error of the last load on demand of an evicted version; "" if there was none."""
+    def describe(self, handle: VersionHandle) -> str:
+        """Return the state of an evicted version for the index, with the error of its last load on demand."""
         model = self._models.get(handle)
-        return "" if model is None else model.problem
+        state = "evicted" if model is None or model.loaded_ns else "not loaded"
+        if model is not None and model.problem:
+            return f"{state}: loading on demand failed: {model.problem}"
+        return f"{state}: loaded on demand"
 
     def loads(self) -> list[tuple[str, str, LoadCounts]]:
         """Model, version and counters of all loaded and evicted versions."""
@@ -257,6 +281,8 @@ class GpuModelCache:
         load_ns = model.retry_load_ns
         for gpu, need_bytes in model.memory_bytes.items():
             lacking = self._lacking(gpu, need_bytes)
+            if not lacking:
+                continue
             evictable = sorted((other.evictable_ns(), other.memory_bytes[gpu]) for other in self._candidates(gpu))
             if lacking > sum(size_bytes for _, size_bytes in evictable):
                 continue
@@ -296,7 +322,8 @@ class GpuModelCache:
                 self._back_off(model, HeadraceError("see the server's log for the cause"))
             else:
                 self._record_load(model, account, begun_ns, on_demand=True)
-                logger.info("model %s is loaded again for a request", model.name)
+                level = logging.DEBUG if CPU in model.memory_bytes else logging.INFO  # thousands of models, many times
+                logger.log(level, "model %s is loaded again for a request", model.name)
                 self.on_change(model.handle)
             return 0
 
@@ -304,7 +331,7 @@ class GpuModelCache:
         now_ns = self.clock()
         model.memory_bytes = {gpu: size_bytes for gpu, size_bytes in account.reserved_bytes().items() if gpu != HOST}
         model.loaded_ns, model.protected_until_ns = now_ns, now_ns + max(_MIN_RESIDENCE_NS, now_ns - begun_ns)
-        model.failures, model.problem, model.retry_load_ns = 0, "", 0
+        model.failures, model.problem, model.is_broken, model.retry_load_ns = 0, "", False, 0
         with self._lock:
             loads = self._loads.setdefault(_key(model.handle), LoadCounts())
             loads.count += 1
@@ -314,13 +341,20 @@ class GpuModelCache:
 
     def _back_off(self, model: CachedModel, error: HeadraceError) -> None:
         """Refuse the requests that wait for a version that cannot be loaded, and back off."""
-        wait_s = min(1 << model.failures, _MAX_BACKOFF_S)
+        wait_s = min(1 << min(model.failures, 5), _MAX_BACKOFF_S)
         model.failures += 1
         model.problem = str(error)
+        model.is_broken = CPU in model.memory_bytes and not isinstance(error, NoRoom)
         model.retry_load_ns = self.clock() + wait_s * NS_PER_S
         logger.error("model %s could not be loaded for a request: %s", model.name, error)
         self.on_change(model.handle)
-        message = f"model '{model.handle.spec.name}' is out of memory and could not be loaded again: {error}"
+        self._refuse(model)
+
+    def _refuse(self, model: CachedModel) -> None:
+        """Refuse the requests that wait for a version, until the next attempt to load it."""
+        wait_s = -(-max(model.retry_load_ns - self.clock(), 0) // NS_PER_S)
+        state = "is out of memory and could not be loaded again" if model.loaded_ns else "could not be loaded"
+        message = f"model '{model.handle.spec.name}' {state}: {model.problem}"
         model.handle.refuse(Unavailable(message, wait_s))
 
     def _evict(self, gpu: int, lacking_bytes: int, requester: str, idle_only: bool = False) -> bool:
@@ -347,7 +381,10 @@ class GpuModelCache:
                 continue
             freed_bytes += victim.memory_bytes[gpu]
             freed = format_bytes(victim.memory_bytes[gpu])
-            logger.info("model %s is evicted for %s: frees %s of GPU %d", victim.name, requester, freed, gpu)
+            level = logging.DEBUG if gpu == CPU else logging.INFO
+            logger.log(
+                level, "model %s is evicted for %s: frees %s of %s", victim.name, requester, freed, memory_name(gpu)
+            )
             with self._lock:
                 self._loads[_key(victim.handle)].evictions += 1
             self.on_change(victim.handle)

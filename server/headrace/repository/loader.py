@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 from headrace_model.protocol import MAX_MEMBERS
 
-from headrace.backends.base import Backend, Execution, LoadedModel, find_inner
+from headrace.backends.base import Backend, LoadedModel, find_inner
 from headrace.backends.process.backend import IsolatedBackend, IsolatedModel
 from headrace.backends.process.child import AccountedBackend, create_backend
 from headrace.caching.response_cache import ResponseCaches
@@ -37,34 +37,28 @@ from headrace.config.serving_plan import (
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding, Unsupported
-from headrace.core.ledger import MemoryAccount, NoRoom
+from headrace.core.ledger import CPU, MemoryAccount, NoRoom
 from headrace.core.limits import BodyMemory
 from headrace.core.model_config import DEFAULT_QUEUE_WAIT_US, DynamicBatching, ModelConfig, QueuePolicy
 from headrace.core.model_config import RateLimits as ConfiguredLimits
 from headrace.core.quota import Quota
+from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, PaddedInputs, TensorSpec
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.cuda import devices as gpus
 from headrace.observability.counters import Recorder
 from headrace.observability.custom_metrics import CustomMetrics
 from headrace.pipelines.execution import Steps, steps_of
+from headrace.repository.accounted_model import AccountedModel, HostMemory, file_id
 from headrace.repository.decoder_pool import DecoderPool
 from headrace.repository.gpu_model_cache import GpuModelCache
-from headrace.repository.length_measurement import LengthMeasurement
 from headrace.repository.load_ahead import LoadAhead
 from headrace.repository.model_calls import ModelCalls
 from headrace.repository.python_completion import complete_python
 from headrace.repository.python_models import Interpreters, folder_digest, open_python_model
 from headrace.repository.sequence_policy import sequence_policy, state_tensors
-from headrace.repository.warmup import (
-    NO_LATENCIES,
-    LatencyFile,
-    LatencyMeasurement,
-    LatencyStore,
-    WarmupRunner,
-    arrange_warmups,
-    make_warmups,
-)
+from headrace.repository.version_loads import VersionLoads
+from headrace.repository.warmup import LatencyFile, LatencyStore, make_warmups
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.policy import (
@@ -78,9 +72,6 @@ from headrace.scheduling.policy import (
     RateLimits,
     Sharing,
 )
-from headrace.scheduling.ragged import PaddedLayout
-from headrace.scheduling.reshaping import ReshapingExecution
-from headrace.scheduling.sequences.controls import ControlledExecution
 from headrace.scheduling.sequences.directory import SequenceDirectory
 from headrace.scheduling.sequences.handle import SequenceHandle
 from headrace.scheduling.version_handle import VersionHandle
@@ -321,8 +312,18 @@ class Loader:
         """
         return None if self.state is None else engine_folder(self.state.expanduser(), model, version)
 
+    def is_lazy(self, config: ModelConfig, plan: ServingPlan) -> bool:
+        """Return True for a version that its first request loads: the CPU runs it, under a budget of host memory.
+
+        Args:
+            config: the complete configuration.
+            plan: the serving plan.
+        """
+        on_cpu = plan.runtime not in GPU_RUNTIMES and plan.runtime not in PYTHON_RUNTIMES
+        return on_cpu and not config.keep_loaded and CPU in self.gpu_model_cache.ledger.limits
+
     def load(self, folder: ModelFolder, version: int, plan: ServingPlan) -> ModelHandle:
-        """Read the file of the plan, start the instances and warm them up; evicts other models if GPU memory is short.
+        """Read the file of the plan, start the instances and warm them up; evicts other models if memory is short.
 
         Args:
             folder: the model's folder.
@@ -330,35 +331,78 @@ class Loader:
             plan: the serving plan.
 
         Raises:
-            NoRoom: it does not fit into the memory of a GPU.
+            NoRoom: it does not fit into the memory of a GPU, or into the budget of host memory.
             ConfigError: the version cannot be served from this file; has the reason.
         """
         while True:
             try:
-                return self._load(folder, version, plan)
+                return self._load(folder, version, plan, is_lazy=False)
             except NoRoom as error:
                 if not self.gpu_model_cache.make_room(error, f"{folder.config.name}/{version}"):
                     raise
 
-    def _load(self, folder: ModelFolder, version: int, plan: ServingPlan) -> ModelHandle:
+    def prepare(self, folder: ModelFolder, version: int, plan: ServingPlan) -> ModelHandle:
+        """Return an evicted version, which its first request loads; see `is_lazy`.
+
+        Raises:
+            ConfigError: the version cannot be served from this file; has the reason.
+        """
+        return self._load(folder, version, plan, is_lazy=True)
+
+    def _load(self, folder: ModelFolder, version: int, plan: ServingPlan, is_lazy: bool) -> ModelHandle:
         config, begun_ns = folder.config, self.gpu_model_cache.clock()
-        warmups, states = make_warmups(config, folder.path), state_tensors(config, folder.path)
+        warmups, states = [] if is_lazy else make_warmups(config, folder.path), state_tensors(config, folder.path)
         check_engine(plan, config)
-        file_id = _file_id(plan.file)
-        model = self._open(folder, version, plan)
-        policy = handle_policy(config, on_gpu=bool(model.devices))
+        original = file_id(plan.file)
+        model = None if is_lazy else self._open(folder, version, plan)
+        handle = self._create_handle(folder, version, plan, model, states)
+        on_gpu = model is not None and bool(model.devices)
+        loads = VersionLoads(
+            folder,
+            plan.file,
+            handle,
+            lambda: self._open(folder, version, plan),
+            lambda: self._latency_file(folder, version, plan, handle.policy.instances),
+            config if on_gpu else config.model_copy(update={"max_batch_size": cpu_batch_size(config)}),
+            0 if is_lazy else int(self.profile_s * NS_PER_S),
+            original,
+        )
+        if model is not None:
+            loads.start(model, warmups)
+        if plan.runtime in PYTHON_RUNTIMES and self.calls is not None:
+            handle.callee_revision = partial(self.calls.revision, f"{config.name}/{version}")
+        self.open_cache(handle, folder, lambda: f"{plan.runtime} {_artefact_digest(folder, version, plan)}")
+        if model is None:
+            self.gpu_model_cache.add_evicted(handle, {CPU: original[0]}, loads.reopen)
+        else:
+            self.gpu_model_cache.add(handle, model.account, config.keep_loaded, loads.reopen, begun_ns)
+        return handle
+
+    def _create_handle(
+        self,
+        folder: ModelFolder,
+        version: int,
+        plan: ServingPlan,
+        model: AccountedModel | None,
+        states: tuple[StateTensor, ...],
+    ) -> ModelHandle:
+        """Create the handle of a version; `model` is None if the version begins evicted, on the CPU."""
+        config, devices = folder.config, () if model is None else model.devices
+        policy = handle_policy(config, on_gpu=bool(devices))
         if policy.sequences is not None:
             policy = replace(policy, sequences=replace(policy.sequences, states=states))
         if plan.runtime in PYTHON_RUNTIMES:
             max_rows = min(policy.batch.max_rows, MAX_MEMBERS)
             policy = replace(policy, by_member=True, batch=replace(policy.batch, max_rows=max_rows))
         # Requests of different shapes are joined in host memory.
-        residents = model.resident_devices if policy.ragged is None and policy.padding is None else frozenset[int]()
+        is_joined = policy.ragged is not None or policy.padding is not None
+        residents = frozenset[int]() if model is None or is_joined else model.resident_devices
         spec = replace(model_spec(folder, version), resident_devices=residents)
-        spec = replace(spec, parameters=version_parameters(plan, model.devices))
+        spec = replace(spec, parameters=version_parameters(plan, devices))
+        instances = policy.instances if model is None else model.instances
         handle = self._handle_class(policy)(
             spec=spec,
-            policy=replace(policy, instances=model.instances, inline_bound_ns=self.inline_bound_ns),
+            policy=replace(policy, instances=instances, inline_bound_ns=self.inline_bound_ns),
             model=model,
             mailbox=self.mailbox,
             recorder=Recorder(self.histograms),
@@ -367,34 +411,9 @@ class Loader:
             on_back=lambda alive: self.on_restart(config.name, str(version), alive),
             bodies=self.bodies,
         )
-        bounded = find_inner(model, "shape_ranges")
+        bounded = None if model is None else find_inner(model, "shape_ranges")
         if isinstance(handle.layout, RaggedLayout) and bounded is not None:
             handle.layout.ranges = bounded.shape_ranges
-        latency_file = self._latency_file(folder, version, plan, model.instances)
-        measurement = self._measurement(config, model, handle, latency_file)
-        measure = self._measurements(handle, measurement, bool(model.devices))
-        handle.start(WarmupRunner(config.name, arrange_warmups(warmups, handle.layout), measure))
-        if latency_file is not None:
-            latency_file.write(handle.latency_table, measurement.idle_ns)
-            model.on_closed.append(partial(latency_file.write, handle.latency_table, measurement.idle_ns))
-
-        def reopen() -> MemoryAccount:
-            if _file_id(plan.file) != file_id:
-                message = f"{plan.file.name} has changed since the load"
-                raise refuse(f"{config.name}/{version}", None, message, "load the model again")
-            new_warmups = arrange_warmups(make_warmups(config, folder.path), handle.layout)
-            model = self._open(folder, version, plan)
-            handle.restore(
-                model, WarmupRunner(config.name, new_warmups, self._measurement(config, model, handle, None))
-            )
-            if latency_file is not None:
-                model.on_closed.append(partial(latency_file.write, handle.latency_table, measurement.idle_ns))
-            return model.account
-
-        if plan.runtime in PYTHON_RUNTIMES and self.calls is not None:
-            handle.callee_revision = partial(self.calls.revision, f"{config.name}/{version}")
-        self.open_cache(handle, folder, lambda: f"{plan.runtime} {_artefact_digest(folder, version, plan)}")
-        self.gpu_model_cache.add(handle, model.account, config.keep_loaded, reopen, begun_ns)
         return handle
 
     def _handle_class(self, policy: HandlePolicy) -> Callable[..., ModelHandle]:
@@ -434,32 +453,7 @@ class Loader:
         digest = _artefact_digest(folder, version, plan)
         return self.latency_store.file_for(folder.config, digest, plan.runtime, instances)
 
-    def _measurement(
-        self, config: ModelConfig, model: _AccountedModel, handle: ModelHandle, latency_file: LatencyFile | None
-    ) -> LatencyMeasurement:
-        limit_ns, stored = int(self.profile_s * NS_PER_S), NO_LATENCIES if latency_file is None else latency_file.read()
-        if not model.devices:
-            config = config.model_copy(update={"max_batch_size": cpu_batch_size(config)})
-        return LatencyMeasurement(config, model, model.instances, handle.latency_table, limit_ns, stored=stored)
-
-    def _measurements(
-        self, handle: ModelHandle, measurement: LatencyMeasurement, on_gpu: bool
-    ) -> Callable[[Execution], None]:
-        """Return what measures an instance before it serves: by rows, and by length if the model is padded."""
-        layout = handle.layout
-        if not isinstance(layout, PaddedLayout):
-            return measurement
-        layout.always = on_gpu
-        limit_ns, max_rows = int(self.profile_s * NS_PER_S), handle.policy.batch.max_rows
-        by_length = LengthMeasurement(handle.spec, layout, max_rows, limit_ns)
-
-        def measure(execution: Execution) -> None:
-            measurement(execution)
-            by_length(execution)
-
-        return measure
-
-    def _open(self, folder: ModelFolder, version: int, plan: ServingPlan) -> _AccountedModel:
+    def _open(self, folder: ModelFolder, version: int, plan: ServingPlan) -> AccountedModel:
         """Load the model into memory and charge it to its memory account."""
         config, residents, devices = folder.config, frozenset[int](), list[int]()
         account = self.gpu_model_cache.ledger.account(config.name, str(version), config.gpu_memory_budget)
@@ -478,11 +472,26 @@ class Loader:
                 )
             else:
                 instances = handle_policy(config).instances
-                model = self._create_backend(plan.runtime, config).load(plan.file, instances, dict(config.parameters))
-            return _AccountedModel(model, account, instances, residents, tuple(devices), config, steps)
+                model = self._load_on_cpu(plan, config, instances, account)
+            return AccountedModel(model, account, instances, residents, tuple(devices), config, steps)
         except BaseException:
             account.close()
             raise
+
+    def _load_on_cpu(
+        self, plan: ServingPlan, config: ModelConfig, instances: int, account: MemoryAccount
+    ) -> LoadedModel:
+        backend = self._create_backend(plan.runtime, config)
+        if CPU not in account.ledger.limits:
+            return backend.load(plan.file, instances, dict(config.parameters))
+        memory = HostMemory(account, plan.file, config.isolation == "process")
+        model = backend.load(plan.file, instances, dict(config.parameters))
+        try:
+            memory.settle()
+        except BaseException:
+            model.close()
+            raise
+        return model
 
     def _on_gpus(
         self, plan: ServingPlan, folder: ModelFolder, steps: Steps, account: MemoryAccount
@@ -723,59 +732,3 @@ def _instances(config: ModelConfig) -> int:
     """Return the number of CPU instances; groups for GPUs do not count if the CPU serves in their place."""
     off_gpu = [group for group in config.instance_group if config.backend != "tensorrt" or group.kind != "KIND_GPU"]
     return sum(group.count for group in off_gpu) or 1
-
-
-def _file_id(file: Path) -> tuple[int, int, int]:
-    """Return size in bytes, modification time in nanoseconds and inode of a file; zeros if it cannot be read."""
-    try:
-        status = file.stat()
-    except OSError:
-        return 0, 0, 0
-    return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-@dataclass(frozen=True, slots=True)
-class _AccountedModel:
-    """A model, the steps around its executions, and the account of its memory, which is closed with it.
-
-    Attributes:
-        inner: the model.
-        account: account of its memory.
-        instances: number of executions.
-        resident_devices: GPUs that read inputs in place, without a copy to the host.
-        devices: GPU number of each instance; empty on the CPU.
-        config: complete configuration, for `reshape`.
-        steps: preprocessing and postprocessing on the CPU.
-        on_closed: called after the model is closed, e.g. to store its latency table.
-    """
-
-    inner: LoadedModel
-    account: MemoryAccount
-    instances: int
-    resident_devices: frozenset[int]
-    devices: tuple[int, ...]
-    config: ModelConfig
-    steps: Steps
-    on_closed: list[Callable[[], None]] = field(default_factory=list)
-
-    def execution(self, index: int) -> Execution:
-        execution = self.inner.execution(index)
-        sequences = sequence_policy(self.config, 1)
-        if sequences is not None and (sequences.controls or sequences.states):
-            batched = self.config.max_batch_size > 0
-            execution = ControlledExecution(execution, sequences.controls, batched, sequences.states)
-        return self.steps.around(_reshaped(execution, self.config))
-
-    def close(self) -> None:
-        self.inner.close()
-        self.account.close()
-        for callback in self.on_closed:
-            callback()
-
-
-def _reshaped(execution: Execution, config: ModelConfig) -> Execution:
-    inputs = {tensor.name: tensor.reshape.shape for tensor in config.input if tensor.reshape is not None}
-    outputs = {tensor.name: tensor.dims for tensor in config.output if tensor.reshape is not None}
-    if not inputs and not outputs:
-        return execution
-    return ReshapingExecution(execution, inputs, outputs, config.max_batch_size > 0)

@@ -61,7 +61,7 @@ class ServerOverview:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Sample the request counts of all versions periodically, until `stop`."""
         # Reads two numbers of each version: a millisecond with a thousand versions.
-        self._history.sample(self._registry.sources(), self._clock())
+        self._history.sample(self._registry.counted_sources(), self._clock())
         self._timer = loop.call_later(PERIOD_NS / NS_PER_S, self.start, loop)
 
     def stop(self) -> None:

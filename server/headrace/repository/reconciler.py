@@ -34,9 +34,9 @@ from headrace.repository.folders import (
     ABSENT,
     Fingerprint,
     RepositoryModel,
+    ScanCache,
     SkippedFolder,
     find,
-    fingerprint_model,
     scan,
 )
 from headrace.repository.loader import Loader
@@ -200,6 +200,7 @@ class Reconciler:
         self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))
         self._repositories_unreadable = False
         self._skipped: set[SkippedFolder] = set()
+        self._scan_cache = ScanCache()
         self._next_scan_ns = 0
         self._pending: dict[str, object] = {}  # models that wait for the installation of their Python environments
         self._loading: set[str] = set()  # models whose load has begun; the event loop reads it
@@ -442,6 +443,7 @@ class Reconciler:
                 if name is not None:
                     self._try_to_load(waiting.pop(name))
                     self._loading.discard(name)
+                    self._gpu_model_cache.load_requested()  # requests for the models before
         finally:
             self._loading.difference_update(waiting)
             ahead.close()
@@ -449,7 +451,7 @@ class Reconciler:
     def _scan(self) -> list[RepositoryModel]:
         """Return the models of all repositories; each folder that cannot be a model is logged once."""
         skipped: set[SkippedFolder] = set()
-        models = scan(self._selection.repositories, self._registry.names(), skipped.add)
+        models = scan(self._selection.repositories, self._registry.names(), skipped.add, self._scan_cache)
         for folder in sorted(skipped - self._skipped, key=lambda folder: folder.path):
             logger.log(logging.WARNING if folder.warn else logging.INFO, "%s", folder)
         self._skipped = skipped
@@ -457,7 +459,7 @@ class Reconciler:
 
     def _try_to_load(self, model: RepositoryModel) -> None:
         try:
-            self._deployments.load(ModelSource(model.name, model.path, model.repository))
+            self._deployments.load(ModelSource(model.name, model.path, model.repository, is_lazy=True))
         except EnvironmentPending as pending:
             self._pending[model.name] = pending.done
             pending.done.add_done_callback(lambda done: self._post(lambda: self._load_pending(model, done)))
@@ -570,8 +572,9 @@ class Reconciler:
         fingerprints = {
             name: fingerprint
             for name, model in models.items()
-            if (fingerprint := fingerprint_model(model.path)) != ABSENT
+            if (fingerprint := self._scan_cache.fingerprint(model.path)) != ABSENT
         }
+        self._scan_cache.keep({str(model.path) for model in models.values()})
         for name in fingerprints.keys() - self._registry.names():
             self._registry.mark(name, "", State.UNKNOWN)
         due = self._watcher.update(fingerprints, monotonic_ns())

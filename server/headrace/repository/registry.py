@@ -221,7 +221,10 @@ class Registry:
         self._configured_traffic: dict[str, Traffic | None] = {}
         self.generation = 1
         self._records: dict[tuple[str, str], _Record] = {}
+        self._numbers: dict[str, set[str]] = {}  # versions with a record, by model
+        self._pipelines: dict[str, Serving] = {}  # those of `_serving` that call other models
         self._similar: tuple[Mapping[str, Serving], SimilarNames] = ({}, SimilarNames(()))
+        self._watched: tuple[Mapping[str, Serving], list[VersionHandle]] = ({}, [])
         self._complete = False
         self.sequences = SequenceDirectory()
 
@@ -320,11 +323,15 @@ class Registry:
         loaded later counts when its load has ended. A server without models is ready.
         """
         serving = self._serving
+        watched_of, watched = self._watched
+        if watched_of is not serving:
+            # A pipeline is as ready as its models, one of which may be unloaded on purpose.
+            watched = [each for model in serving.values() for each in model.handles.values() if not each.calls]
+            self._watched = (serving, watched)
         if not self._complete or not all(
-            handle.ready and ((process_status := handle.process_status) is None or process_status.up)
-            for model in serving.values()
-            for handle in model.handles.values()
-            if not handle.calls  # a pipeline is as ready as its models, one of which may be unloaded on purpose
+            handle.evicted  # first, as thousands may be
+            or (handle.ready and ((process_status := handle.process_status) is None or process_status.up))
+            for handle in watched
         ):
             return False
         if serving and self._ready_when == "any":
@@ -353,6 +360,15 @@ class Registry:
             for version, handle in serving.handles.items()
         ]
 
+    def counted_sources(self) -> Iterable[tuple[str, str, VersionHandle]]:
+        """Return `sources` without versions that were never loaded and had no request: thousands of series of zeros."""
+        return [
+            (name, version, handle)
+            for name, serving in self._serving.items()
+            for version, handle in serving.handles.items()
+            if not handle.is_cold or handle.used_ns
+        ]
+
     def states(self) -> Sequence[tuple[str, str, str]]:
         """Return name, version and state of every known version; the version is "" before a model's versions are known."""
         with self._lock:
@@ -374,7 +390,7 @@ class Registry:
             reason: text shown beside the state.
         """
         with self._lock:
-            record = self._records.setdefault((name, version), _Record(State.UNKNOWN, ""))
+            record = self._record(name, version, State.UNKNOWN)
             if state is not State.UNKNOWN:
                 record.state = transition(record.state, state)
             record.reason = reason
@@ -407,6 +423,18 @@ class Registry:
             self.mark(name, "", State.LOADING)
         self.set_reason(name, reason, "", State.LOADING)
 
+    def _record(self, name: str, version: str, state: State) -> _Record:
+        """Return the record of a version, a new one in `state` if there is none; call it with `_lock` held."""
+        self._numbers.setdefault(name, set()).add(version)
+        return self._records.setdefault((name, version), _Record(state, ""))
+
+    def _drop(self, name: str, version: str) -> None:
+        """Remove the record of a version, if there is one; call it with `_lock` held."""
+        if self._records.pop((name, version), None) is not None:
+            self._numbers[name].discard(version)
+            if not self._numbers[name]:
+                del self._numbers[name]
+
     def update_health(self, name: str, version: str) -> None:
         """Mark a serving version UNAVAILABLE if it cannot serve, e.g. as all its instances have died, READY again if it can; and
         the pipelines that call it.
@@ -432,7 +460,7 @@ class Registry:
         names, updated = [name], {name}
         while names:
             called = names.pop()
-            for caller, serving in self._serving.items():
+            for caller, serving in self._pipelines.items():
                 for version, handle in serving.handles.items():
                     if called in handle.calls:
                         self._update_health(caller, version)
@@ -450,8 +478,8 @@ class Registry:
     def mark_all_unloaded(self, name: str) -> None:
         """Mark all versions of a model UNLOADED that are not still UNLOADING."""
         with self._lock:
-            for (model, _), record in self._records.items():
-                if model != name or record.state in (State.UNLOADING, State.UNLOADED):
+            for record in [self._records[name, version] for version in self._numbers.get(name, ())]:
+                if record.state in (State.UNLOADING, State.UNLOADED):
                     continue
                 if record.state not in (State.UNKNOWN, State.LOADING):
                     record.state = transition(record.state, State.UNLOADING)
@@ -460,12 +488,12 @@ class Registry:
     def forget(self, name: str, version: str) -> None:
         """Remove the record of a version; "" is the record of a model before its versions are known."""
         with self._lock:
-            self._records.pop((name, version), None)
+            self._drop(name, version)
 
     def names(self) -> set[str]:
         """Return the names of all models with a record."""
         with self._lock:
-            return {name for name, _ in self._records}
+            return set(self._numbers)
 
     def prune(self, name: str, keep: Iterable[str] = ()) -> None:
         """Remove the records of a model's versions, except serving, loading and unloading ones and those in `keep`."""
@@ -473,9 +501,9 @@ class Registry:
         with self._lock:
             serving = self._serving.get(name)
             versions = {*keep, *(serving.handles if serving is not None else ())}
-            for model, version in list(self._records):
-                if model == name and version not in versions and self._records[model, version].state not in active:
-                    del self._records[model, version]
+            for version in list(self._numbers.get(name, ())):
+                if version not in versions and self._records[name, version].state not in active:
+                    self._drop(name, version)
 
     def publish(self, name: str, serving: Serving | None) -> None:
         """Replace the serving versions of a model (None: none serve).
@@ -492,7 +520,7 @@ class Registry:
                 traffic = self._traffic_in_force(name, serving.traffic)
                 all_serving[name] = replace(serving, handles=ordered, traffic=traffic)
                 for version, handle in ordered.items():
-                    record = self._records.setdefault((name, version), _Record(State.LOADING, ""))
+                    record = self._record(name, version, State.LOADING)
                     remark = serving.remarks.get(version, "")
                     if record.state is State.LOADING:
                         problem = handle.problem()
@@ -501,6 +529,9 @@ class Registry:
                     elif record.state is State.READY:
                         record.reason = remark
             self._serving = all_serving
+            self._pipelines.pop(name, None)
+            if name in all_serving and any(handle.calls for handle in all_serving[name].handles.values()):
+                self._pipelines[name] = all_serving[name]
             self.generation += 1
             self._update_callers(name)
             if serving is None:
@@ -583,9 +614,9 @@ class Registry:
         version = serving.labels.get(version, version) if serving is not None else version
         with self._lock:
             records = [
-                record
-                for (model, number), record in self._records.items()
-                if model == name and (not version or version == number or not number)
+                self._records[name, number]
+                for number in sorted(self._numbers.get(name, ()))
+                if not version or version == number or not number
             ]
         for record in records:
             if record.state is State.UNAVAILABLE:

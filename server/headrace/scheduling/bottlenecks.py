@@ -231,10 +231,10 @@ def _evicted(load: LoadSnapshot) -> Bottleneck | None:
     if not load.evicted:
         return None
     explanation = (
-        "the model is evicted, because other models use the GPU memory: a request waits until it is loaded again"
+        "the model is not in memory: other models use it, or no request came yet. A request waits until it is loaded"
     )
-    cure = "keep it loaded, or raise the budget of GPU memory"
-    return Bottleneck("parked", explanation, cure, "keep_loaded, gpu_memory_budget")
+    cure = "keep it loaded, or raise the budget of GPU or host memory"
+    return Bottleneck("parked", explanation, cure, "keep_loaded, gpu_memory_budget, --host-memory-budget")
 
 
 def _dead_instances(load: LoadSnapshot) -> Bottleneck | None:

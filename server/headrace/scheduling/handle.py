@@ -46,7 +46,8 @@ class ModelHandle(VersionHandle):
     Args:
         spec: tensor specs of the model.
         policy: serving policy.
-        model: the loaded model; owned by the handle, closed with it.
+        model: the loaded model; owned by the handle, closed with it. None: the version begins evicted, and the first request
+            loads it.
         mailbox: mailbox of the event loop on which callers wait.
         recorder: counters of the version.
         on_dead: callback with the number of live instances after a failure; called from the thread that failed.
@@ -61,7 +62,7 @@ class ModelHandle(VersionHandle):
         self,
         spec: ModelSpec,
         policy: HandlePolicy,
-        model: LoadedModel,
+        model: LoadedModel | None,
         mailbox: Mailbox,
         recorder: Recorder,
         on_dead: Callable[[int], None] = lambda _left: None,
@@ -72,7 +73,7 @@ class ModelHandle(VersionHandle):
     ) -> None:
         bound_ns = policy.inline_bound_ns
         super().__init__(spec, policy, recorder, table := LatencyTable(bound_ns), clock)
-        self._mailbox, self._on_wanted = mailbox, on_wanted
+        self._mailbox, self._on_wanted, self.is_cold = mailbox, on_wanted, model is None
         self._scheduler = self._create_scheduler(policy, clock, mailbox)
         undelivered = recorder.record_undelivered
         sequencer = Sequencer(undelivered) if policy.preserve_ordering else None
@@ -480,7 +481,9 @@ class ModelHandle(VersionHandle):
         with self._lock:
             self._restore_requested = False
         try:
-            return self._instance_group.restore(model, warm_up)
+            is_restored = self._instance_group.restore(model, warm_up)
+            self.is_cold = self.is_cold and not is_restored
+            return is_restored
         finally:
             if self._instance_group.evicted and self._scheduler.depth:
                 self._request_restore()

@@ -182,7 +182,7 @@ class ModelInstances:
     Attributes:
         name: name of the version for threads and messages, e.g. "resnet50/1".
         size: number of instances.
-        model: the loaded model; owned by this object, closed with it.
+        model: the loaded model; owned by this object, closed with it. None: the version begins evicted.
         scheduler: source of batches.
         make_runner: creates the runner of a named instance.
         on_dead: callback with the number of live instances after a failure; called from the thread that failed.
@@ -196,17 +196,17 @@ class ModelInstances:
 
     name: str
     size: int
-    model: InitVar[LoadedModel]
+    model: InitVar[LoadedModel | None]
     scheduler: Scheduler
     make_runner: MakeNamedRunner
     on_dead: Callable[[int], None]
     on_back: Callable[[int], None]
     clock: Clock
 
-    def __post_init__(self, model: LoadedModel) -> None:
+    def __post_init__(self, model: LoadedModel | None) -> None:
         self._model: LoadedModel | None = model
-        self.isolated: HasProcessStatus | None = find_inner(model, "process_status")
-        self._probed: HasProbes | None = find_inner(model, "probes")
+        self.isolated: HasProcessStatus | None = None if model is None else find_inner(model, "process_status")
+        self._probed: HasProbes | None = None if model is None else find_inner(model, "probes")
         self._restarts = RestartTimers(self._restart)
         self._warm_up: WarmUp | None = None
         self._lifecycle_lock = threading.Lock()
@@ -218,9 +218,11 @@ class ModelInstances:
         self._startup_deaths: dict[int, BaseException] = {}  # failures while opening, by index
         self._ending = False
         self._closed = False
-        self.alive = self.size
-        self.evicted = False
+        self.evicted = model is None
+        self.alive = 0 if self.evicted else self.size
         self.restarts = 0
+        if self.evicted:
+            self.scheduler.pause()
 
     def start(self, warm_up: WarmUp | None) -> None:
         """Start the instances and wait until each is open and warm.

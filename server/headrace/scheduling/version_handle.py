@@ -99,6 +99,7 @@ class VersionHandle(ABC):
     Attributes:
         used_ns: monotonic time of the latest request; 0 before the first.
         closing: True once the version is closing and accepts no leases.
+        is_cold: True before the first load of a version that begins evicted.
         serial: number of the handle, unique in this process.
         digest: digest of all that decides its responses, equal in other processes; "" if unknown. Set before the version is
             published.
@@ -119,7 +120,7 @@ class VersionHandle(ABC):
     ) -> None:
         self.spec, self.policy, self.recorder, self.latency_table = spec, policy, recorder, latency_table
         self.used_ns = self.announced_rows = 0
-        self.serial, self.digest = next(_serials), ""
+        self.serial, self.digest, self.is_cold = next(_serials), "", False
         self.callee_revision: Callable[[], int] | None = None
         self.infer: Callable[[InferRequest], LoopCompletion] = self.compute
         self._cache: RequestCache | None = None

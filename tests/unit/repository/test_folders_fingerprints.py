@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from headrace.repository.folders import (
     ABSENT,
+    ScanCache,
     fingerprint_model,
     fingerprint_version,
     fingerprint_versions,
@@ -129,3 +131,83 @@ def test_files_of_builders_do_not_change_the_fingerprint(folder: Path) -> None:
     assert len(without_builds(after, "model.0123456789ab.plan")) == len(before) + 1
     (folder / "1" / "model.012345.onnx").write_text("a model")
     assert without_builds(fingerprint_version(folder / "1"), "model.onnx") != before
+
+
+def age(folder: Path) -> None:
+    """Make all folders old enough for the cache."""
+    for path in (folder, *folder.rglob("*")):
+        if path.is_dir():
+            os.utime(path, ns=(10**18, 10**18))
+
+
+def listings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    listed: list[str] = []
+    scandir = os.scandir
+
+    def count(path: str) -> Any:
+        listed.append(str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", count)
+    return listed
+
+
+def add(path: Path) -> None:
+    path.with_name("added").write_text("x")
+
+
+def add_folder(path: Path) -> None:
+    path.with_name("added").mkdir()
+    (path.with_name("added") / "file").write_text("x")
+
+
+@pytest.mark.parametrize("change", [rewrite, replace, touch, Path.unlink, add, add_folder])
+@pytest.mark.parametrize("file", ["config.pbtxt", "1/model.onnx", "1/data/weights", "warmup/x", "notes/readme"])
+def test_a_cached_fingerprint_shows_every_change(folder: Path, file: str, change: Callable[[Path], None]) -> None:
+    cache = ScanCache()
+    age(folder)
+    assert cache.fingerprint(folder) == cache.fingerprint(folder) == fingerprint_model(folder)
+    change(folder / file)
+    assert cache.fingerprint(folder) == fingerprint_model(folder)
+
+
+def test_unchanged_folders_are_not_listed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ScanCache()
+    age(folder)
+    assert cache.check_folder(folder) is None
+    fingerprint = cache.fingerprint(folder)
+    listed = listings(monkeypatch)
+    assert cache.check_folder(folder) is None
+    assert cache.fingerprint(folder) == fingerprint
+    assert not listed
+    cache.keep(())
+    assert cache.fingerprint(folder) == fingerprint
+    assert listed
+
+
+def test_a_folder_that_changed_just_now_is_listed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ScanCache()
+    cache.fingerprint(folder)
+    listed = listings(monkeypatch)
+    cache.fingerprint(folder)
+    assert listed
+
+
+def test_a_link_shows_its_target_once_that_exists(folder: Path, tmp_path: Path) -> None:
+    (folder / "1" / "labels").symlink_to(tmp_path / "labels")
+    cache = ScanCache()
+    age(folder)
+    before = cache.fingerprint(folder)
+    (tmp_path / "labels").write_text("x")
+    assert cache.fingerprint(folder) == fingerprint_model(folder) != before
+
+
+def test_a_model_that_is_emptied_is_skipped(folder: Path, tmp_path: Path) -> None:
+    cache = ScanCache()
+    age(folder)
+    assert cache.check_folder(folder) is None
+    folder.rename(tmp_path / "elsewhere")
+    folder.mkdir()
+    skipped = cache.check_folder(folder)
+    assert skipped is not None
+    assert skipped.reason == "it is empty"

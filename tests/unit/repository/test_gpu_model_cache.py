@@ -158,7 +158,7 @@ def test_a_request_reloads_a_version_at_once_if_no_other_is_busy() -> None:
     assert world.serve() is None
     assert world.log == ["park a", "park b", "load a"]
     assert (a.evicted, b.evicted) == (False, True)
-    assert world.gpu_model_cache.problem(a) == ""  # type: ignore[arg-type]
+    assert world.gpu_model_cache.describe(a) == "evicted: loaded on demand"  # type: ignore[arg-type]
 
 
 def test_a_request_evicts_the_least_recently_used_model() -> None:
@@ -250,7 +250,7 @@ def test_a_failed_load_is_reported_and_retried_with_backoff() -> None:
         assert a.depth == 0
     assert waits == [1, 2, 4, 8, 16, 30, 30]
     assert all("'a' is out of memory and could not be loaded again: a: error: is gone" in text for text in a.refused)
-    assert "is gone" in world.gpu_model_cache.problem(a)  # type: ignore[arg-type]
+    assert "is gone" in world.gpu_model_cache.describe(a)  # type: ignore[arg-type]
     assert changes.count(a) == 8
     a.failure = RuntimeError("/secret")
     world.now_ns += 30 * NS_PER_S
@@ -262,7 +262,7 @@ def test_a_failed_load_is_reported_and_retried_with_backoff() -> None:
     a.add_request()
     assert world.serve() is None
     assert not a.evicted
-    assert world.gpu_model_cache.problem(a) == ""  # type: ignore[arg-type]
+    assert world.gpu_model_cache.describe(a) == "evicted: loaded on demand"  # type: ignore[arg-type]
 
 
 def test_a_model_larger_than_the_gpu_is_refused_and_evicts_nothing() -> None:

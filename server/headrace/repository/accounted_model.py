@@ -1,0 +1,117 @@
+"""A loaded model together with the account of its memory, and the bytes that a model takes of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.backends.base import Execution, LoadedModel
+from headrace.config.onnx_model import external_files
+from headrace.core.heap import heap_bytes
+from headrace.core.ledger import CPU, Kind, MemoryAccount
+from headrace.core.model_config import ModelConfig
+from headrace.pipelines.execution import Steps
+from headrace.repository.sequence_policy import sequence_policy
+from headrace.scheduling.reshaping import ReshapingExecution
+from headrace.scheduling.sequences.controls import ControlledExecution
+
+# Host memory of a session of ONNX Runtime and of its instance besides the weights, in bytes, as measured with small models.
+_SESSION_BYTES = 256 << 10
+# Host memory of a child process with ONNX Runtime besides the model, in bytes.
+_PROCESS_BYTES = 64 << 20
+# Growth of the heap during a load that is believed, as a multiple of the expected bytes: requests allocate meanwhile, too.
+_MAX_GROWTH = 4
+
+
+def file_id(file: Path) -> tuple[int, int, int]:
+    """Return size in bytes, modification time in nanoseconds and inode of a file; zeros if it cannot be read."""
+    try:
+        status = file.stat()
+    except OSError:
+        return 0, 0, 0
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+class HostMemory:
+    """Reserves the host memory of one model around its load: first what its files need, then what the heap has grown by.
+
+    Args:
+        account: account of the model.
+        file: the model's file; its external tensors count, too.
+        is_isolated: True if the model runs in a child process, whose heap is not visible.
+
+    Raises:
+        NoRoom: the model does not fit into the budget of host memory.
+        ConfigError: the file cannot be read.
+    """
+
+    def __init__(self, account: MemoryAccount, file: Path, is_isolated: bool) -> None:
+        files = [file, *(file.parent / location for location in external_files(file, file.name))]
+        base_bytes = _PROCESS_BYTES if is_isolated else _SESSION_BYTES
+        self._expected_bytes = base_bytes + sum(file_id(each)[0] for each in files)
+        self._reservation = account.reservation(CPU, Kind.WEIGHTS, self._expected_bytes)
+        self._limit_bytes = account.ledger.limits.get(CPU, self._expected_bytes)
+        self._heap_bytes = None if is_isolated else heap_bytes()
+
+    def settle(self) -> None:
+        """Reserve the growth of the heap since the construction, if it is more; call it once the model is loaded.
+
+        Raises:
+            NoRoom: the model does not fit into the budget beside the others.
+        """
+        now_bytes = None if self._heap_bytes is None else heap_bytes()
+        if now_bytes is None or self._heap_bytes is None:
+            return
+        growth_bytes = min(now_bytes - self._heap_bytes, _MAX_GROWTH * self._expected_bytes, self._limit_bytes)
+        if growth_bytes > self._expected_bytes:
+            self._reservation.resize(growth_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class AccountedModel:
+    """A model, the steps around its executions, and the account of its memory, which is closed with it.
+
+    Attributes:
+        inner: the model.
+        account: account of its memory.
+        instances: number of executions.
+        resident_devices: GPUs that read inputs in place, without a copy to the host.
+        devices: GPU number of each instance; empty on the CPU.
+        config: complete configuration, for `reshape`.
+        steps: preprocessing and postprocessing on the CPU.
+        on_closed: called after the model is closed, e.g. to store its latency table.
+    """
+
+    inner: LoadedModel
+    account: MemoryAccount
+    instances: int
+    resident_devices: frozenset[int]
+    devices: tuple[int, ...]
+    config: ModelConfig
+    steps: Steps
+    on_closed: list[Callable[[], None]] = field(default_factory=list)
+
+    def execution(self, index: int) -> Execution:
+        """Create instance `index` with the steps around it; see `headrace.backends.base.LoadedModel`."""
+        execution = self.inner.execution(index)
+        sequences = sequence_policy(self.config, 1)
+        if sequences is not None and (sequences.controls or sequences.states):
+            batched = self.config.max_batch_size > 0
+            execution = ControlledExecution(execution, sequences.controls, batched, sequences.states)
+        return self.steps.around(_reshaped(execution, self.config))
+
+    def close(self) -> None:
+        """Close the model and its account."""
+        self.inner.close()
+        self.account.close()
+        for callback in self.on_closed:
+            callback()
+
+
+def _reshaped(execution: Execution, config: ModelConfig) -> Execution:
+    inputs = {tensor.name: tensor.reshape.shape for tensor in config.input if tensor.reshape is not None}
+    outputs = {tensor.name: tensor.dims for tensor in config.output if tensor.reshape is not None}
+    if not inputs and not outputs:
+        return execution
+    return ReshapingExecution(execution, inputs, outputs, config.max_batch_size > 0)

@@ -1,0 +1,254 @@
+"""Models on the CPU under a budget of host memory: loaded by their first request, evicted by use, broken, replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from headrace.backends.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeModel
+from headrace.core.clock import NS_PER_S
+from headrace.core.errors import DeadlineExceeded, Unavailable
+from headrace.core.ledger import CPU
+from headrace.core.request import InferRequest
+from headrace.observability.metrics import MemoryCollector
+from headrace.repository import accounted_model
+from headrace.repository.gpu_model_cache import GpuModelCache
+from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.registry import Registry, explain
+from prometheus_client import CollectorRegistry
+
+from tests.support.control_thread import EXPLICIT, X, index, infer_values, put, run, same, until
+from tests.support.models import add_model, affine
+
+ALL, POLL = ControlPolicy("none"), ControlPolicy("poll", poll_interval_s=0.05, settle_s=0.05)
+READY, EVICTED, UNLOADED = (
+    ("READY", ""),
+    ("READY", "evicted: loaded on demand"),
+    ("READY", "not loaded: loaded on demand"),
+)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for seed, name in enumerate("abc", 1):
+        add_model(tmp_path / "repository", name, affine(seed=seed))
+    return tmp_path / "repository"
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the models of each load of ONNX Runtime. The heap is not looked at: other tests allocate meanwhile."""
+    names: list[str] = []
+    load = OnnxRuntimeBackend.load
+
+    def count(self: OnnxRuntimeBackend, file: Path, instances: int, parameters: dict[str, str]) -> OnnxRuntimeModel:
+        names.append(file.parent.parent.name)
+        return load(self, file, instances, parameters)
+
+    monkeypatch.setattr(OnnxRuntimeBackend, "load", count)
+    monkeypatch.setattr(accounted_model, "heap_bytes", lambda: None)
+    return names
+
+
+def need(repository: Path) -> int:
+    """Bytes that each of the models needs."""
+    return accounted_model._SESSION_BYTES + (repository / "a" / "1" / "model.onnx").stat().st_size
+
+
+def cache(budget_bytes: int) -> GpuModelCache:
+    gpu_model_cache = GpuModelCache()
+    gpu_model_cache.ledger.set_limit(CPU, budget_bytes)
+    return gpu_model_cache
+
+
+async def infer_value(registry: Registry, name: str, seed: int) -> None:
+    assert same(await infer_values(registry, name), seed)
+
+
+def test_models_answer_metadata_without_a_load_and_are_loaded_by_requests(repository: Path, loads: list[str]) -> None:
+    size = need(repository)
+    models = cache(2 * size)
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert index(registry) == dict.fromkeys([("a", "1"), ("b", "1"), ("c", "1")], UNLOADED)
+        assert registry.ready()
+        handle = registry.serving("a", "")
+        assert handle is not None
+        assert handle.ready
+        assert list(handle.spec.inputs) == ["X"]
+        assert registry.config("a")["max_batch_size"] == handle.spec.max_batch_size
+        assert explain(registry, "a")["limit"] == "parked"
+        assert not loads
+        await infer_value(registry, "a", 1)
+        await infer_value(registry, "b", 2)
+        assert models.ledger.reserved_bytes(CPU) == 2 * size
+        await infer_value(registry, "b", 2)
+        assert loads == ["a", "b"]
+        await infer_value(registry, "c", 3)
+        await until(lambda: index(registry) == {("a", "1"): EVICTED, ("b", "1"): READY, ("c", "1"): READY})
+        assert models.ledger.reserved_bytes(CPU) == 2 * size
+        await infer_value(registry, "a", 1)
+        await until(lambda: index(registry)[("a", "1")] == READY)
+        counts = {name: (each.count, each.on_demand, each.evictions) for name, _, each in models.loads()}
+        assert counts == {"a": (2, 2, 1), "b": (1, 1, 1), "c": (1, 1, 0)}
+
+    run(repository, check, ALL, gpu_model_cache=models)
+    assert models.ledger.reserved_bytes(CPU) == 0
+
+
+def test_concurrent_first_requests_share_one_load(repository: Path, loads: list[str]) -> None:
+    async def check(_: Reconciler, registry: Registry) -> None:
+        answers = await asyncio.gather(*[infer_values(registry, "a") for _ in range(20)])
+        assert all(same(answer, 1) for answer in answers)
+        assert loads == ["a"]
+
+    run(repository, check, ALL, gpu_model_cache=cache(1 << 30))
+
+
+def test_a_first_request_waits_no_longer_than_its_deadline(
+    repository: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_load = asyncio.Event()
+    load = OnnxRuntimeBackend.load
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        loop = asyncio.get_running_loop()
+
+        def wait(*arguments: Any) -> OnnxRuntimeModel:
+            asyncio.run_coroutine_threadsafe(may_load.wait(), loop).result()
+            return load(*arguments)
+
+        monkeypatch.setattr(OnnxRuntimeBackend, "load", wait)
+        handle = registry.lease("a", "")
+        now_ns = time.monotonic_ns()
+        request = InferRequest(
+            inputs={"X": X}, rows=1, shape_key=(16,), received_ns=now_ns, deadline_ns=now_ns + NS_PER_S // 20
+        )
+        with pytest.raises(DeadlineExceeded):
+            await handle.infer(request)
+        handle.release()
+        assert handle.evicted
+        may_load.set()
+        await infer_value(registry, "a", 1)
+        assert loads == ["a"]
+
+    run(repository, check, ALL, gpu_model_cache=cache(1 << 30))
+
+
+def test_a_leased_version_is_evicted_only_between_its_batches(repository: Path, loads: list[str]) -> None:
+    """Requests on all models at once, with room for one: each gets the answer of its model."""
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        async def caller(name: str, seed: int) -> None:
+            for _ in range(3):
+                await infer_value(registry, name, seed)
+
+        await asyncio.gather(*[caller(name, seed) for seed, name in enumerate("abc", 1) for _ in range(3)])
+        assert set(loads) == {"a", "b", "c"}
+
+    run(repository, check, ALL, gpu_model_cache=cache(need(repository)))
+
+
+def test_a_pinned_model_is_loaded_at_start_and_stays(repository: Path, loads: list[str]) -> None:
+    (repository / "b" / "config.yaml").write_text("keep_loaded: true\n")
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert loads == ["b"]
+        await infer_value(registry, "a", 1)
+        await infer_value(registry, "c", 3)
+        await infer_value(registry, "b", 2)
+        assert loads == ["b", "a", "c"]
+
+    run(repository, check, ALL, gpu_model_cache=cache(2 * need(repository)))
+
+
+def test_a_broken_model_is_refused_until_the_next_attempt(repository: Path, loads: list[str]) -> None:
+    """The file is whole when the server starts, and another one when the first request comes."""
+    models = cache(1 << 30)
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        put(repository, 9)
+        (repository / "m" / "1" / "model.onnx").rename(repository / "a" / "1" / "model.onnx")
+        with pytest.raises(
+            Unavailable, match=r"'a' could not be loaded: .*changed since the load.*load the model again"
+        ):
+            await infer_values(registry, "a")
+        models.clock = lambda: 0  # time stands still: the next attempt is later
+        with pytest.raises(Unavailable, match="could not be loaded") as refusal:
+            await infer_values(registry, "a")
+        assert refusal.value.retry_after_s
+        assert index(registry)[("a", "1")][1].startswith("not loaded: loading on demand failed: ")
+        assert not loads
+        models.clock = lambda: time.monotonic_ns() + 60 * NS_PER_S
+        await infer_value(registry, "b", 2)
+        assert loads == ["b"]
+
+    run(repository, check, ALL, gpu_model_cache=models)
+
+
+def test_a_model_larger_than_the_budget_is_refused(repository: Path, loads: list[str]) -> None:
+    async def check(_: Reconciler, registry: Registry) -> None:
+        with pytest.raises(Unavailable, match=r"needs .* of host memory: .*raise --host-memory-budget"):
+            await infer_values(registry, "a")
+        assert not loads
+
+    run(repository, check, ALL, gpu_model_cache=cache(need(repository) - 1))
+
+
+def test_a_load_request_loads_at_once(repository: Path, loads: list[str]) -> None:
+    models = cache(need(repository))
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        assert loads == []
+        await reconciler.load("b", None, {})
+        assert loads == ["b"]
+        await reconciler.load("c", None, {})
+        assert index(registry)[("b", "1")] == EVICTED
+        await infer_value(registry, "a", 1)
+        await reconciler.unload("a", False)
+        await until(lambda: models.ledger.reserved_bytes(CPU) == 0)
+        await infer_value(registry, "c", 3)
+
+    run(repository, check, EXPLICIT, frozenset("a"), gpu_model_cache=models)
+
+
+def test_polling_replaces_a_resident_model_by_a_loaded_one(repository: Path, loads: list[str]) -> None:
+    async def check(_: Reconciler, registry: Registry) -> None:
+        await until(lambda: len(index(registry)) == 3 and registry.serving("a", "") is not None)
+        await infer_value(registry, "a", 1)
+        for name, seed in (("a", 7), ("b", 8)):
+            add_model(repository.parent / "new", name, affine(seed=seed))
+            (repository.parent / "new" / name / "1" / "model.onnx").rename(repository / name / "1" / "model.onnx")
+        old = registry.serving("b", "")
+        await until(lambda: loads == ["a", "a"] and registry.serving("b", "") is not old)
+        await infer_value(registry, "a", 7)
+        assert loads == ["a", "a"]
+        await infer_value(registry, "b", 8)
+
+    run(repository, check, POLL, gpu_model_cache=cache(1 << 30))
+
+
+def test_the_growth_of_the_heap_counts_up_to_a_bound(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = need(repository)
+    heap = iter([0, 2 * size, 0, 100 * size])
+    monkeypatch.setattr(accounted_model, "heap_bytes", lambda: next(heap))
+    models = cache(10 * size)
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        await infer_value(registry, "a", 1)
+        assert models.ledger.reserved_bytes(CPU) == 2 * size
+        await infer_value(registry, "b", 2)
+        assert models.ledger.reserved_bytes(CPU) == 6 * size
+        prometheus = CollectorRegistry()
+        prometheus.register(MemoryCollector(models))
+        assert prometheus.get_sample_value("headrace_host_memory_bytes", {"model": "b", "version": "1"}) == 4 * size
+        assert prometheus.get_sample_value("headrace_host_memory_limit_bytes") == 10 * size
+        assert prometheus.get_sample_value("headrace_host_resident_versions") == 2
+        families = {metric.name: metric.samples for metric in prometheus.collect()}
+        assert not families["headrace_gpu_memory_bytes"]
+        assert not families["headrace_gpu_memory_limit_bytes"]
+
+    run(repository, check, ALL, gpu_model_cache=models)
