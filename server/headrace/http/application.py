@@ -164,6 +164,8 @@ async def _arguments(
         else:
             body = await threads.run(_decode, parts, route, client_limits)
         arguments |= msgspec.to_builtins(body)
+    for name in route.query:
+        arguments[name] = request.query_params.get(name, "")
     if route.negotiates:
         arguments["accept"] = request.headers.get("accept", "")
     return arguments

@@ -397,9 +397,10 @@ class ListedModel(_Closed):
 
 
 class ModelList(_Closed):
-    """Every model in the repository, by name."""
+    """Models in the repository, by name."""
 
     models: list[ListedModel]
+    next: str = _optional(description="`after` of the next page; absent after the last one, and without `limit`")
 
 
 class SystemRegionStatus(_Closed):

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from headrace.core.limits import REGION_PATTERN
 from headrace.http import bodies
 from headrace.http.traffic_bodies import TrafficReport, TrafficRequest
-from headrace.inference.control_plane import ControlPlane
+from headrace.inference.control_plane import MAX_LISTED_MODELS, ControlPlane
 from headrace.inference.operations import http_operation
 from headrace.inference.services import Services
 
@@ -69,6 +69,7 @@ class Route:
         example: request body for the OpenAPI document.
         negotiates: `run` takes the request header Accept as `accept`.
         filters: `run` takes the principal of the request as `principal`, and lists only models that it may read.
+        query: query parameters that `run` takes as keyword arguments: text, "" for one that is absent.
         permit: takes the model, and raises Forbidden before the body is read if the operator has disabled the route; None for a
             route that is always enabled.
         max_body_bytes: of the request.
@@ -90,6 +91,7 @@ class Route:
     example: Mapping[str, object] | None = None
     negotiates: bool = False
     filters: bool = False
+    query: tuple[str, ...] = ()
     permit: Callable[[str], None] | None = None
     max_body_bytes: int = MAX_CONTROL_BYTES
     media_type: str = JSON
@@ -117,6 +119,20 @@ def routes(services: Services, max_body_bytes: int) -> list[Route]:
     ]
 
 
+_LIST_PARAMETERS = (
+    {
+        "name": "limit",
+        "in": "query",
+        "description": "maximum models of the response; absent for all",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED_MODELS},
+    },
+    {
+        "name": "after",
+        "in": "query",
+        "description": "`next` of the page before; absent for the first page",
+        "schema": {"type": "string"},
+    },
+)
 READY_TEXT = (
     "200 while a model serves, with --ready-when all while every model that should be served is READY; 503 until the first "
     "loading is over, while the server drains, and while a model that served has lost all its instances; "
@@ -185,8 +201,16 @@ def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
         example={"versions": {"2": "5%"}},
         statuses=(403, 404, 409, 503),
     )
-    summary = "Every model with its platform and the state of its versions"
-    yield Route("repository", "/v2/models", summary, control.list_models, bodies.ModelList, filters=True)
+    yield Route(
+        "repository",
+        "/v2/models",
+        "Every model with its platform and the state of its versions, by name; with `limit` in pages",
+        control.list_models,
+        bodies.ModelList,
+        filters=True,
+        query=("limit", "after"),
+        openapi_extra={"parameters": _LIST_PARAMETERS},
+    )
 
 
 def _models(control: ControlPlane) -> Iterator[Route]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,6 +18,8 @@ from headrace.inference.load_report import describe_load
 from headrace.inference.services import Handle, Services
 from headrace.inference.shared_runs import SharedRuns
 
+MAX_LISTED_MODELS = 1000
+"""Most models of a page of the list."""
 _FILE = "file:"
 # A step of a codec thread: a multiple of 4 characters.
 _BASE64_CHARS = 128 << 10
@@ -81,13 +84,35 @@ class ControlPlane:
                 )
         return {"name": model, "ready": True}
 
-    async def list_models(self, principal: Principal) -> dict[str, object]:
-        """List the models that a principal may read with their platform and the state of each version."""
-        return {"models": principal.filter_models(await self._list.result())}
+    async def list_models(self, principal: Principal, limit: str = "", after: str = "") -> dict[str, object]:
+        """List the models that a principal may read with their platform and the state of each version, by name.
+
+        A page begins after a name, so models that come or go meanwhile move no other model between pages.
+
+        Args:
+            principal: lists the models that it may read.
+            limit: maximum number of models; "" for all, or for `MAX_LISTED_MODELS` after a page.
+            after: name of the last model of the page before; "" for the first page.
+
+        Raises:
+            BadRequest: the limit is invalid.
+        """
+        if not limit and not after:
+            return {"models": principal.filter_models(await self._list.result())}
+        count = _page_size(limit)
+        rows = [row for row in principal.filter_models(await self._index.result()) if str(row["name"]) > after]
+        names = list(dict.fromkeys(str(row["name"]) for row in rows))
+        last = names[count - 1] if len(names) > count else ""
+        page = [row for row in rows if not last or str(row["name"]) <= last]
+        models = await asyncio.to_thread(self._listed, page)
+        return {"models": models, "next": last} if last else {"models": models}
 
     def _list_all(self) -> Sequence[Mapping[str, object]]:
+        return self._listed(self.services.models.index())
+
+    def _listed(self, rows: Iterable[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
         models: dict[str, dict[str, Any]] = {}
-        for row in self.services.models.index():
+        for row in rows:
             pause()
             name, version = str(row["name"]), str(row["version"])
             model = models.setdefault(name, {"name": name, "platform": "", "versions": []})
@@ -200,6 +225,15 @@ class ControlPlane:
             yield handle
         finally:
             handle.release()
+
+
+def _page_size(limit: str) -> int:
+    size = int(limit) if limit.isascii() and limit.isdigit() and len(limit) <= 9 else 0
+    if limit and not 1 <= size <= MAX_LISTED_MODELS:
+        raise BadRequest(
+            f"limit={limit[:80]!a} is no number of models: send 1 to {MAX_LISTED_MODELS}, or no limit"
+        )
+    return size or MAX_LISTED_MODELS
 
 
 @contextmanager
