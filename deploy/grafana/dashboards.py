@@ -95,6 +95,13 @@ OVERVIEW = Dashboard(
                     Query(f"process_resident_memory_bytes{{{J}}}", "{{instance}}"),
                     Query(f"headrace_body_bytes{{{J}}}", "{{instance}} bodies of requests"),
                     Query(f"headrace_unread_bytes{{{J}}}", "{{instance}} unread responses")], "bytes"),
+                Panel("Host memory of models", [
+                    Query(f"sum by (instance) (headrace_host_memory_bytes{{{J}}})", "{{instance}}"),
+                    Query(f"headrace_host_memory_limit_bytes{{{J}}}", "{{instance}} budget")], "bytes",
+                      "With --host-memory-budget; beyond it models are evicted."),
+                Panel("Models in memory", [
+                    Query(f"headrace_host_resident_versions{{{J}}}", "{{instance}}")],
+                      description="With --host-memory-budget: the others are loaded by their next request."),
                 Panel("CPU", [Query(f"rate(process_cpu_seconds_total{{{J}}}{RATE})", "{{instance}}")], "short", "Cores in use."),
                 Panel("Connections", [Query(f"headrace_connections{{{J}}}", "{{instance}} {{protocol}}")]),
                 Panel("File descriptors", [Query(f"process_open_fds{{{J}}} / process_max_fds{{{J}}}", "{{instance}}")],

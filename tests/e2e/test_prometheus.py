@@ -253,12 +253,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Ite
     folder = tmp_path_factory.mktemp("prometheus")
     repository, certificates = build(folder), Certificates(folder)
     second = folder / "second"
-    add_model(second, "affine", affine())
+    add_model(second, "affine", affine(), files={"config.yaml": "keep_loaded: true\n"})
     port = free_port()
     control = ("--metrics-port", str(port), "--model-control", "explicit", "--load-model", "*")
     control += ("--cache-config", "local,size=16MiB", "--cache-config", redis.patient_option)
     tls = ("--tls-cert", str(certificates.server.certificate), "--tls-key", str(certificates.server.key), "--no-grpc")
     tls += ("--front-ends", "1")  # its processes have metrics of their own
+    tls += ("--host-memory-budget", "1GiB")
     make_keys(folder)
     tls += ("--api-keys-file", str(folder / KEYS_FILE))
     gpu = start(repository, folder / "gpu.log", *control, command=COMMAND)

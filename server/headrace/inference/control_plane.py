@@ -230,9 +230,7 @@ class ControlPlane:
 def _page_size(limit: str) -> int:
     size = int(limit) if limit.isascii() and limit.isdigit() and len(limit) <= 9 else 0
     if limit and not 1 <= size <= MAX_LISTED_MODELS:
-        raise BadRequest(
-            f"limit={limit[:80]!a} is no number of models: send 1 to {MAX_LISTED_MODELS}, or no limit"
-        )
+        raise BadRequest(f"limit={limit[:80]!a} is no number of models: send 1 to {MAX_LISTED_MODELS}, or no limit")
     return size or MAX_LISTED_MODELS
 
 
