@@ -45,7 +45,13 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/config": {"ours": "headrace.core", "third": "google.protobuf onnx pydantic tritonclient yaml"},
     "server/headrace/repository": {
         "ours": "headrace.core headrace.config headrace.scheduling headrace.backends headrace.observability "
-        "headrace.pipelines headrace.caching headrace.cuda.devices headrace.cuda.kernels.launching headrace_model"
+        "headrace.pipelines headrace.caching headrace.cuda.devices headrace.cuda.kernels.launching headrace.stores "
+        "headrace_model"
+    },
+    "server/headrace/stores": {
+        "ours": "headrace.core headrace.config.documents headrace.config.model_folder headrace.observability.logs "
+        "headrace.observability.labelled_counter",
+        "third": "huggingface_hub obstore",
     },
     "server/headrace/inference": {"ours": "headrace.core headrace.observability", "third": "msgspec numpy orjson"},
     "server/headrace/access": {
@@ -134,10 +140,12 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "server/headrace/__init__.py": {"ours": "headrace.core.errors headrace.embedding"},
     "server/headrace/data_plane.py": {
-        "ours": "headrace.caching headrace.core headrace.observability.custom_metrics headrace.repository headrace.settings"
+        "ours": "headrace.caching headrace.core headrace.observability.custom_metrics headrace.repository headrace.settings "
+        "headrace.stores"
     },
     "server/headrace/embedding.py": {
-        "ours": "headrace.core headrace.data_plane headrace.repository headrace.scheduling.version_handle headrace.settings",
+        "ours": "headrace.core headrace.data_plane headrace.repository headrace.scheduling.version_handle headrace.settings "
+        "headrace.stores",
         "third": "numpy",
     },
     "engines/headrace_engines": {

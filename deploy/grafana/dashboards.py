@@ -84,6 +84,13 @@ OVERVIEW = Dashboard(
                       "percentunit", width=6, height=6),
                 Panel("Engines built", [Query(f"sum by (model, result) (increase(headrace_engine_builds_total{{{J}}}[1h]))",
                       "{{model}} {{result}}")], width=6, height=6),
+                Panel("Repositories in stores", [
+                    Query(f"count(headrace_repository_reachable{{{J}}} == 0) or vector(0)", "not reachable"),
+                    Query(f'sum(increase(headrace_repository_syncs_total{{{J},result="failed"}}[1h])) or vector(0)',
+                          "failed comparisons in an hour")], width=12, height=6),
+                Panel("Downloads from stores", [
+                    Query(f"sum(rate(headrace_repository_downloaded_bytes_total{{{J}}}{RATE})) or vector(0)", "read")],
+                      "Bps", width=12, height=6),
             ],
         ),
         Row(

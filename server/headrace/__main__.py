@@ -178,10 +178,17 @@ def _serve(args: argparse.Namespace) -> int:
         return 1
     from headrace.config.documents import refuse
     from headrace.repository.folders import open_paths
+    from headrace.stores.cache import open_mirrors
 
+    paths = [path for path in args.path if isinstance(path, Path)]
+    mirrors = open_mirrors(settings.repository_locations(args), settings.repository_cache(options))
     try:
-        with open_paths(args.path, options.state_dir, options.model_name) as served:
-            options = replace(options, model_repository=(*options.model_repository, *served.repositories))
+        with open_paths(paths, options.state_dir, options.model_name) as served, mirrors as folders:
+            options = replace(
+                options,
+                model_repository=(*folders, *served.repositories),
+                stores=tuple((str(folder), str(url)) for folder, url in folders.items() if url is not None),
+            )
             if options.front_ends == settings.AUTO:
                 from headrace.front_ends.automatic import available_cores, choose_front_ends
 

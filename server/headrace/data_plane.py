@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from headrace.core.clock import NS_PER_US
 from headrace.core.completion import Mailbox
 from headrace.core.ledger import CPU
 from headrace.core.limits import BodyMemory
+from headrace.core.store_url import parse_store_url
 from headrace.observability.custom_metrics import CustomMetrics
 from headrace.repository.environments import Environments, environments_root
 from headrace.repository.gpu_model_cache import GpuModelCache
@@ -21,6 +23,8 @@ from headrace.repository.reconciler import ControlPolicy, ModelSelection, Reconc
 from headrace.repository.registry import Registry
 from headrace.repository.warmup import LatencyStore
 from headrace.settings import Settings
+from headrace.stores.mirror import Mirror
+from headrace.stores.sync import RepositoryStores
 
 logger = logging.getLogger("headrace")
 
@@ -44,6 +48,7 @@ class DataPlane:
         environments: Python environments of models.
         reconciler: the control thread.
         custom_metrics: metrics that the code of Python models reports.
+        stores: repositories that mirror a store; None without any.
     """
 
     def __init__(
@@ -98,7 +103,10 @@ class DataPlane:
         def loaded(error: BaseException | None) -> None:
             loop.call_soon_threadsafe(on_loaded, error)
 
-        self.reconciler = calls.control = Reconciler(selection, loader, self.registry, loaded, control)
+        self.stores = _open_stores(settings)
+        self.reconciler = calls.control = Reconciler(
+            selection, loader, self.registry, loaded, control, stores=self.stores
+        )
 
     def stop(self, timeout_s: float) -> bool:
         """Close every model after its queued requests have completed, and end all installations.
@@ -123,3 +131,14 @@ class DataPlane:
     def _instance_restarted(self, name: str, number: str, alive: int) -> None:
         logger.warning("model %s version %s: a dead instance was restarted, %d live", name, number, alive)
         self.registry.update_health(name, number)
+
+
+def _open_stores(settings: Settings) -> RepositoryStores | None:
+    """Create the mirrors of the repositories that are in stores; nothing is requested yet."""
+    stop = threading.Event()
+    mirrors = [
+        Mirror(parse_store_url(url), Path(folder), settings.repository_cache_bytes, stop)
+        for folder, url in settings.stores
+    ]
+    interval_s = settings.poll_interval_s if settings.model_control == "poll" else None
+    return RepositoryStores(mirrors, interval_s, stop) if mirrors else None

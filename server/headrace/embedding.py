@@ -22,11 +22,13 @@ from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, Cancelled, ConfigError, Finding, HeadraceError, Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
+from headrace.core.store_url import is_store_url, parse_store_url
 from headrace.core.tensor import BF16, BYTES, Array, ModelSpec, TensorSpec
 from headrace.data_plane import DataPlane
 from headrace.repository.folders import open_paths
 from headrace.scheduling.version_handle import VersionHandle
-from headrace.settings import Settings
+from headrace.settings import Settings, repository_cache
+from headrace.stores.cache import open_mirrors
 
 logger = logging.getLogger("headrace")
 
@@ -43,7 +45,7 @@ class Server:
     Ownership: `_loop_thread` is started by `__enter__` and ended by `__exit__`; the control thread belongs to `DataPlane`.
 
     Args:
-        *repositories: model repositories, folders of one model, or ONNX files.
+        *repositories: model repositories or their URLs, folders of one model, or ONNX files.
         models: names of the models to load; None loads all.
         state_dir: folder for latency tables and built engines, which outlive the process; "" for none.
         profile_s: maximum time in seconds to measure each model before it serves; 0 measures nothing.
@@ -71,7 +73,8 @@ class Server:
             raise ValueError(
                 "no repository is given: name a folder of models, the folder of one model, or an ONNX file"
             )
-        self._paths = tuple(Path(path).expanduser() for path in repositories)
+        self._urls = [parse_store_url(path) for path in map(str, repositories) if is_store_url(path)]
+        self._paths = [Path(path).expanduser() for path in repositories if not is_store_url(str(path))]
         self._settings = Settings(
             model_repository=(),
             model_control="none" if models is None else "explicit",
@@ -162,7 +165,12 @@ class Server:
 
         try:
             served = self._resources.enter_context(open_paths(self._paths, settings.state_dir))
-            settings = replace(settings, model_repository=served.repositories)
+            folders = self._resources.enter_context(open_mirrors(self._urls, repository_cache(settings)))
+            settings = replace(
+                settings,
+                model_repository=(*served.repositories, *folders),
+                stores=tuple((str(folder), str(url)) for folder, url in folders.items()),
+            )
             self._data_plane = DataPlane(settings, loop, on_loaded, served.model_filter or {})
             self._data_plane.reconciler.start()
             error = await loaded

@@ -19,6 +19,7 @@ from headrace.core.cache_options import CacheOptions, CacheSetting, cache_option
 from headrace.core.command_line import number_parser
 from headrace.core.limits import CLIENT_HEADER, LIMIT_HELP, Limits
 from headrace.core.model_config import name_problem
+from headrace.core.store_url import StoreUrl, is_store_url, parse_store_url
 from headrace.core.telemetry import OTLP_PROTOCOLS, REQUEST_LOG_MODES, Telemetry, TritonMetrics
 
 # Other names of Headrace's options with the same meaning and values.
@@ -168,6 +169,9 @@ class Settings:
     Attributes:
         model_repository: folders with one folder a model.
         model_name: name of the model behind a path on the command line that is one model; "" for that of the file or folder.
+        stores: folder and URL of each of them that mirrors a store.
+        repository_cache_dir: folder of all mirrors of stores; "" for `repositories` in the state folder.
+        repository_cache_bytes: largest size of all mirrors.
         id: name of the server in its metadata, as tritonserver's --id.
         host: address to listen on.
         http_port: HTTP port; 0 lets the system choose.
@@ -224,6 +228,9 @@ class Settings:
 
     model_repository: tuple[Path, ...]
     model_name: str = ""
+    stores: tuple[tuple[str, str], ...] = ()
+    repository_cache_dir: str = ""
+    repository_cache_bytes: int = 100 << 30
     id: str = "headrace"
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -364,6 +371,16 @@ def _cache_setting(text: str) -> tuple[CacheSetting, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def repository_location(text: str) -> Path | StoreUrl:
+    """Parse a path, or the URL of a store."""
+    if not is_store_url(text):
+        return Path(text)
+    try:
+        return parse_store_url(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _switch(text: str) -> bool:
     if text.lower() not in _TRUE | _FALSE:
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
@@ -402,7 +419,7 @@ class _Option(NamedTuple):
         add = partial(parser.add_argument, *names(f"--{self.name.replace('_', '-')}"))
         if self.name in _SEPARATORS and not isinstance(self.kind, tuple):
             # Without a default: argparse would add the values of the command line to it.
-            values = [self.parse(part) for part in (text or "").split(_SEPARATORS[self.name]) if part]
+            values = [self.parse(part) for part in _split(text or "", _SEPARATORS[self.name]) if part]
             values = values or _REPEATED_DEFAULTS.get(self.name, [])
             parser.set_defaults(**{f"default_{self.name}": values})
             add(action="append", type=self.kind, metavar=self.metavar, help=self.help.format(*values))
@@ -416,8 +433,13 @@ class _Option(NamedTuple):
             add(type=self.kind, default=default, metavar=self.metavar, help=self.help)
 
 
+def _split(text: str, separator: str | None) -> list[str]:
+    """Split the value of a variable; the colon of a URL separates nothing."""
+    return text.split(separator) if separator != os.pathsep else re.split(rf"{re.escape(separator)}(?!//)", text)
+
+
 _DEFAULTS: dict[str, Any] = {each.name: each.default for kind in (Settings, Telemetry, Limits) for each in fields(kind)}
-_REPEATED_DEFAULTS = {"model_repository": ["model_repository"]}
+_REPEATED_DEFAULTS = {"model_repository": [Path("model_repository")]}
 # Repeatable options, and the separators of their values in the environment; None: any white space.
 _SEPARATORS = {
     "model_repository": os.pathsep,
@@ -439,7 +461,18 @@ _ENVIRONMENTS_DIR = _Option(
 )
 _METRICS_HELP = "summary_latencies, histogram_latencies, counter_latencies=true|false, summary_quantiles=0.5,0.99"
 OPTIONS: tuple[_Option, ...] = (
-    _Option("model_repository", "folder of models, repeatable ({0})", metavar="DIR"),
+    _Option(
+        "model_repository",
+        "folder of models, or a URL of one: s3://, gs://, az://, hf://; repeatable ({0})",
+        repository_location,
+        "DIR_OR_URL",
+    ),
+    _Option(
+        "repository_cache_dir",
+        "folder of the copies of repositories in stores (repositories in the state folder)",
+        metavar="DIR",
+    ),
+    _Option("repository_cache_bytes", "largest size of all these copies (%(default)s)", _positive, "N"),
     _Option("model_control", "how models are loaded (%(default)s)", ("none", "explicit", "poll")),
     _Option("load_model", "model to load at start, with --model-control explicit; repeatable", metavar="NAME"),
     _Option(
@@ -566,8 +599,10 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     Raises:
         ValueError: a variable has an invalid value; names both.
     """
-    text = "a repository, the folder of one model, or a model file (model.onnx), in place of --model-repository"
-    parser.add_argument("path", nargs="*", type=Path, metavar="PATH", help=text)
+    text = (
+        "a repository or its URL, the folder of one model, or a model file (model.onnx), in place of --model-repository"
+    )
+    parser.add_argument("path", nargs="*", type=repository_location, metavar="PATH", help=text)
     environ = os.environ if environ is None else environ
     for option in OPTIONS:
         option.declare(parser, environ)
@@ -599,16 +634,14 @@ def is_json_log(arguments: Sequence[str]) -> bool:
 
 
 def from_arguments(args: argparse.Namespace) -> Settings:
-    """Create settings from parsed arguments."""
+    """Create settings from parsed arguments; `model_repository` has the local ones of `repository_locations`."""
     values = vars(args)
-    # A path on the command line replaces the default repository.
-    repositories = args.model_repository or ([] if args.path else args.default_model_repository)
     telemetry, limits, settings = (
         {each.name: values[each.name] for each in fields(kind) if each.name in values}
         for kind in (Telemetry, Limits, Settings)
     )
     settings |= {
-        "model_repository": tuple(map(Path, repositories)),
+        "model_repository": tuple(each for each in repository_locations(args) if isinstance(each, Path)),
         "load_model": tuple(args.load_model or args.default_load_model),
         "allowed_host": tuple(args.allowed_host or args.default_allowed_host),
         "cors_origin": tuple(args.cors_origin or args.default_cors_origin),
@@ -618,6 +651,19 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         "metrics_config": TritonMetrics(**dict(args.metrics_config or args.default_metrics_config)),
     }
     return Settings(**settings)
+
+
+def repository_locations(args: argparse.Namespace) -> tuple[Path | StoreUrl, ...]:
+    """Return the repositories of parsed arguments: those of --model-repository, then the URLs among the paths."""
+    # A path on the command line replaces the default repository.
+    repositories = args.model_repository or ([] if args.path else args.default_model_repository)
+    return (*repositories, *(each for each in args.path if isinstance(each, StoreUrl)))
+
+
+def repository_cache(settings: Settings) -> str:
+    """Return the folder of all mirrors of stores; "" if there is none."""
+    default = os.path.join(settings.state_dir, "repositories") if settings.state_dir else ""
+    return settings.repository_cache_dir or default
 
 
 def with_state(words: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:

@@ -305,6 +305,7 @@ class Wiring:
             certificate_expiry_s=None if tls is None else lambda: tls.expiry_s,
             processes=self.processes,
             utilization=lambda: self.load_meter.figures(monotonic_ns()).utilization,
+            stores=None if data_plane.stores is None else data_plane.stores.status,
         )
         return MetricsPage(
             data_plane.registry.counted_sources,
@@ -321,7 +322,13 @@ class Wiring:
         # The CUDA driver is started only if clients may register GPU memory.
         memory = find_client_memory() if settings.allow_client_shm else None
         cuda, pin = (None, None) if memory is None else (memory.open_ipc, memory.pin)
-        self._overview = ServerOverview(registry, settings.model_repository, processes=self.processes)
+        stores = self.data_plane.stores
+        self._overview = ServerOverview(
+            registry,
+            settings.model_repository,
+            processes=self.processes,
+            stores=None if stores is None else stores.status,
+        )
         return Services(
             models=registry,
             repository=self.data_plane.reconciler,

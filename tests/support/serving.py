@@ -184,7 +184,7 @@ def front_ends() -> tuple[str, ...]:
 
 
 def start(
-    repository: Path,
+    repository: Path | str,
     log: Path,
     *options: str,
     env: Mapping[str, str] | None = None,
@@ -193,7 +193,7 @@ def start(
     """Start `headrace serve` on free ports and return at once; the caller must see to its end.
 
     Args:
-        repository: the model repository; a second one can be named in `options`.
+        repository: the model repository, or its URL; a second one can be named in `options`.
         log: file for what the server prints.
         options: of `headrace serve`; a later `--http-port` or `--grpc-port` takes the place of the free one.
         env: environment variables to add; the test's own HEADRACE_ variables never reach the server.
@@ -212,7 +212,7 @@ def start(
 
 @contextmanager
 def serving(
-    repository: Path,
+    repository: Path | str,
     folder: Path,
     *options: str,
     env: Mapping[str, str] | None = None,
@@ -230,7 +230,7 @@ def serving(
     Raises:
         ServerFailed: it does not start, or does not stop as it should.
     """
-    server = start(repository, folder / f"{repository.name}.log", *options, env=env, command=command)
+    server = start(repository, folder / f"{Path(repository).name}.log", *options, env=env, command=command)
     try:
         server.wait_until_ready()
         yield server

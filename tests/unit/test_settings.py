@@ -70,6 +70,8 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "jwt_audience": ("headrace", "headrace"),
         "cache_config": ("local,size=1MiB", CacheOptions(1 << 20)),
         "front_ends": ("4", 4),
+        "repository_cache_dir": ("cache", "cache"),
+        "repository_cache_bytes": ("1000", 1000),
         "hang_timeout_s": ("2.5", 2.5),
         "grpc_max_connection_age_s": ("60", 60.0),
     }
@@ -77,6 +79,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "limits",
         "telemetry",
         "front_ends_reason",
+        "stores",
     }
     for name, (text, expected) in values.items():
         variable = {f"HEADRACE_{name.upper()}": text}
@@ -283,3 +286,38 @@ def test_the_command_line_wins_and_repositories_add_up() -> None:
 def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"HEADRACE_{variable}"):
         parse(**{f"HEADRACE_{variable}": value})
+
+
+def test_urls_and_folders_are_repositories_in_their_order() -> None:
+    def locations(*words: str, **environ: str) -> list[str]:
+        parser = argparse.ArgumentParser()
+        settings.add_arguments(parser, environ)
+        return [str(each) for each in settings.repository_locations(parser.parse_args(list(words)))]
+
+    assert locations(HEADRACE_MODEL_REPOSITORY="a:s3://bucket/x:gs://other:b") == [
+        "a",
+        "s3://bucket/x",
+        "gs://other",
+        "b",
+    ]
+    assert locations("--model-repository", "az://account1/models", "--model-repository", "b") == [
+        "az://account1/models",
+        "b",
+    ]
+    assert locations("hf://org/net", "folder") == ["hf://org/net@main"]
+    assert locations() == ["model_repository"]
+    with pytest.raises(ValueError, match=r"HEADRACE_MODEL_REPOSITORY.*is not a store"):
+        locations(HEADRACE_MODEL_REPOSITORY="a:s4://bucket")
+
+
+@pytest.mark.parametrize(
+    ("options", "folder"),
+    [
+        ({}, "~/.cache/headrace/state/repositories"),
+        ({"state_dir": "state"}, "state/repositories"),
+        ({"state_dir": ""}, ""),
+        ({"state_dir": "", "repository_cache_dir": "cache"}, "cache"),
+    ],
+)
+def test_the_cache_of_repositories_is_in_the_state_folder(options: dict[str, str], folder: str) -> None:
+    assert settings.repository_cache(Settings(model_repository=(), **options)) == folder

@@ -52,6 +52,20 @@ class TritonMetrics:
     summary_quantiles: tuple[float, ...] = (0.5, 0.9, 0.95, 0.99, 0.999)
 
 
+class StoreStatus(NamedTuple):
+    """State of a repository that is mirrored from a store.
+
+    Attributes:
+        url: of the store; it has no secrets.
+        error: why the last comparison with the store failed; "" if it succeeded.
+        compared_ns: monotonic time of the last comparison that succeeded, ns; 0 before the first.
+    """
+
+    url: str
+    error: str = ""
+    compared_ns: int = 0
+
+
 @dataclass(slots=True)
 class GpuReading:
     """Current state of one GPU; None for figures that it does not support.

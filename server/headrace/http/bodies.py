@@ -537,6 +537,15 @@ class ServerProcess(_Closed):
     connections: _Count = Field(description="open client connections")
 
 
+class RepositoryStoreStatus(_Closed):
+    """A repository that is mirrored from a store."""
+
+    url: str
+    reachable: bool = Field(description="false if the last comparison with the store failed")
+    error: str = Field(description="why it failed; what is loaded stays in service")
+    compared_s_ago: int | None = Field(description="seconds since the last comparison that succeeded")
+
+
 class ServerStatus(_Closed):
     """The server and all models; counts since each version was loaded, at most some tenths of a second old."""
 
@@ -550,6 +559,7 @@ class ServerStatus(_Closed):
     buckets_per_doubling: _Rows = Field(description="resolution of `latency`")
     history_period_ns: _Rows = Field(description="length of the periods of `requests_per_s`")
     processes: list[ServerProcess] = Field(description="with --front-ends; else empty")
+    stores: list[RepositoryStoreStatus] = Field(description="repositories with a URL")
     models: list[VersionStatus]
 
 

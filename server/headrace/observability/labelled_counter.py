@@ -88,5 +88,9 @@ LOADS = LabelledCounter("model", "result")
 """Loads of models by result: loaded, reloaded, unloaded, failed: headrace_model_loads_total."""
 BUILDS = LabelledCounter("model", "result")
 """Engines built while the server runs, by result: built, failed: headrace_engine_builds_total."""
+STORE_SYNCS = LabelledCounter("repository", "result")
+"""Comparisons with stores by result: unchanged, changed, failed: headrace_repository_syncs_total."""
+STORE_BYTES = LabelledCounter("repository")
+"""Bytes downloaded from stores: headrace_repository_downloaded_bytes_total."""
 DROPPED = LabelledCounter("kind")
 """Dropped traces, spans, and lines of the request log and the log, by kind: headrace_telemetry_dropped_total."""

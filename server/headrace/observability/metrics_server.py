@@ -18,10 +18,18 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.ledger import CPU, HOST, Ledger
 from headrace.core.limits import ClientLimits
-from headrace.core.telemetry import GpuReading, LoadCounts, ProcessFigures
+from headrace.core.telemetry import GpuReading, LoadCounts, ProcessFigures, StoreStatus
 from headrace.observability import metrics_table as table
 from headrace.observability.counters import FINE_BUCKETS, Counts, Histogram
-from headrace.observability.labelled_counter import BUILDS, DROPPED, ERRORS, LOADS, LabelledCounter
+from headrace.observability.labelled_counter import (
+    BUILDS,
+    DROPPED,
+    ERRORS,
+    LOADS,
+    STORE_BYTES,
+    STORE_SYNCS,
+    LabelledCounter,
+)
 
 _INTERVAL_S = 0.25
 
@@ -101,6 +109,7 @@ class ServerFacts:
         certificate_expiry_s: returns seconds since 1970, None if they are unknown; None without TLS.
         processes: returns the figures of each process; None for a server of one process.
         utilization: returns the work of the server over what it can do; None if it is not measured.
+        stores: returns the state of each repository that mirrors a store; None without any.
     """
 
     states: States
@@ -110,6 +119,7 @@ class ServerFacts:
     certificate_expiry_s: Callable[[], float | None] | None = None
     processes: Callable[[], Sequence[ProcessFigures]] | None = None
     utilization: Callable[[], float] | None = None
+    stores: Callable[[], Sequence[StoreStatus]] | None = None
 
 
 class ServerCollector(table.ScrapeCollector):
@@ -139,6 +149,10 @@ class ServerCollector(table.ScrapeCollector):
         if expiry_s is not None:
             expiry.add_metric([], expiry_s)
         yield expiry
+        reachable = table.STORE_REACHABLE.gauge()
+        for store in () if facts.stores is None else facts.stores():
+            reachable.add_metric([store.url], not store.error)
+        yield reachable
         yield from _process_metrics([] if facts.processes is None else facts.processes())
         for family, labelled_counter in _LABELLED_COUNTERS:
             counter = family.counter()
@@ -194,6 +208,8 @@ _LABELLED_COUNTERS: tuple[tuple[table.Family, LabelledCounter], ...] = (
     (table.ERRORS, ERRORS),
     (table.MODEL_LOADS, LOADS),
     (table.ENGINE_BUILDS, BUILDS),
+    (table.STORE_SYNCS, STORE_SYNCS),
+    (table.STORE_BYTES, STORE_BYTES),
     (table.TELEMETRY_DROPPED, DROPPED),
 )
 

@@ -275,6 +275,19 @@ SERVER_UTILIZATION = _load(
     labels=(),
 )
 
+_stores = _Section("Repositories in stores", ("repository",))
+STORE = "for a repository with a URL"
+STORE_REACHABLE = _stores(
+    "headrace_repository_reachable", "1 if the last comparison with the store succeeded.", when=STORE
+)
+STORE_SYNCS = _stores(
+    "headrace_repository_syncs_total",
+    "Comparisons with the store by result: unchanged, changed, failed.",
+    "result",
+    when=STORE,
+)
+STORE_BYTES = _stores("headrace_repository_downloaded_bytes_total", "Bytes downloaded from the store.", when=STORE)
+
 _models = _Section("Models", MODEL)
 READY = _models("headrace_ready", "1 while /v2/health/ready answers 200.", labels=())
 MODEL_STATE = _models("headrace_model_state", "1 for the current state of a version, 0 for the other states.", "state")

@@ -14,7 +14,7 @@ from typing import Any
 from headrace.config.manifest import is_artefact_name, read_layers
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, allow_pauses, monotonic_ns, pause
 from headrace.core.errors import ConfigError, NotFound
-from headrace.core.telemetry import ProcessFigures
+from headrace.core.telemetry import ProcessFigures, StoreStatus
 from headrace.observability.counters import FIRST_NATIVE, SCHEMA, Counts, StepTotal
 from headrace.observability.history import PERIOD_NS, RequestHistory
 from headrace.pipelines.graph import Step
@@ -38,6 +38,7 @@ class ServerOverview:
         repositories: folders of models.
         clock: monotonic nanoseconds.
         processes: returns the figures of each process; None for a server of one process.
+        stores: returns the state of each repository that mirrors a store; None without any.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class ServerOverview:
         repositories: Sequence[Path],
         clock: Clock = monotonic_ns,
         processes: Callable[[], Sequence[ProcessFigures]] | None = None,
+        stores: Callable[[], Sequence[StoreStatus]] | None = None,
     ) -> None:
         self._processes = processes
+        self._stores = stores
         self._registry = registry
         self._repositories = repositories
         self._clock = clock
@@ -139,8 +142,14 @@ class ServerOverview:
             "buckets_per_doubling": 1 << SCHEMA,
             "history_period_ns": PERIOD_NS,
             "processes": [each._asdict() for each in (() if self._processes is None else self._processes())],
+            "stores": [_store(each, now_ns) for each in (() if self._stores is None else self._stores())],
             "models": models,
         }
+
+
+def _store(status: StoreStatus, now_ns: int) -> Mapping[str, object]:
+    age_s = max(now_ns - status.compared_ns, 0) // NS_PER_S if status.compared_ns else None
+    return {"url": status.url, "reachable": not status.error, "error": status.error, "compared_s_ago": age_s}
 
 
 def _serving(handle: VersionHandle) -> Mapping[str, object]:

@@ -42,6 +42,7 @@ from headrace.repository.folders import (
 from headrace.repository.loader import Loader
 from headrace.repository.pipelines import called_models, in_load_order, may_have_code
 from headrace.repository.registry import Registry, State
+from headrace.stores.sync import RepositoryStores
 
 
 @dataclass(slots=True)
@@ -109,6 +110,8 @@ _NOT_LOADED = "not loaded"
 # At start, models that are still being copied delay the others by at most this many settle times.
 _START_SETTLES = 3
 _STOP_POLL_S = 0.2
+# A request to a store that does not answer takes longer; its thread ends with the process.
+_STORES_STOP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,7 @@ class Reconciler:
             with the error that ends the control thread, if there is one.
         control: policy for changes while the server runs.
         builder: command that builds engines, without the model's folder.
+        stores: repositories that mirror a store; None without any.
     """
 
     def __init__(
@@ -179,8 +183,10 @@ class Reconciler:
         on_loaded: Callable[[BaseException | None], None],
         control: ControlPolicy | None = None,
         builder: Sequence[str] = BUILDER,
+        stores: RepositoryStores | None = None,
     ) -> None:
         self._selection = selection
+        self._stores = stores
         self._registry = registry
         self._on_loaded = on_loaded
         self._control = control or ControlPolicy()
@@ -231,9 +237,13 @@ class Reconciler:
         self._stop.set()
         self._commands.put(None)
         self._builds.stop()
+        if self._stores is not None:
+            self._stores.stop()
         # A load that hangs in a library must not block the exit, so the thread has a timeout too.
         self._thread.join(2 * timeout_s + 1)
         self._builds.join()
+        if self._stores is not None:
+            self._stores.join(min(timeout_s, _STORES_STOP_S))
         return self._clean and not self._thread.is_alive()
 
     # On the event loop: the interface `Repository` of the front ends
@@ -252,7 +262,7 @@ class Reconciler:
             BadRequest: the name or a file is invalid.
             ConfigError: the model cannot be served; versions that served before still serve.
             Overloaded: too many commands wait.
-            Unavailable: the server is stopping.
+            Unavailable: the server is stopping, or the store of the model cannot be read.
         """
         self.check_control(name)
         if (config is not None or files) and not self._control.allow_override:
@@ -262,9 +272,10 @@ class Reconciler:
             raise BadRequest(
                 "a load request with files needs the parameter 'config' too: send '{}' to complete it from the files"
             )
+        errors = await self._stores.refresh() if self._stores is not None and not files else {}
         while True:
             try:
-                await self._run_command(lambda: self._load(name, config, files))
+                await self._run_command(lambda: self._load(name, config, files, errors))
                 return
             except EnvironmentPending as pending:
                 # The control thread is free meanwhile. The next load has the environment, or the error of its installation.
@@ -346,8 +357,12 @@ class Reconciler:
 
     def _main(self) -> None:
         try:
+            if self._stores is not None:
+                self._stores.load_initial()
             self._load_initial()
             self._builds.start()
+            if self._stores is not None and self._control.mode != "none":
+                self._stores.start()
             self._registry.set_complete(True)
             self._on_loaded(None)
             self._next_scan_ns = monotonic_ns() + self._pause_ns()
@@ -474,11 +489,19 @@ class Reconciler:
             del self._pending[model.name]
             self._try_to_load(model)
 
-    def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+    def _load(
+        self, name: str, config: str | None, files: Mapping[str, bytes], store_errors: Mapping[Path, str]
+    ) -> None:
+        if self._stores is not None:
+            self._stores.apply()
         self._refresh_index()
         document = None if config is None else read_config_json(config)
         if document is None or not files:
             model = find(self._selection.repositories, name)
+            # The store may have a newer one, or the model that is missing here.
+            if store_errors and (model is None or model.repository in store_errors):
+                error = next(iter(store_errors.values())) if model is None else store_errors[model.repository]
+                raise Unavailable(f"model '{name}' is not loaded: {error}")
             if model is None or not self._selection.includes(model.repository, name):
                 raise NotFound(f"no model repository has a folder '{name}'{self._registry.suggestion(name)}")
             source = ModelSource(name, model.path, model.repository, document)
@@ -557,6 +580,8 @@ class Reconciler:
 
     def _rescan(self) -> None:
         try:
+            if self._stores is not None:
+                self._stores.apply()
             models = self._scan()
         except (HeadraceError, OSError) as error:
             # An unreadable repository, e.g. on a disconnected disk, must not unload every model.

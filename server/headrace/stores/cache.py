@@ -1,0 +1,174 @@
+"""The folder of all mirrors: one for each URL, held by one server, with a bound on the size of all.
+
+<cache>/<name>-<digest>/lock            held by the server that mirrors the URL
+                        url             for people
+                        repository/     what is served
+                        versions/       whole units: downloaded and not served yet, or replaced
+                        partial/        objects that are being downloaded
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from headrace.config.documents import refuse
+from headrace.core.store_url import StoreUrl
+from headrace.stores.base import StoreError
+from headrace.stores.opening import check_packages
+
+logger = logging.getLogger("headrace.stores")
+
+REPOSITORY, VERSIONS, PARTIAL = "repository", "versions", "partial"
+_LOCK = "lock"
+# Servers of one machine that mirror the same URL; each has a copy.
+_MAX_COPIES = 64
+
+
+@contextmanager
+def open_mirrors(locations: Sequence[Path | StoreUrl], cache: str) -> Iterator[dict[Path, StoreUrl | None]]:
+    """Return the local folder of each location, in their order, with the URL that it mirrors; None for a local one.
+
+    The folders of mirrors are held until the context ends.
+
+    Args:
+        locations: folders and URLs.
+        cache: folder of all mirrors; "" for none.
+
+    Raises:
+        ConfigError: a package is missing, or the folder cannot be used.
+    """
+    folders: dict[Path, StoreUrl | None] = {}
+    with ExitStack() as resources:
+        for location in locations:
+            if isinstance(location, Path):
+                folders.setdefault(location, None)
+            elif location not in folders.values():
+                check_packages(location)
+                if not cache:
+                    cure = "write --repository-cache-dir DIR, or a --state-dir"
+                    raise refuse(str(location), None, "needs a folder for its files, and there is none", cure)
+                folders[_hold(Path(cache).expanduser(), location, resources)] = location
+        yield folders
+
+
+def _hold(cache: Path, url: StoreUrl, resources: ExitStack) -> Path:
+    """Lock a folder for a URL, and return the repository in it; another one if a server holds the first."""
+    digest = hashlib.sha256(str(url).encode()).hexdigest()[:12]
+    label = f"{re.sub(r'[^A-Za-z0-9.-]+', '-', str(url))[:64].strip('-.')}-{digest}"
+    try:
+        for copy in range(1, _MAX_COPIES + 1):
+            folder = cache / (label if copy == 1 else f"{label}.{copy}")
+            lock = _lock(folder, create=True)
+            if lock is None:
+                continue
+            resources.callback(os.close, lock)
+            for name in (REPOSITORY, VERSIONS, PARTIAL):
+                (folder / name).mkdir(exist_ok=True)
+            (folder / "url").write_text(f"{url}\n")
+            os.utime(folder / _LOCK)  # the time of its last use
+            if copy > 1:
+                logger.info("repository %s: other servers hold its copies in %s, this one makes its own", url, cache)
+            return folder / REPOSITORY
+    except OSError as error:
+        cure = "name another with --repository-cache-dir"
+        raise refuse(str(cache), None, f"the cache of repositories cannot be written: {error.strerror}", cure) from None
+    raise refuse(str(cache), None, f"{_MAX_COPIES} servers mirror {url} already", "name another --repository-cache-dir")
+
+
+def _lock(folder: Path, create: bool = False) -> int | None:
+    """Return the descriptor of a mirror's lock; None if another server holds it, or it is removed at this moment."""
+    if create:
+        folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        lock = os.open(folder / _LOCK, (os.O_CREAT if create else 0) | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(folder / _LOCK)):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        except FileNotFoundError:  # evicted between both calls
+            if create:
+                folder.mkdir(parents=True, exist_ok=True)
+        os.close(lock)
+        if not create:
+            return None
+
+
+def make_room(mirror: Path, needed_bytes: int, bound_bytes: int, kept: Collection[str]) -> None:
+    """Evict what no server uses, the longest unused first, until `needed_bytes` more fit.
+
+    Replaced versions of this mirror, and mirrors that no server holds. What a server serves is never evicted.
+
+    Args:
+        mirror: folder of the mirror that needs room.
+        needed_bytes: size of the coming downloads.
+        bound_bytes: largest size of all mirrors.
+        kept: names in `versions` of this mirror that may not be evicted.
+
+    Raises:
+        StoreError: the rest is in use.
+    """
+    cache = mirror.parent
+    free = bound_bytes - folder_bytes(cache) - needed_bytes
+    if free >= 0:
+        return
+    unused = [path for path in _entries(mirror / VERSIONS) if path.name not in kept]
+    candidates = [(_modified_ns(path), path) for path in unused]
+    # Other folders in the cache are not ours to remove.
+    others = [
+        path for path in _entries(cache) if path != mirror and (path / "url").is_file() and (path / PARTIAL).is_dir()
+    ]
+    candidates += [(_modified_ns(path / _LOCK), path) for path in others]
+    for _, path in sorted(candidates):
+        size = folder_bytes(path)
+        if path.parent == cache:
+            lock = _lock(path) if (path / _LOCK).exists() else None
+            if lock is None:
+                continue
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        logger.info("the cache of repositories evicts %s: %.1f MB", path, size / 1e6)
+        free = bound_bytes - folder_bytes(cache) - needed_bytes
+        if free >= 0:
+            return
+    raise StoreError(
+        f"{needed_bytes} bytes are missing, and the cache of repositories {cache} may have {bound_bytes}, "
+        f"{-free} too few beside what is served: raise --repository-cache-bytes"
+    )
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the size of all files below a folder; a file with several links counts once."""
+    sizes: dict[tuple[int, int], int] = {}
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                status = os.lstat(os.path.join(path, name))
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [entry for entry in folder.iterdir() if entry.is_dir()]
+    except OSError:
+        return []
+
+
+def _modified_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
