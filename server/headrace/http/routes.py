@@ -201,6 +201,10 @@ def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
         example={"versions": {"2": "5%"}},
         statuses=(403, 404, 409, 503),
     )
+
+
+def _models(control: ControlPlane) -> Iterator[Route]:
+    services, statistics = control.services, bodies.Statistics
     yield Route(
         "repository",
         "/v2/models",
@@ -211,10 +215,6 @@ def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
         query=("limit", "after"),
         openapi_extra={"parameters": _LIST_PARAMETERS},
     )
-
-
-def _models(control: ControlPlane) -> Iterator[Route]:
-    services, statistics = control.services, bodies.Statistics
     summary = "Statistics of every model"
     yield Route("statistics", "/v2/models/stats", summary, control.all_statistics, statistics, filters=True)
     config, layers = services.models.config, services.overview.layers
