@@ -135,6 +135,14 @@ OVERVIEW = Dashboard(
                 Panel("Connections by process", [
                     Query(f"headrace_process_connections{{{J}}}", "{{instance}} {{process}}")],
                       description="Each front end has about as many as the others."),
+                Panel("Work over capacity", [Query(f"headrace_server_utilization_ratio{{{J}}}", "{{instance}}")], "percentunit",
+                      "What load reports tell balancers; over 100 % if work waits."),
+                Panel("Requests of all models", [
+                    Query(f"headrace_server_queue_depth{{{J}}}", "{{instance}} in queues"),
+                    Query(f"headrace_server_in_flight{{{J}}}", "{{instance}} in flight")]),
+                Panel("Longest predicted wait", [
+                    Query(f"headrace_server_predicted_wait_seconds{{{J}}}", "{{instance}}")], "s",
+                      "Of a new request of one row, of all models."),
                 Panel("Certificate", [
                     Query(f"headrace_tls_certificate_expiry_timestamp_seconds{{{J}}} - time()", "{{instance}}")], "s",
                       "Time until it expires; no data without TLS."),
@@ -286,6 +294,30 @@ MODEL = Dashboard(
                     Query(f"headrace:bad:ratio_rate6h{{{M}}}", "6 h")], "percentunit", "The budget is 1 %."),
                 Panel("Late answers", [Query(f"sum(rate(headrace_late_total{{{M}}}{RATE}))", "late")], "reqps",
                       "Answered after the objective, or after the deadline of the request."),
+            ],
+        ),
+        Row(
+            "Canary and shadow versions",
+            [
+                Panel("Shares", [Query(f"headrace_traffic_share{{{M}}}", "{{model}} {{version}}")], "percentunit",
+                      "Of the requests that name no version.", most=1),
+                Panel("Requests by share", [
+                    Query(f"sum by (model, version) (rate(headrace_traffic_routed_total{{{M}}}{RATE}))",
+                          "{{model}} {{version}}")], "reqps", stacked=True),
+                Panel("Undone canaries", [
+                    Query(f"sum by (model, version, rule) (increase(headrace_traffic_undone_total{{{M}}}[1h])) > 0 or vector(0)",
+                          "{{model}} {{version}} {{rule}}")], description="In the last hour, by the rule that took the share."),
+                Panel("States of versions", [Query(f"headrace_traffic_state{{{M}}} == 1")], kind="table"),
+                Panel("Shadow requests", [
+                    Query(f"sum by (model, version, outcome) (rate(headrace_shadow_requests_total{{{M}}}{RATE}))",
+                          "{{model}} {{version}} {{outcome}}")], "reqps", stacked=True),
+                Panel("Agreement of shadow answers", [
+                    Query(f"sum by (model, version) (rate(headrace_shadow_agreeing_rows_total{{{M}}}{RATE})) / "
+                          f"sum by (model, version) (rate(headrace_shadow_rows_total{{{M}}}{RATE}))",
+                          "{{model}} {{version}}")], "percentunit", "Share of rows that agree with the stable version."),
+                Panel("Largest difference of shadow answers", [
+                    Query(f"headrace_shadow_max_difference{{{M}}}", "{{model}} {{version}}")],
+                      description="Absolute, of any output since the version was loaded."),
             ],
         ),
         Row(

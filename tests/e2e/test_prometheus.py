@@ -43,6 +43,7 @@ COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
 INT8 = "max_batch_size: 8\noptimization:\n  precision: int8\n  accuracy: {min_top1_agreement: 0.999}\n"
 # Nothing is refused for being late, however busy the machine is.
 PROMISED = "max_batch_size: 8\ndynamic_batching: {max_queue_delay_microseconds: 1000}\nslo: {p99_ms: 5000}\n"
+SHARED = 'traffic: {stable: 1, versions: {"2": 50%}, shadow: {version: 3, share: 100%}}\n'
 REQUESTS = 40  # of each model by each client
 CLIENTS = 3
 MODELS = ("gpu", "apart", "promised", "engine", "cached")
@@ -187,6 +188,8 @@ def build(folder: Path) -> Path:
     add_model(repository, "cached", affine(), files={"config.yaml": "response_cache: {enable: true}\n"})
     add_model(repository, "apart", affine(), files={"config.yaml": "isolation: process\n"})
     add_model(repository, "promised", affine(), files={"config.yaml": PROMISED})
+    for version in (1, 2, 3):
+        add_model(repository, "shared", affine(), version=version, files={"config.yaml": SHARED})
     model = add_model(repository, "engine", affine(), files={"config.yaml": INT8})
     engine = onnx.load(model / "1" / "model.onnx").SerializeToString()
     publish(model, 1, engine, forced=True, refusal=("top-1 agreement 98.8 % is below 99.9 %",))
@@ -229,6 +232,7 @@ def work(server: Server) -> None:
             for model in MODELS:
                 assert server.request("POST", f"/v2/models/{model}/infer", BODY)[0] == 200
             assert server.request("POST", "/v2/models/padded/infer", TOKENS)[0] == 200
+            assert server.request("POST", "/v2/models/shared/infer", BODY)[0] == 200
             for row, status in ((0, 200), (3, 400)):
                 assert server.request("POST", "/v2/models/twice/infer", index_body(row))[0] == status
             assert server.request("POST", "/v2/models/promised/infer", b"{}")[0] == 400
@@ -284,7 +288,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Ite
                 work(gpu)
                 until(lambda: classic.scrapes() >= SCRAPES and native.scrapes() >= SCRAPES)
                 # What the rules have made of the last scrape.
-                until(lambda: len(classic.query("headrace:requests:rate5m")) == len(MODELS) + 7)
+                until(lambda: len(classic.query("headrace:requests:rate5m")) == len(MODELS) + 8)
                 time.sleep(2)
                 yield Watched(gpu, secure, classic, native, f"{HOST}:{port}")
         gpu.stop()
