@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 from headrace.core.cache_options import CacheOptions, CacheSetting, cache_options, parse_cache_setting, size_bytes
 from headrace.core.command_line import number_parser
 from headrace.core.limits import CLIENT_HEADER, LIMIT_HELP, Limits
-from headrace.core.model_config import name_problem
 from headrace.core.store_url import StoreUrl, is_store_url, parse_store_url
 from headrace.core.telemetry import OTLP_PROTOCOLS, REQUEST_LOG_MODES, Telemetry, TritonMetrics
 
@@ -299,7 +298,11 @@ AUTO = -1
 
 
 def _model_name(text: str) -> str:
-    problem = name_problem(text) if text else None
+    if not text:
+        return text
+    from headrace.core.model_config import name_problem  # imports NumPy and pydantic, which other commands do without
+
+    problem = name_problem(text)
     if problem is not None:
         raise argparse.ArgumentTypeError(f"{problem.message}: {problem.cure}")
     return text
