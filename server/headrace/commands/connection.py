@@ -332,10 +332,11 @@ def channel_error_text(details: str, options: ConnectionOptions, is_tls: bool) -
         return f"the server's certificate is not trusted: {_CA_CURE}"
     if "WRONG_VERSION_NUMBER" in details:
         return "the server does not speak TLS on this port: write HOST:PORT without grpcs://"
-    # The server's alert is lost: grpcio only reports that the connection was closed.
-    if "Socket closed" in details and is_tls:
+    # The server's alert is lost: grpcio only reports that the connection was closed, or reset if data were on their way.
+    is_closed = "Socket closed" in details or "Connection reset by peer" in details
+    if is_closed and is_tls:
         return _closed_text(options)
-    if "Socket closed" in details:
+    if is_closed:
         return "the server closed the connection: if it has TLS, write grpcs://HOST:PORT"
     return ""
 

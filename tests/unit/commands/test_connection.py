@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
-from headrace.commands.connection import ConnectionOptions, add_arguments, is_loopback
+from headrace.commands.connection import ConnectionOptions, add_arguments, channel_error_text, is_loopback
 from headrace.commands.infer_client import InferClient
 from headrace.core.errors import BadRequest, HeadraceError
 from headrace.tls import TlsFiles
@@ -279,3 +279,10 @@ def test_grpc_sends_the_key(certificates: Certificates, grpc_server: ScriptedGrp
     grpc_server.live_error = Abort(grpc.StatusCode.UNAUTHENTICATED, "no")
     plain = failure(grpc_server.address, ConnectionOptions(api_key=KEY, api_key_source="k"))
     assert plain.startswith("the server returned UNAUTHENTICATED: no; the server does not accept the API key of k")
+
+
+@pytest.mark.parametrize("details", ["Socket closed", "ipv4:127.0.0.1:1: recvmsg:Connection reset by peer (104)"])
+def test_a_grpc_connection_that_is_closed_or_reset_names_the_likely_reason(details: str) -> None:
+    options = ConnectionOptions()
+    assert "requires a client certificate: send" in channel_error_text(details, options, is_tls=True)
+    assert "if it has TLS, write grpcs://" in channel_error_text(details, options, is_tls=False)
