@@ -66,7 +66,7 @@ class GrpcioServer:
 
     Attributes:
         methods, client_limits: see Args.
-        rooms: room for responses of each client address, while a call uses it.
+        rooms: room for responses of each client address, while a call holds a reference to it.
         stopping: True from `stop` on.
     """
 

@@ -71,7 +71,8 @@ class GrpcInference:
         if self.large_responses and envelope.model_name in self.large_responses:
             # It waits while the client does not read earlier ones.
             expected_bytes = self.large_responses[envelope.model_name]
-            await call.room.start(expected_bytes)
+            room = call.room  # held: grpcio keeps a room only while something refers to it
+            await room.start(expected_bytes)
         try:
             service = self.service
             has_charge = service.has_remote_quotas and service.needs_charge(options)
@@ -99,7 +100,7 @@ class GrpcInference:
             raise
         finally:
             if expected_bytes:
-                call.room.end(expected_bytes)
+                room.end(expected_bytes)
 
     def start(self, message: RequestMessage, call: GrpcCall) -> PendingRequest | None:
         """See `DirectMethod`: a large request or response needs the coroutine."""
