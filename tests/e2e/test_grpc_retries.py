@@ -12,28 +12,13 @@ import pytest
 
 from tests.support.grpc_requests import INFER, fail_count, message
 from tests.support.models import add_model, affine
-from tests.support.python_models import add_python_model
+from tests.support.python_models import NAPPING, NAPPING_CONFIG, add_python_model
 from tests.support.serving import Server, serving
 
 PUSHBACK = "grpc-retry-pushback-ms"
 X = np.ones((1, 16), np.float32)
 # A quota that is full again after 5 s, 20 s and 100 s.
 QUOTAS = {"brisk": 0.2, "slow": 0.05, "slowest": 0.01}
-NAPPING = """
-import time
-
-class Napping:
-    def predict(self, batch):
-        time.sleep(1)
-        return {"Y": batch["X"]}
-"""
-NAPPING_CONFIG = """
-backend: python
-max_batch_size: 1
-input: [{name: X, data_type: TYPE_FP32, dims: [16]}]
-output: [{name: Y, data_type: TYPE_FP32, dims: [16]}]
-dynamic_batching: {default_queue_policy: {max_queue_size: 1}}
-"""
 
 
 @pytest.fixture(scope="module", params=["fast", "grpcio", "front-ends"])

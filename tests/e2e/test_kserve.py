@@ -16,28 +16,13 @@ import yaml
 
 from tests.support.grpc_requests import fail_count
 from tests.support.models import affine
-from tests.support.python_models import add_python_model
+from tests.support.python_models import NAPPING, NAPPING_CONFIG, add_python_model
 from tests.support.serving import COMMAND, HOST, ROOT, Server, free_port, serving
 
 KSERVE = ROOT / "deploy" / "kserve"
 RUNTIME = KSERVE / "cluster-serving-runtime.yaml"
 SERVICE = KSERVE / "inference-service.yaml"
 PYTHON = ROOT / ".venv" / "kserve" / "bin" / "python"
-NAPPING = """
-import time
-
-class Napping:
-    def predict(self, batch):
-        time.sleep(1)
-        return {"Y": batch["X"]}
-"""
-NAPPING_CONFIG = """
-backend: python
-max_batch_size: 1
-input: [{name: X, data_type: TYPE_FP32, dims: [16]}]
-output: [{name: Y, data_type: TYPE_FP32, dims: [16]}]
-dynamic_batching: {default_queue_policy: {max_queue_size: 1}}
-"""
 
 needs_sdk = pytest.mark.skipif(not PYTHON.exists(), reason="`make .venv/.kserve` installs KServe's SDK")
 

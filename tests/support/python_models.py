@@ -57,6 +57,22 @@ _AUTO_COMPLETE = """
         return auto_complete_model_config
 """
 _BATCHING = "auto_complete_model_config.set_max_batch_size(4); auto_complete_model_config.set_dynamic_batching()"
+# Takes a second for each request, and queues one more.
+NAPPING = """
+import time
+
+class Napping:
+    def predict(self, batch):
+        time.sleep(1)
+        return {"Y": batch["X"]}
+"""
+NAPPING_CONFIG = """
+backend: python
+max_batch_size: 1
+input: [{name: X, data_type: TYPE_FP32, dims: [16]}]
+output: [{name: Y, data_type: TYPE_FP32, dims: [16]}]
+dynamic_batching: {default_queue_policy: {max_queue_size: 1}}
+"""
 
 
 def _auto_complete(batching: str) -> str:
