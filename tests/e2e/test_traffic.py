@@ -52,6 +52,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ruled = "traffic: {shadow: {version: 3}, rules: {min_agreement: 99%, min_requests: 5}}\n"
     add(folder, "ruled", 'traffic: {"3": 1%, ' + ruled.removeprefix("traffic: {"), 1, 3, seeds={3: 7})
     add(folder, "plain", "{}\n", 1, 2)
+    # Other models: their answers have their names. "wider" has another input.
+    add(folder, "first", 'traffic: {"model:second": 25%, "model:wider": 50%, sticky_header: X-User}\n', 1)
+    add(folder, "second", "{}\n", 7)
+    models.add_model(folder, "wider", models.affine(features=17), files={"config.yaml": "{}\n"})
     # The same configuration in the text format.
     for version in (1, 2):
         config = 'parameters { key: "headrace.traffic.2" value { string_value: "50%" } }'
@@ -72,6 +76,7 @@ class Client:
     """A connection that repeats requests."""
 
     def __init__(self, server: Server) -> None:
+        self.model = ""  # of the last answer
         self._connection = http.client.HTTPConnection(HOST, server.port, timeout=60)
 
     def version(self, model: str, headers: dict[str, str] | None = None, named: str = "") -> str:
@@ -82,6 +87,7 @@ class Client:
         body = response.read()
         assert response.status == 200, body
         document = json.loads(body)
+        self.model = document["model_name"]
         if model not in ("shadowed", "ruled"):
             expected = answer(int(document["model_version"]))
             np.testing.assert_allclose(document["outputs"][0]["data"], expected.ravel(), rtol=1e-4, atol=1e-5)
@@ -183,6 +189,43 @@ def test_invalid_changes_are_refused_with_the_reason(server: Server) -> None:
     assert traffic(server, "plain")[0] == 404
     assert traffic(server, "absent")[0] == 404
     assert traffic(server, "absent", {"versions": {"2": "5%"}})[0] == 404
+
+
+def test_another_model_has_a_share(server: Server) -> None:
+    """Each answer has name, version and values of the model that computed it; a model with other inputs gets no request."""
+    client = Client(server)
+    counts = Counter((client.version("first"), client.model) for _ in range(100))
+    assert counts == {("1", "first"): 75, ("7", "second"): 25}
+    with triton_grpc.InferenceServerClient(server.grpc_address) as grpc_client:
+        x = triton_grpc.InferInput("X", [1, 16], "FP32")
+        x.set_data_from_numpy(X)
+        over_grpc: Counter[tuple[str, str]] = Counter()
+        for _ in range(40):
+            result = grpc_client.infer("first", [x])
+            response = result.get_response()
+            np.testing.assert_allclose(result.as_numpy("Y"), answer(int(response.model_version)), rtol=1e-4, atol=1e-5)
+            over_grpc[response.model_name, response.model_version] += 1
+    assert over_grpc == {("first", "1"): 30, ("second", "7"): 10}
+    users = [f"user-{number}" for number in range(40)]
+    by_user = {user: client.version("first", {"X-User": user}) for user in users}
+    assert set(by_user.values()) == {"1", "7"}
+    assert {user: Client(server).version("first", {"X-User": user}) for user in users} == by_user
+    report = rows(traffic(server, "first")[1])
+    assert (report["model:second"]["state"], report["model:second"]["share"]) == ("canary", 0.25)
+    assert report["model:wider"]["state"] == "not_ready"
+    different = "shape of its input X is [-1, 17], that of the stable version is [-1, 16]"
+    assert report["model:wider"]["reason"] == different
+    assert f"model first: model:wider gets no request of its traffic: {different}" in server.text
+    status, document = traffic(server, "first", {"versions": {"model:wider": "5%"}})
+    assert (status, document["error"]) == (
+        400,
+        f"model 'wider' cannot answer the requests of model 'first': {different}",
+    )
+    status, document = traffic(server, "first", {"versions": {"model:absent": "5%"}})
+    assert (status, document["error"]) == (
+        400,
+        "model:absent of the traffic does not serve: load model 'absent' first",
+    )
 
 
 def test_a_model_without_traffic_serves_its_latest_version(server: Server) -> None:

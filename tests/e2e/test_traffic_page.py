@@ -54,6 +54,12 @@ def test_the_whole_block_and_the_text_format_are_read() -> None:
     assert config is not None, findings
     assert config.traffic is not None
     assert config.traffic.model_fields_set == {*yaml.safe_load(whole)["traffic"]}
+    other, findings = read_config_text(
+        re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[2], "config.yaml"
+    )
+    assert other is not None, findings
+    assert other.traffic is not None
+    assert other.traffic.versions == {"model:resnet50_v2": "5%"}
     (text,) = re.findall(r"^```\n(parameters.*?)^```$", page, re.DOTALL | re.MULTILINE)
     short, findings = read_config_text(text, "config.pbtxt")
     assert short is not None, findings

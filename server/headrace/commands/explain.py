@@ -197,7 +197,7 @@ def _sequences(console: Console, sequences: object) -> None:
 
 
 def _traffic(console: Console, traffic: object) -> None:
-    """Print state, share and figures of each version; prints nothing for a model without `traffic`."""
+    """Print state, share and figures of each version and other model; prints nothing for a model without `traffic`."""
     versions = traffic.get("versions") if isinstance(traffic, Mapping) else None
     for version in versions if isinstance(versions, list) else ():
         state, percent = str(version.get("state")).replace("_", " "), 100 * version.get("share", 0)
@@ -209,10 +209,15 @@ def _traffic(console: Console, traffic: object) -> None:
             parts.append(f"p99 {version['p99_ms']:.3g} ms")
         if version.get("agreement") is not None:
             parts.append(f"agreement {version['agreement']:.2%}, largest difference {version.get('max_difference')}")
-        for label, name in (("undone", "reason"), ("not promoted", "promotion")):
+        for label, name in (
+            ("undone" if state == "undone" else "no requests", "reason"),
+            ("not promoted", "promotion"),
+        ):
             if version.get(name):
                 parts.append(f"{label}: {version[name]}")
-        console.print(Text(printable(f"traffic, version {version.get('version')}: {'; '.join(parts)}"), style="dim"))
+        target = str(version.get("version"))
+        subject = f"model {target[6:]}" if target.startswith("model:") else f"version {target}"
+        console.print(Text(printable(f"traffic, {subject}: {'; '.join(parts)}"), style="dim"))
 
 
 def _numbers(console: Console, numbers: Mapping[str, Any]) -> None:

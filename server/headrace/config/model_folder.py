@@ -40,6 +40,7 @@ from headrace.core.model_config import ModelConfig, name_problem
 from headrace.core.optimization_config import CALIBRATED, requested_precision
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Datatype
 from headrace.core.tensor_config import ModelInput, WarmupInput
+from headrace.core.traffic_config import own_traffic_problems
 
 # ImageNet's labels take 30 KB; the largest vocabularies some megabytes.
 MAX_LABELS_BYTES = 16 * 1024 * 1024
@@ -547,6 +548,8 @@ class _FolderReader:
         if config is not None and config.name not in ("", self._path.name):
             message = f'the name "{config.name}" is not the folder\'s'
             self._report([Problem(("name",), message, f'write "{self._path.name}", remove name, or rename the folder')])
+        if config is not None and not config.name:
+            self._report(own_traffic_problems(config.traffic, self._path.name))
         return ModelConfig() if config is None else config
 
     def _read_document(self) -> bool:

@@ -487,8 +487,8 @@ class ModelConfig(ConfigPart):
     cache: CacheLimits | None = option(None, "Limits of the model in the response cache.")
     traffic: Traffic | None = option(
         None,
-        "Shares of the versions in requests that name no version, and shadow requests; see docs/traffic.md. The versions that it "
-        "names are served beside those of `version_policy`, whose `latest` counts the others.",
+        "Shares of versions and other models in requests that name no version, and shadow requests; see docs/traffic.md. The "
+        "versions that it names are served beside those of `version_policy`, whose `latest` counts the others.",
     )
 
     @property
@@ -572,7 +572,7 @@ class ModelConfig(ConfigPart):
             "fair_sharing": self.fair_sharing is not None,
         }
         yield from sequence_problems(self.sequence_batching, self.input, others, batch)
-        yield from traffic_problems(self.traffic, self.sequence_batching is not None, self.is_decoupled)
+        yield from traffic_problems(self.traffic, self.name, self.sequence_batching is not None, self.is_decoupled)
         yield from self._input_name_problems()
 
     def _batching_problems(self) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Configuration of traffic over the versions of a model: canary shares, a sticky header, shadow requests, promotion rules."""
+"""Configuration of traffic over versions and other models: canary shares, a sticky header, shadow requests, promotion rules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ ALL_SHARES = 100_000
 
 DEFAULT_WINDOW_S = 300.0
 
+MODEL_PREFIX = "model:"
+"""Begins a target of traffic that is another model, e.g. "model:resnet50_v2"."""
+
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,3})?) ?%")
 _NUMBER = re.compile(r"[1-9][0-9]{0,17}")
+# The names of `headrace.core.model_config.name_problem`.
+_MODEL = re.compile(MODEL_PREFIX + r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+TARGET_PATTERN = f"^({_NUMBER.pattern}|{_MODEL.pattern})$"
 # RFC 9110, section 5.1, in lower case as on the wire of HTTP/2; "-bin" ends names of binary gRPC metadata.
 _HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,64}")
 # Headers with a meaning of their own: a client must not be routed by its secret, or by a length.
@@ -50,10 +56,25 @@ def _percent(value: Any) -> Any:
     return f"{float(match[1]):g}%"
 
 
-def _version_number(value: str) -> str:
-    if not _NUMBER.fullmatch(value):
-        raise Problems([Problem((), f"{value[:80]!r} is not a version number", 'write it as in "2": 5%')])
+def _is_target(value: str) -> bool:
+    return bool(_NUMBER.fullmatch(value) or _MODEL.fullmatch(value))
+
+
+def _target(value: str) -> str:
+    if not _is_target(value):
+        cure = 'write it as in "2": 5%, or another model as in "model:resnet50_v2": 5%'
+        raise Problems([Problem((), f"{value[:80]!r} is not a version number", cure)])
     return value
+
+
+def model_of(target: str) -> str:
+    """Return the model of a target such as "model:resnet50_v2"; "" for a version number."""
+    return target[len(MODEL_PREFIX) :] if target.startswith(MODEL_PREFIX) else ""
+
+
+def target_order(target: str) -> tuple[int, str]:
+    """Return the sort key of a target: versions by number, then models by name."""
+    return (1 << 62, target) if model_of(target) else (int(target), "")
 
 
 def _header(value: str) -> str:
@@ -69,7 +90,7 @@ Percent = Annotated[
     BeforeValidator(_percent),
     WithJsonSchema({"type": "string", "pattern": f"^{_PERCENT.pattern}$"}),
 ]
-VersionNumber = Annotated[str, Field(strict=True), AfterValidator(_version_number)]
+Target = Annotated[str, Field(strict=True), AfterValidator(_target)]
 HeaderName = Annotated[str, Field(strict=True), AfterValidator(_header)]
 
 
@@ -105,16 +126,19 @@ class TrafficRules(ConfigPart):
 
 
 class Traffic(ConfigPart):
-    """Shares of the versions in requests that name no version, and shadow requests. `{"2": 5%}` is short for `versions`."""
+    """Shares of versions and other models in requests that name no version, and shadow requests.
+
+    `{"2": 5%}` is short for `versions`.
+    """
 
     model_config = ConfigDict(
-        json_schema_extra={
-            "patternProperties": {f"^{_NUMBER.pattern}$": {"type": "string", "pattern": _PERCENT.pattern}}
-        }
+        json_schema_extra={"patternProperties": {TARGET_PATTERN: {"type": "string", "pattern": _PERCENT.pattern}}}
     )
 
-    versions: dict[VersionNumber, Percent] = option(
-        {}, 'Share of each version, e.g. `"2": 5%`. The stable version has the rest.'
+    versions: dict[Target, Percent] = option(
+        {},
+        'Share of each version, e.g. `"2": 5%`, or of another model with the same inputs and outputs, e.g. '
+        '`"model:resnet50_v2": 5%`. The stable version has the rest.',
     )
     stable: Version | None = option(
         None,
@@ -132,24 +156,25 @@ class Traffic(ConfigPart):
     @model_validator(mode="before")
     @classmethod
     def _read_short_form(cls, value: Any) -> Any:
-        """Move version numbers beside the fields into `versions`."""
+        """Move version numbers and models beside the fields into `versions`."""
         if not isinstance(value, dict):
             return value
         fields = set(cls.model_fields)
-        numbers = {key: share for key, share in value.items() if key not in fields and _NUMBER.fullmatch(str(key))}
-        if not numbers:
+        targets = {key: share for key, share in value.items() if key not in fields and _is_target(str(key))}
+        if not targets:
             return value
-        rest = {key: item for key, item in value.items() if key not in numbers}
+        rest = {key: item for key, item in value.items() if key not in targets}
         named = rest.get("versions", {})
-        if not isinstance(named, dict) or any(key in named for key in numbers):
+        if not isinstance(named, dict) or any(key in named for key in targets):
             raise Problems([Problem((), "a version is written in and beside `versions`", "keep one of them")])
-        return {**rest, "versions": {**named, **{str(key): share for key, share in numbers.items()}}}
+        return {**rest, "versions": {**named, **{str(key): share for key, share in targets.items()}}}
 
     @property
     def named(self) -> frozenset[str]:
         """Numbers of all versions that the block names."""
         others = [self.stable, None if self.shadow is None else self.shadow.version]
-        return frozenset(self.versions) | {str(number) for number in others if number is not None}
+        numbers = frozenset(target for target in self.versions if not model_of(target))
+        return numbers | {str(number) for number in others if number is not None}
 
     def _problems(self) -> Iterable[Problem]:
         total = sum(map(share_units, self.versions.values()))
@@ -181,8 +206,11 @@ class Traffic(ConfigPart):
         """Return the block with another share of a version."""
         return self.model_copy(update={"versions": {**self.versions, version: share}})
 
-    def promoted(self, version: str) -> Traffic:
-        """Return the block in which a version is the stable one, and has all traffic."""
+    def promoted(self, target: str) -> Traffic:
+        """Return the block in which a version is the stable one and has all traffic, or another model has all of it."""
+        if model_of(target):
+            return self.model_copy(update={"versions": {target: "100%"}})
+        version = target
         shadow = None if self.shadow is not None and str(self.shadow.version) == version else self.shadow
         rules = self.rules
         if rules is not None and shadow is None and rules.min_agreement is not None:
@@ -192,10 +220,19 @@ class Traffic(ConfigPart):
         return self.model_copy(update=update)
 
 
-def traffic_problems(traffic: Traffic | None, is_sequence: bool, is_decoupled: bool) -> Iterator[Problem]:
-    """Return the contradictions between `traffic` and other fields of the configuration."""
+def own_traffic_problems(traffic: Traffic | None, name: str) -> list[Problem]:
+    """Return the problem of a model, by its name, that is a target of its own traffic."""
+    if traffic is None or f"{MODEL_PREFIX}{name}" not in traffic.versions:
+        return []
+    cure = "write another model, or the number of a version"
+    return [Problem(("traffic", "versions"), f"model '{name}' is a target of its own traffic", cure)]
+
+
+def traffic_problems(traffic: Traffic | None, name: str, is_sequence: bool, is_decoupled: bool) -> Iterator[Problem]:
+    """Return the contradictions between `traffic` and other fields of the configuration; `name` is the model's, "" if unknown."""
     if traffic is None:
         return
+    yield from own_traffic_problems(traffic, name)
     if is_sequence:
         message = "traffic does not go with sequence_batching: the requests of a sequence belong to one version"
         yield Problem(("traffic",), message, "remove one of them")

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.core.traffic_config import TARGET_PATTERN
+
 _Count = Annotated[int, Field(ge=0)]
 _Shares = Annotated[
-    dict[
-        Annotated[str, Meta(pattern="^[1-9][0-9]{0,17}$")], Annotated[str, Meta(pattern=r"^\d{1,3}(?:\.\d{1,3})? ?%$")]
-    ],
-    Meta(description="share of each version; the stable version has the rest"),
+    dict[Annotated[str, Meta(pattern=TARGET_PATTERN)], Annotated[str, Meta(pattern=r"^\d{1,3}(?:\.\d{1,3})? ?%$")]],
+    Meta(description="share of each version, and of other models as model:NAME; the stable version has the rest"),
 ]
 
 
@@ -26,7 +26,10 @@ class TrafficRequest(Struct, forbid_unknown_fields=True):
     rules: dict[str, Any] | UnsetType | None = UNSET
     promote: (
         Annotated[
-            str, Meta(pattern="^[1-9][0-9]{0,17}$", description="version that gets all traffic, if the rules are met")
+            str,
+            Meta(
+                pattern=TARGET_PATTERN, description="version or model:NAME that gets all traffic, if the rules are met"
+            ),
         ]
         | UnsetType
     ) = UNSET
@@ -34,14 +37,14 @@ class TrafficRequest(Struct, forbid_unknown_fields=True):
 
 
 class VersionTraffic(BaseModel):
-    """Traffic of one version; requests, errors, comparisons and agreement are those of the window of the rules."""
+    """Traffic of one version or other model; requests, errors, comparisons and agreement are those of the window of the rules."""
 
     model_config = ConfigDict(extra="forbid")
 
-    version: str
+    version: str = Field(description="number; of another model model:NAME")
     state: Literal["stable", "canary", "shadow", "idle", "undone", "not_ready"]
     share: float = Field(ge=0, le=1, description="of the requests that name no version")
-    reason: str = Field(description="why a rule took the share of the version; empty if none did")
+    reason: str = Field(description="why a rule took the share, or another model gets no request; else empty")
     promotion: str = Field(description="why the version may not be promoted now; empty if it may")
     routed: _Count = Field(description="requests that named no version and reached it")
     requests: _Count
@@ -54,7 +57,7 @@ class VersionTraffic(BaseModel):
 
 
 class TrafficReport(BaseModel):
-    """Traffic in force over the versions of a model."""
+    """Traffic in force over the versions of a model and other models."""
 
     model_config = ConfigDict(extra="forbid")
 

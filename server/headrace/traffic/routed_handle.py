@@ -81,19 +81,22 @@ class RoutedHandle:
 
     Args:
         split: that has selected the version.
+        target: version number, or "model:NAME" for a version of another model.
         handle: of the version.
         mailbox: of the event loop.
         figures: of the version.
 
     Attributes:
-        split, handle, figures: see Args.
+        split, target, handle, figures: see Args.
         spec, recorder: of the version.
     """
 
-    __slots__ = ("__weakref__", "_mailbox", "figures", "handle", "recorder", "spec", "split")
+    __slots__ = ("__weakref__", "_mailbox", "figures", "handle", "recorder", "spec", "split", "target")
 
-    def __init__(self, split: RoutedRequests, handle: VersionHandle, mailbox: Mailbox, figures: VersionFigures) -> None:
-        self.split, self.handle, self._mailbox, self.figures = split, handle, mailbox, figures
+    def __init__(
+        self, split: RoutedRequests, target: str, handle: VersionHandle, mailbox: Mailbox, figures: VersionFigures
+    ) -> None:
+        self.split, self.target, self.handle, self._mailbox, self.figures = split, target, handle, mailbox, figures
         self.spec, self.recorder = handle.spec, handle.recorder
 
     @property

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest, NotFound
-from headrace.core.traffic_config import Traffic, traffic_problems
+from headrace.core.traffic_config import MODEL_PREFIX, Traffic, model_of, target_order, traffic_problems
 from headrace.observability.metrics_traffic import TrafficRow
+from headrace.traffic.contract import contract_problem
 from headrace.traffic.shadow import ShadowQueue
 from headrace.traffic.split import ServedVersions, TrafficSplit
 
@@ -118,19 +119,19 @@ class TrafficRouter:
 
         Args:
             name: of the model.
-            changes: fields of `Traffic` to replace; or `promote`, a version that gets all traffic; or `reset`, True for the
+            changes: fields of `Traffic` to replace; or `promote`, a target that gets all traffic; or `reset`, True for the
                 traffic of the configuration.
 
         Raises:
             NotFound, Unavailable: the model does not exist or does not serve.
             BadRequest: the changes are invalid.
-            Conflict: the version may not be promoted.
+            Conflict: the target may not be promoted.
         """
         handle = self._registry.lease(name, "")
         is_sequence, is_decoupled = handle.policy.sequences is not None, handle.spec.decoupled
         handle.release()
         traffic = self._changed(name, changes)
-        for problem in traffic_problems(traffic, is_sequence, is_decoupled):
+        for problem in traffic_problems(traffic, name, is_sequence, is_decoupled):
             raise BadRequest(f"{problem.message}: {problem.cure}")
         # On another thread: with front-end processes it waits until they have applied it.
         await asyncio.to_thread(self._registry.set_traffic, name, traffic)
@@ -163,7 +164,18 @@ class TrafficRouter:
         if unknown:
             served = ", ".join(self._registry.versions(name))
             raise BadRequest(f"version {', '.join(unknown)} of model '{name}' is not served: served are {served}")
+        for target in sorted(traffic.versions, key=target_order):
+            if (model := model_of(target)) and model != name:  # itself: see `traffic_problems`
+                self._check_model(name, model)
         return traffic
+
+    def _check_model(self, name: str, model: str) -> None:
+        """Raise BadRequest if another model cannot answer the requests of a model."""
+        stable, other = self._registry.serving(name, ""), self._registry.serving(model, "")
+        if other is None:
+            raise BadRequest(f"{MODEL_PREFIX}{model} of the traffic does not serve: load model '{model}' first")
+        if stable is not None and (problem := contract_problem(stable, other)):
+            raise BadRequest(f"model '{model}' cannot answer the requests of model '{name}': {problem}")
 
     def close(self) -> None:
         """End shadow requests."""

@@ -1,10 +1,11 @@
-"""Traffic of one model: selects a version for each request that names none, and applies the promotion rules.
+"""Traffic of one model: selects a target for each request that names no version, and applies the promotion rules.
 
 Reports are read by other threads: they copy what the event loop changes, in one step of the interpreter.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -13,14 +14,17 @@ from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest, Conflict, HeadraceError
 from headrace.core.request import InferRequest, InferResponse
-from headrace.core.traffic_config import ALL_SHARES, Traffic, share_units
+from headrace.core.traffic_config import ALL_SHARES, Traffic, model_of, share_units, target_order
 from headrace.observability.metrics_traffic import TrafficRow
 from headrace.scheduling.version_handle import VersionHandle
 from headrace.traffic.comparison import OutputComparison
+from headrace.traffic.contract import contract_problem
 from headrace.traffic.figures import Sums, VersionFigures, broken_rule, missing_evidence
 from headrace.traffic.routed_handle import RoutedHandle
 from headrace.traffic.shadow import ShadowJob, ShadowQueue
 from headrace.traffic.shares import ShareSelector, sticky_index
+
+logger = logging.getLogger("headrace.traffic")
 
 
 class ServedVersions(Protocol):
@@ -39,6 +43,8 @@ class ServedVersions(Protocol):
 class TrafficSplit:
     """Distributes the requests of one model that name no version. Ownership: the event loop.
 
+    A target is a version of the model, by its number, or the stable version of another model, as "model:NAME".
+
     Args:
         name: of the model.
         traffic: configuration in force.
@@ -51,9 +57,9 @@ class TrafficSplit:
 
     Attributes:
         name, traffic: see Args.
-        routed: requests by version, since the model has traffic.
-        undone: reason by version whose share a rule has taken.
-        undone_counts: number of these events by version and rule.
+        routed: requests by target, since the model has traffic.
+        undone: reason by target whose share a rule has taken.
+        undone_counts: number of these events by target and rule.
         shadow_counts: shadow requests by version and outcome: compared, failed, or the reason of a drop.
     """
 
@@ -71,6 +77,7 @@ class TrafficSplit:
         self._versions, self._shadows, self._mailbox, self._clock = versions, shadows, mailbox, clock
         self._on_undone = on_undone
         self._targets: dict[str, RoutedHandle] = {}
+        self._contracts: dict[str, tuple[VersionHandle, VersionHandle, str]] = {}
         self.routed: Counter[str] = Counter()
         self.undone: dict[str, str] = {}
         self.undone_counts: Counter[tuple[str, str]] = Counter()
@@ -81,18 +88,18 @@ class TrafficSplit:
     def apply(self, traffic: Traffic) -> None:
         """Use another configuration; figures of the versions stay."""
         if traffic != self.traffic:
-            for version, share in traffic.versions.items():
+            for target, share in traffic.versions.items():
                 if share_units(share):  # a new share is a new attempt
-                    self.undone.pop(version, None)
+                    self.undone.pop(target, None)
             self._use(traffic)
 
     def _use(self, traffic: Traffic) -> None:
         self.traffic = traffic
-        shares = {version: share_units(share) for version, share in traffic.versions.items()}
-        ascending = sorted(shares, key=int)
+        shares = {target: share_units(share) for target, share in traffic.versions.items()}
+        ascending = sorted(shares, key=target_order)
         # The stable version is last: a larger share of a canary takes sticky values from it alone.
         self._order = [*ascending, ""]
-        self._shares = [*(shares[version] for version in ascending), ALL_SHARES - sum(shares.values())]
+        self._shares = [*(shares[target] for target in ascending), ALL_SHARES - sum(shares.values())]
         self._selector = ShareSelector(self._shares)
         shadow = traffic.shadow
         self._shadow_version = "" if shadow is None else str(shadow.version)
@@ -115,18 +122,51 @@ class TrafficSplit:
         header = self.traffic.sticky_header
         value = headers.get(header, "") if header else ""
         index = sticky_index(self.name, value, self._shares) if value else self._selector.next()
-        handle = self._lease_ready(self._order[index])
-        if handle is None:  # its share goes to the stable version, and without that one to any version with a share
-            others = ("", *sorted(self._order[:-1], key=lambda version: -share_units(self.traffic.versions[version])))
-            handle = next((found for version in others if (found := self._lease_ready(version)) is not None), None)
+        target = self._order[index]
+        handle = self._lease_ready(target)
+        if handle is None:  # its share goes to the stable version, and without that one to any target with a share
+            others = ("", *sorted(self._order[:-1], key=lambda target: -share_units(self.traffic.versions[target])))
+            for target in others:
+                handle = self._lease_ready(target)
+                if handle is not None:
+                    break
         if handle is None:
-            handle = self._versions.lease(self.name, "")
-        self.routed[handle.spec.version] += 1
-        return self._target(handle)
+            target, handle = "", self._versions.lease(self.name, "")
+        target = target or handle.spec.version
+        self.routed[target] += 1
+        return self._routed_handle(target, handle)
 
-    def _lease_ready(self, version: str) -> VersionHandle | None:
+    def _serving(self, target: str) -> VersionHandle | None:
+        """Return the version that serves as a target, "" for the stable one; None if there is none, or its tensors differ."""
+        model = model_of(target)
+        if not model:
+            return self._versions.serving(self.name, target)
+        handle = self._versions.serving(model, "")
+        return None if handle is None or self._contract_problem(target, handle) else handle
+
+    def _contract_problem(self, target: str, handle: VersionHandle) -> str:
+        """Return why another model cannot answer the requests of this one; "" if it can."""
+        stable = self._versions.serving(self.name, "")
+        if stable is None:
+            return f"no version of model '{self.name}' serves whose tensors could be compared"
+        known = self._contracts.get(target)
+        if known is None or known[0] is not stable or known[1] is not handle:
+            known = self._contracts[target] = stable, handle, contract_problem(stable, handle)
+            if known[2]:
+                logger.warning("model %s: %s gets no request of its traffic: %s", self.name, target, known[2])
+        return known[2]
+
+    def problem(self, target: str) -> str:
+        """Return why a target that is another model gets no request; "" if it gets its share, and for versions."""
+        model = model_of(target)
+        if not model:
+            return ""
+        handle = self._versions.serving(model, "")
+        return f"model '{model}' does not serve" if handle is None else self._contract_problem(target, handle)
+
+    def _lease_ready(self, target: str) -> VersionHandle | None:
         """Lease a version that can serve; None for another."""
-        handle = self._versions.serving(self.name, version)
+        handle = self._serving(target)
         if handle is None or not handle.lease():
             return None
         try:
@@ -136,13 +176,13 @@ class TrafficSplit:
             return None
         return handle
 
-    def _target(self, handle: VersionHandle) -> RoutedHandle:
+    def _routed_handle(self, target: str, handle: VersionHandle) -> RoutedHandle:
         """Return the routed form of a version; the figures start anew with each loaded version."""
-        target = self._targets.get(handle.spec.version)
-        if target is None or target.handle is not handle:
-            target = RoutedHandle(self, handle, self._mailbox, VersionFigures(self.traffic.rules))
-            self._targets[handle.spec.version] = target
-        return target
+        routed = self._targets.get(target)
+        if routed is None or routed.handle is not handle:
+            routed = RoutedHandle(self, target, handle, self._mailbox, VersionFigures(self.traffic.rules))
+            self._targets[target] = routed
+        return routed
 
     def _is_stable(self, handle: VersionHandle) -> bool:
         return handle is self._versions.serving(self.name, "")
@@ -168,7 +208,7 @@ class TrafficSplit:
     def copy_for_shadow(self, routed: RoutedHandle, request: InferRequest) -> ShadowJob | None:
         """Copy a request of the stable version if the shadow's share has one due; None for none."""
         version = self._shadow_version
-        if not version or routed.spec.version == version or not self._is_stable(routed.handle):
+        if not version or routed.target == version or not self._is_stable(routed.handle):
             return None
         if self._shadow_selector.next():
             return None
@@ -197,111 +237,112 @@ class TrafficSplit:
         if handle is None:
             return
         rows, agreeing, difference = (1, 0, 0.0) if isinstance(result, str) else result
-        routed, now_ns = self._target(handle), self._clock()
+        routed, now_ns = self._routed_handle(version, handle), self._clock()
         routed.figures.add_comparison(rows, agreeing, difference, now_ns)
         self._check(routed, now_ns)
 
     # Rules
 
     def _check(self, routed: RoutedHandle, now_ns: int) -> None:
-        """Take the share of a version that breaks a rule."""
-        version, rules, before = routed.spec.version, self.traffic.rules, self.traffic
-        if rules is None or not share_units(before.versions.get(version, "0%")):
+        """Take the share of a target that breaks a rule."""
+        target, rules, before = routed.target, self.traffic.rules, self.traffic
+        if rules is None or not share_units(before.versions.get(target, "0%")):
             return
-        if self._targets.get(version) is not routed:  # a request of a version that was replaced
+        if self._targets.get(target) is not routed:  # a request of a version that was replaced
             return
         stable = self._versions.serving(self.name, "")
-        if stable is None or stable.spec.version == version:  # nothing could serve its share
+        if stable is None or stable.spec.version == target:  # nothing could serve its share
             return
         broken = broken_rule(rules, routed.figures.window(now_ns))
         if broken is not None:
-            self._use(before.with_share(version, "0%"))
-            self.undone[version] = broken[1]
-            self.undone_counts[version, broken[0]] += 1
-            self._on_undone(self, before, version, *broken)
+            self._use(before.with_share(target, "0%"))
+            self.undone[target] = broken[1]
+            self.undone_counts[target, broken[0]] += 1
+            self._on_undone(self, before, target, *broken)
 
-    def check_promotion(self, version: str) -> None:
-        """Raise the reason why a version may not be promoted.
+    def check_promotion(self, target: str) -> None:
+        """Raise the reason why a target may not be promoted.
 
         Raises:
-            BadRequest: the version has no share and is no shadow.
+            BadRequest: the target has no share and is no shadow.
             Conflict: it is not served, or the rules are not met.
         """
-        if version not in self.traffic.versions and version != self._shadow_version:
-            listed = ", ".join(sorted({*self.traffic.versions, self._shadow_version} - {""}, key=int)) or "none"
-            raise BadRequest(
-                f"version {version[:32]!r} of model '{self.name}' has no share and is no shadow: choose from {listed}"
+        if target not in self.traffic.versions and target != self._shadow_version:
+            listed = (
+                ", ".join(sorted({*self.traffic.versions, self._shadow_version} - {""}, key=target_order)) or "none"
             )
-        reason = self.promotion_problem(version)
+            raise BadRequest(
+                f"version {target[:140]!r} of model '{self.name}' has no share and is no shadow: choose from {listed}"
+            )
+        reason = self.promotion_problem(target)
         if reason:
-            raise Conflict(f"version {version} of model '{self.name}' is not promoted: {reason}")
+            raise Conflict(f"version {target} of model '{self.name}' is not promoted: {reason}")
 
-    def promotion_problem(self, version: str) -> str:
-        """Return why a version may not be promoted; "" if it may."""
-        handle = self._versions.serving(self.name, version)
+    def promotion_problem(self, target: str) -> str:
+        """Return why a target may not be promoted; "" if it may."""
+        problem, handle = self.problem(target), self._serving(target)
+        if problem:
+            return problem
         if handle is None or not handle.ready:
             return "it does not serve"
-        if version in self.undone:
-            return f"its share was taken ({self.undone[version]}); set a share again first"
+        if target in self.undone:
+            return f"its share was taken ({self.undone[target]}); set a share again first"
         rules = self.traffic.rules
         if rules is None:
             return ""
-        figures = self.figures(version)
+        figures = self.figures(target)
         window = Sums() if figures is None else figures.window(self._clock())
         broken = broken_rule(rules, window)
         return broken[1] if broken is not None else missing_evidence(rules, window)
 
     # Reports
 
-    def share(self, version: str) -> float:
-        """Return the share of a version in requests that name no version, from 0 to 1."""
+    def share(self, target: str) -> float:
+        """Return the share of a target in requests that name no version, from 0 to 1."""
         stable = self._versions.serving(self.name, "")
-        units = share_units(self.traffic.versions.get(version, "0%"))
-        if stable is not None and stable.spec.version == version:
+        units = share_units(self.traffic.versions.get(target, "0%"))
+        if stable is not None and stable.spec.version == target:
             units += self._shares[-1]
         return units / ALL_SHARES
 
-    def version_numbers(self) -> list[str]:
-        """Return the numbers of the served versions and of those that the configuration names, ascending."""
-        return sorted({*self._versions.versions(self.name), *self.traffic.named}, key=int)
+    def targets(self) -> list[str]:
+        """Return the served versions and what the configuration names: versions by number, then models by name."""
+        traffic = self.traffic
+        return sorted({*self._versions.versions(self.name), *traffic.named, *traffic.versions}, key=target_order)
 
-    def state(self, version: str) -> str:
-        """Return the state of a version: stable, canary, shadow, undone, idle (served without a share), or not_ready."""
-        handle = self._versions.serving(self.name, version)
-        if version in self.undone:
+    def state(self, target: str) -> str:
+        """Return the state of a target: stable, canary, shadow, undone, idle (served without a share), or not_ready."""
+        handle = self._serving(target)
+        if target in self.undone:
             return "undone"
         if handle is None or not handle.ready:
             return "not_ready"
         if self._is_stable(handle):
             return "stable"
-        if share_units(self.traffic.versions.get(version, "0%")):
+        if share_units(self.traffic.versions.get(target, "0%")):
             return "canary"
-        return "shadow" if version == self._shadow_version else "idle"
+        return "shadow" if target == self._shadow_version else "idle"
 
-    def figures(self, version: str) -> VersionFigures | None:
-        """Return the figures of a version; None while it has had no traffic."""
-        target = self._targets.get(version)
-        return (
-            None
-            if target is None or target.handle is not self._versions.serving(self.name, version)
-            else target.figures
-        )
+    def figures(self, target: str) -> VersionFigures | None:
+        """Return the figures of a target; None while it has had no traffic."""
+        routed = self._targets.get(target)
+        return None if routed is None or routed.handle is not self._serving(target) else routed.figures
 
     def rows(self) -> Iterator[TrafficRow]:
-        """Yield a row of the metrics for each version."""
+        """Yield a row of the metrics for each target."""
         undone, shadow = dict(self.undone_counts), dict(self.shadow_counts)
-        for version in self.version_numbers():
-            figures = self.figures(version)
+        for target in self.targets():
+            figures = self.figures(target)
             totals = Sums() if figures is None else figures.totals
-            is_shadow = version == self._shadow_version
+            is_shadow = target == self._shadow_version
             yield TrafficRow(
                 self.name,
-                version,
-                self.state(version),
-                self.share(version),
-                self.routed[version],
-                {rule: count for (number, rule), count in undone.items() if number == version},
-                {outcome: count for (number, outcome), count in shadow.items() if number == version}
+                target,
+                self.state(target),
+                self.share(target),
+                self.routed[target],
+                {rule: count for (other, rule), count in undone.items() if other == target},
+                {outcome: count for (other, outcome), count in shadow.items() if other == target}
                 if is_shadow
                 else None,
                 totals.rows,
@@ -317,21 +358,21 @@ class TrafficSplit:
             "sticky_header": traffic.sticky_header,
             "shadow": None if traffic.shadow is None else traffic.shadow.model_dump(mode="json"),
             "rules": None if traffic.rules is None else traffic.rules.model_dump(mode="json", exclude_none=True),
-            "versions": [self._report(version) for version in self.version_numbers()],
+            "versions": [self._report(target) for target in self.targets()],
         }
 
-    def _report(self, version: str) -> dict[str, object]:
-        state, figures = self.state(version), self.figures(version)
-        is_candidate = version in self.traffic.versions or version == self._shadow_version
+    def _report(self, target: str) -> dict[str, object]:
+        state, figures = self.state(target), self.figures(target)
+        is_candidate = target in self.traffic.versions or target == self._shadow_version
         sums = None if figures is None else figures.totals
         window = None if figures is None else figures.window(self._clock())
         return {
-            "version": version,
+            "version": target,
             "state": state,
-            "share": self.share(version),
-            "reason": self.undone.get(version, ""),
-            "promotion": self.promotion_problem(version) if is_candidate and state != "stable" else "",
-            "routed": self.routed[version],
+            "share": self.share(target),
+            "reason": self.undone.get(target) or self.problem(target),
+            "promotion": self.promotion_problem(target) if is_candidate and state != "stable" else "",
+            "routed": self.routed[target],
             "requests": 0 if window is None else window.requests,
             "errors": 0 if window is None else window.errors,
             "p99_ms": None if figures is None else figures.p99_ms(),
@@ -339,7 +380,7 @@ class TrafficSplit:
             "agreement": None if window is None or not window.rows else window.agreeing / window.rows,
             "max_difference": None if sums is None or not sums.comparisons else _finite(sums.difference),
             "shadow": {
-                outcome: count for (number, outcome), count in dict(self.shadow_counts).items() if number == version
+                outcome: count for (other, outcome), count in dict(self.shadow_counts).items() if other == target
             },
         }
 

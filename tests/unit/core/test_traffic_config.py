@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from headrace.config.documents import headrace_parameters, read_yaml
-from headrace.config.model_folder import served_versions
+from headrace.config.model_folder import read_model_folder, served_versions
+from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.core.traffic_config import Traffic
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import models
 from tests.support.models import read_config_text
 
 
@@ -40,6 +44,9 @@ def test_the_short_form_is_the_versions() -> None:
         ('{"2": 101%}', "'101%' is not a share"),
         ('{"2": 60%, "3": 41%}', "the shares of the versions are 101% together"),
         ("{versions: {canary: 5%}}", "'canary' is not a version number"),
+        ('{versions: {"model:": 5%}}', "'model:' is not a version number"),
+        ('{versions: {"model:../other": 5%}}', "'model:../other' is not a version number"),
+        ('{"model:a": 60%, "model:b": 41%}', "the shares of the versions are 101% together"),
         ('{verions: {"2": 5%}}', "verions"),
         ('{versions: {"2": 5%}, "2": 6%}', "a version is written in and beside `versions`"),
         ("{sticky_header: Authorization}", "'Authorization' cannot be the sticky header"),
@@ -56,6 +63,24 @@ def test_an_error_says_what_is_wrong(block: str, words: str) -> None:
     assert "config.yaml:1: error:" in text
 
 
+def test_other_models_are_targets_beside_versions() -> None:
+    short = config('traffic: {"2": 5%, "model:resnet50_v2.1": 10%}\n').traffic
+    assert short == config('traffic: {versions: {"model:resnet50_v2.1": 10%, "2": 5%}}\n').traffic
+    assert short is not None
+    assert (set(short.versions), set(short.named)) == ({"2", "model:resnet50_v2.1"}, {"2"})
+    assert short.stable_version(["1", "2"]) == "1"
+    assert short.promoted("model:resnet50_v2.1").versions == {"model:resnet50_v2.1": "100%"}
+
+
+def test_a_model_is_no_target_of_its_own_traffic(tmp_path: Path) -> None:
+    block = 'traffic: {"model:classify": 5%}\n'
+    assert "model 'classify' is a target of its own traffic" in errors(f"name: classify\n{block}")
+    folder = models.add_model(tmp_path, "classify", models.affine(seed=1), files={"config.yaml": block})
+    with pytest.raises(ConfigError, match="model 'classify' is a target of its own traffic"):
+        read_model_folder(tmp_path / "classify", tmp_path)
+    assert folder
+
+
 def test_sequences_have_one_version() -> None:
     text = errors('traffic: {"2": 5%}\nsequence_batching: {}\n')
     assert "traffic does not go with sequence_batching" in text
@@ -67,7 +92,7 @@ def test_sequences_have_one_version() -> None:
 
 def test_the_block_survives_the_text_format() -> None:
     block = config(
-        'traffic: {"2": 5%, sticky_header: x-user, shadow: {version: 3, share: 10%}, rules: {max_p99_ms: 50, '
+        'traffic: {"2": 5%, "model:other": 1%, sticky_header: x-user, shadow: {version: 3, share: 10%}, rules: {max_p99_ms: 50, '
         "max_error_rate: 1%, min_agreement: 99.5%, min_requests: 10}}\n"
     )
     lines = [

@@ -15,12 +15,14 @@ from headrace.core.clock import NS_PER_S
 from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest, Cancelled, Conflict, HeadraceError, ModelFailed, NotFound, Unavailable
 from headrace.core.request import NO_RANGES, InferRequest, InferResponse
-from headrace.core.tensor import Array
-from headrace.core.traffic_config import Traffic
+from headrace.core.tensor import BY_NAME, Array, ModelSpec, PaddedInputs
+from headrace.core.traffic_config import ALL_SHARES, Traffic
 from headrace.scheduling.version_handle import VersionHandle
 from headrace.traffic import shadow as shadow_module
 from headrace.traffic.router import TrafficRouter
 from headrace.traffic.split import TrafficSplit
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.fake_versions import FakeVersion, spec_of
 
@@ -44,11 +46,14 @@ class FakeRegistry:
 
     def __init__(self, traffic: Traffic) -> None:
         self.handles: dict[str, BlockingVersion] = {}
+        self.others: dict[str, BlockingVersion] = {}  # of other models, by their names
         self.in_force: Traffic | None = traffic
         self.router: TrafficRouter | None = None
         self.changed = threading.Event()
 
     def serving(self, name: str, version: str) -> VersionHandle | None:
+        if name != NAME:
+            return self.others.get(name)
         if not version and self.in_force is not None:
             version = self.in_force.stable_version(self.versions(name))
         return self.handles.get(version)
@@ -95,8 +100,14 @@ class Scene:
     def split(self) -> TrafficSplit:
         return self.router.splits[NAME]
 
-    def version(self, number: str) -> BlockingVersion:
-        return self.registry.handles[number]
+    def version(self, target: str) -> BlockingVersion:
+        return self.registry.others.get(target.removeprefix("model:")) or self.registry.handles[target]
+
+    def add_model(self, name: str, spec: ModelSpec | None = None) -> BlockingVersion:
+        """Serve another model, by default with the same tensors."""
+        version = BlockingVersion(replace(spec or spec_of(name), version="7"), Mailbox(self.loop))
+        self.registry.others[name] = version
+        return version
 
     def turn(self, turns: int = 5) -> None:
         async def run() -> None:
@@ -127,9 +138,9 @@ class Scene:
     def send(
         self, outcome: InferResponse | HeadraceError | None = None, duration_ns: int = 0, *, only: str = ""
     ) -> str:
-        """Send a request and answer it, with `outcome` if `only` is "" or its version; returns the version."""
+        """Send a request and answer it, with `outcome` if `only` is "" or its target; returns the target."""
         handle = self.split.lease({})
-        number = handle.spec.version
+        number = handle.spec.version if handle.spec.name == NAME else f"model:{handle.spec.name}"
         request = self.request()
         completion = handle.infer(request)
         self.now_ns += duration_ns
@@ -266,6 +277,144 @@ def test_figures_start_anew_with_another_load_of_a_version(runner: asyncio.Runne
     assert figures is not None
     assert (figures.totals.requests, figures.totals.errors) == (1, 0)
     assert not scene.split.undone
+
+
+# --- Other models ------------------------------------------------------------------------------------------------------
+
+OTHER = "model:other"
+
+
+def test_another_model_has_its_share_and_names_itself(runner: asyncio.Runner) -> None:
+    scene = Scene(runner, versions={OTHER: "20%", "2": "10%"})
+    other = scene.add_model("other")
+    assert Counter(scene.send() for _ in range(50)) == {"3": 35, OTHER: 10, "2": 5}
+    assert (len(other.requests), other.in_flight, other.spec.name) == (10, 0, "other")
+    report = {row["version"]: row for row in scene.split.report()["versions"]}  # type: ignore[attr-defined]  # JSON values
+    assert list(report) == ["1", "2", "3", OTHER]
+    assert {key: report[OTHER][key] for key in ("state", "share", "routed", "requests", "reason")} == {
+        "state": "canary",
+        "share": 0.2,
+        "routed": 10,
+        "requests": 10,
+        "reason": "",
+    }
+    assert [(row.version, row.share) for row in scene.split.rows()] == [
+        ("1", 0.0),
+        ("2", 0.1),
+        ("3", 0.7),
+        (OTHER, 0.2),
+    ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 25_000), min_size=4, max_size=4), st.integers(1, 300))
+def test_shares_of_versions_and_models_are_exact(shares: list[int], requests: int) -> None:
+    """The count of each target is its share of all requests, less or more by under one."""
+    targets = ("1", "2", "model:a", "model:b.c")
+    with asyncio.Runner() as runner:
+        scene = Scene(
+            runner, versions={name: f"{share / 1000:.3f}%" for name, share in zip(targets, shares, strict=True)}
+        )
+        scene.add_model("a")
+        scene.add_model("b.c")
+        for _ in range(requests):
+            scene.split.lease({}).release()
+        rest = ALL_SHARES - sum(shares)
+        for target, share in [*zip(targets, shares, strict=True), ("3", rest)]:
+            assert abs(scene.split.routed[target] * ALL_SHARES - share * requests) < ALL_SHARES
+            assert scene.split.share(target) == pytest.approx(share / ALL_SHARES)
+
+
+def test_a_sticky_value_selects_the_model_in_each_process(runner: asyncio.Runner) -> None:
+    scenes = [Scene(runner, versions={OTHER: "30%"}, sticky_header="x-user") for _ in range(2)]
+    selected = []
+    for scene in scenes:
+        scene.add_model("other")
+        handles = [scene.split.lease({"x-user": f"user-{number}"}) for number in range(200)]
+        selected.append([handle.target for handle in handles])
+        for handle in handles:
+            handle.release()
+    assert selected[0] == selected[1]
+    assert set(selected[0]) == {OTHER, "3"}
+
+
+def test_a_model_that_does_not_serve_gets_no_request(runner: asyncio.Runner) -> None:
+    scene = Scene(runner, versions={OTHER: "50%"})
+    assert Counter(scene.send() for _ in range(10)) == {"3": 10}
+    assert (scene.split.state(OTHER), scene.split.problem(OTHER)) == ("not_ready", "model 'other' does not serve")
+    other = scene.add_model("other")
+    assert Counter(scene.send() for _ in range(10)) == {"3": 5, OTHER: 5}
+    other.is_ready = False
+    assert Counter(scene.send() for _ in range(10)) == {"3": 10}
+    del scene.registry.others["other"]
+    assert Counter(scene.send() for _ in range(10)) == {"3": 10}
+    assert other.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (spec_of("other", inputs=("Z",)), "its inputs are Z, those of the stable version are X"),
+        (spec_of("other", outputs=("Y", "Z")), "its outputs are Y, Z, those of the stable version are Y"),
+        (
+            spec_of("other", dtype=BY_NAME["INT32"]),
+            "datatype of its input X is INT32, that of the stable version is FP32",
+        ),
+        (spec_of("other", rows=0), "shape of its input X is [2], that of the stable version is [-1, 2]"),
+        (spec_of("other", rows=4), "its max_batch_size is 4, that of the stable version is 8"),
+        (replace(spec_of("other"), decoupled=True), "one of the models is decoupled"),
+        (
+            replace(spec_of("other"), padded=PaddedInputs(frozenset("X"), 1, 8, 64)),
+            "the largest length of its padded inputs is 64, that of the stable version is any",
+        ),
+    ],
+)
+def test_a_model_with_other_tensors_gets_no_request(
+    runner: asyncio.Runner, caplog: pytest.LogCaptureFixture, spec: ModelSpec, words: str
+) -> None:
+    scene = Scene(runner, versions={OTHER: "50%"})
+    other = scene.add_model("other", spec)
+    assert Counter(scene.send() for _ in range(10)) == {"3": 10}
+    assert not other.requests
+    assert scene.split.state(OTHER) == "not_ready"
+    assert words in scene.split.problem(OTHER)
+    assert words in scene.split.promotion_problem(OTHER)
+    assert [words in record.getMessage() for record in caplog.records] == [True], "once, not for each request"
+    with pytest.raises(BadRequest, match="cannot answer the requests of model 'model'"):
+        runner.run(scene.router.change(NAME, {"versions": {OTHER: "10%"}}))
+    scene.add_model("other", spec_of("other", rows=16))  # loaded anew, with the tensors of the stable version
+    assert Counter(scene.send() for _ in range(10)) == {"3": 5, OTHER: 5}
+
+
+def test_changes_with_a_model_are_checked(runner: asyncio.Runner) -> None:
+    scene = Scene(runner, versions={"2": "10%"})
+    with pytest.raises(BadRequest, match="load model 'other' first"):
+        runner.run(scene.router.change(NAME, {"versions": {OTHER: "10%"}}))
+    with pytest.raises(BadRequest, match="'model' is a target of its own traffic"):
+        runner.run(scene.router.change(NAME, {"versions": {f"model:{NAME}": "10%"}}))
+    scene.add_model("other")
+    runner.run(scene.router.change(NAME, {"versions": {OTHER: "10%"}}))
+    assert Counter(scene.send() for _ in range(10)) == {"3": 9, OTHER: 1}
+
+
+def test_a_model_with_errors_is_undone_and_another_one_is_promoted(runner: asyncio.Runner) -> None:
+    scene = Scene(runner, versions={OTHER: "50%"}, rules={"max_error_rate": "10%", "min_requests": 10})
+    scene.add_model("other")
+    while not scene.split.undone:
+        scene.send(ModelFailed("broken"), only=OTHER)
+        assert sum(scene.split.routed.values()) < 100
+    assert Counter(scene.send() for _ in range(10)) == {"3": 10}
+    scene.until(scene.registry.changed.is_set)
+    with pytest.raises(Conflict, match="its share was taken"):
+        runner.run(scene.router.change(NAME, {"promote": OTHER}))
+    scene.add_model("better")
+    runner.run(scene.router.change(NAME, {"versions": {"model:better": "50%"}}))
+    for _ in range(20):
+        scene.send()
+    runner.run(scene.router.change(NAME, {"promote": "model:better"}))
+    assert Counter(scene.send() for _ in range(10)) == {"model:better": 10}
+    del scene.registry.others["better"]
+    assert Counter(scene.send() for _ in range(10)) == {"3": 10}, "the stable version is there if the model is not"
 
 
 # --- Shadow requests ---------------------------------------------------------------------------------------------------
