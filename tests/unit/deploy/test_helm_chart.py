@@ -1,4 +1,4 @@
-"""The Helm chart: its stored renderings agree with the server; Helm renders them, where it is installed.
+"""The Helm chart: its stored renderings agree with the server; Helm renders them in the slow tests.
 
 `SNAPSHOTS=write` renders them anew.
 """
@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 import yaml
 from headrace import settings
 
+from tests.support import manifest_wheels
 from tests.support.models import add_model, affine
 from tests.support.serving import ROOT, serving
 
@@ -27,9 +27,6 @@ ADAPTER = ROOT / "deploy" / "helm" / "prometheus-adapter.yaml"
 STORED = Path(__file__).parent / "helm"
 CASES = [path.name.removesuffix(".values.yaml") for path in sorted(STORED.glob("*.values.yaml"))]
 PROBES = {"startupProbe": "ready", "readinessProbe": "ready", "livenessProbe": "live"}
-# From the Go module proxy: `go install helm.sh/helm/v3/cmd/helm@v3.18.6`. It takes longer than `make tools` may.
-HELM = shutil.which("helm")
-needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed; the stored renderings are tested")
 
 
 def documents(case: str) -> dict[str, Any]:
@@ -58,8 +55,7 @@ def values(case: str) -> dict[str, Any]:
 
 
 def helm(*words: str) -> subprocess.CompletedProcess[str]:
-    assert HELM is not None
-    return subprocess.run([HELM, *words], capture_output=True, text=True, timeout=100)
+    return subprocess.run([manifest_wheels.helm(), *words], capture_output=True, text=True, timeout=100)
 
 
 def render(*words: str) -> subprocess.CompletedProcess[str]:
@@ -67,13 +63,13 @@ def render(*words: str) -> subprocess.CompletedProcess[str]:
     return helm("template", "shop", str(CHART), "--namespace", "serving", "--kube-version", "1.30", *words)
 
 
-@needs_helm
+@pytest.mark.slow
 def test_helm_lint_finds_nothing() -> None:
     done = helm("lint", "--strict", str(CHART))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@needs_helm
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_chart_renders_what_is_stored(case: str) -> None:
     done = render("--values", str(STORED / f"{case}.values.yaml"))
@@ -84,7 +80,7 @@ def test_the_chart_renders_what_is_stored(case: str) -> None:
     assert done.stdout == stored.read_text()
 
 
-@needs_helm
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
