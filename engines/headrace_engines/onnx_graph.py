@@ -78,6 +78,14 @@ class OnnxGraph:
         readers = self.consumers(tensor)
         return readers[0] if len(readers) == 1 and tensor not in self.outputs else None
 
+    def reads(self, node: onnx.NodeProto) -> set[str]:
+        """Return the names of all tensors that a node and its subgraphs read; those inside of subgraphs too."""
+        return {name for name in node.input if name} | captured(node)
+
+    def value(self, tensor: str) -> onnx.ValueInfoProto | None:
+        """Return the type of a tensor; None if it is unknown, or if the tensor is a constant."""
+        return self._values.get(tensor)
+
     def is_constant(self, tensor: str) -> bool:
         """Return whether a tensor is an initializer."""
         return tensor in self._constants
@@ -186,7 +194,7 @@ class OnnxGraph:
         # All nodes first: nodes that are ready at the same time have a fixed order.
         sorter: TopologicalSorter[int] = TopologicalSorter(dict.fromkeys(range(len(nodes)), ()))
         for i, node in enumerate(nodes):
-            sorter.add(i, *(index_of[name] for name in self._reads(node) if name in index_of))
+            sorter.add(i, *(index_of[name] for name in self.reads(node) if name in index_of))
         try:
             sorter.prepare()
         except CycleError:
@@ -203,7 +211,7 @@ class OnnxGraph:
     def finish(self) -> onnx.ModelProto:
         """Sort the model, remove unused constants and type entries, and return it."""
         self.sort()
-        used = {name for node in self.nodes for name in self._reads(node)} | set(self.outputs)
+        used = {name for node in self.nodes for name in self.reads(node)} | set(self.outputs)
         graph = self.model.graph
         for field in (graph.initializer, graph.value_info):
             remaining = [item for item in field if item.name in used]
@@ -237,11 +245,8 @@ class OnnxGraph:
         for name in node.output:
             if name:
                 self._producers[name] = node
-        for name in self._reads(node):
+        for name in self.reads(node):
             self._consumers.setdefault(name, {})[id(node)] = node
-
-    def _reads(self, node: onnx.NodeProto) -> set[str]:
-        return {name for name in node.input if name} | captured(node)
 
 
 def captured(node: onnx.NodeProto) -> set[str]:

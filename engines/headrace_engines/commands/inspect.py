@@ -50,6 +50,19 @@ def inspection_targets(name: str) -> list[Target]:
     return [first, choose_target("onnxruntime")]
 
 
+def inspect_source(project: Project, rows: int | None = None) -> LayerReport:
+    """Measure the layers of a model's ONNX file on ONNX Runtime, whether or not there is an engine.
+
+    Args:
+        project: the version.
+        rows: rows of the batch; None for the tuned batch, at most 8.
+
+    Raises:
+        BuildError: the file cannot be opened or run.
+    """
+    return _inspect(project, choose_target("onnxruntime"), project.source, None, rows)
+
+
 def inspect(project: Project, targets: list[Target], rows: int | None = None) -> LayerReport:
     """Open the engine for this machine, else the model's ONNX file on ONNX Runtime, and measure its layers.
 
@@ -75,7 +88,7 @@ def inspect(project: Project, targets: list[Target], rows: int | None = None) ->
 def _inspect(
     project: Project, target: Target, path: Path, stamp: Stamp | None, rows: int | None, reason: str = ""
 ) -> LayerReport:
-    inputs = _inputs(project, target, rows)
+    inputs = inspection_inputs(project, target, rows)
     host_code = stamp is not None and stamp.version_compatible
     with closing(target.open(path, read_onnx(project.source), host_code=host_code)) as engine:
         timing = per_row(engine.time(inputs, _TIMING_S), project)
@@ -95,7 +108,7 @@ def _inspect(
     )
 
 
-def _inputs(project: Project, target: Target, rows: int | None) -> dict[str, Array]:
+def inspection_inputs(project: Project, target: Target, rows: int | None) -> dict[str, Array]:
     """Return random inputs in the tuned shapes; the time of a kernel does not depend on the values."""
     config = project.config
     try:

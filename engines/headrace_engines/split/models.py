@@ -1,0 +1,184 @@
+"""The parts of a model as ONNX models of their own, and the proof that together they compute what the whole does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from headrace.config.manifest import LayerReport
+from onnx import helper
+
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import Array, OnnxGraph, captured
+from headrace_engines.split.cuts import Boundary, CutGraph, Part
+from headrace_engines.split.tensors import CrossingTensor, crossing_tensors, name_batch
+from headrace_engines.split.times import NodeTimes, node_times
+from headrace_engines.targets.onnxruntime import name_nodes
+from headrace_engines.targets.onnxruntime_session import open_session, session_options
+
+
+@dataclass(frozen=True, slots=True)
+class SplitModel:
+    """A model cut into parts.
+
+    Attributes:
+        parts: the parts in the order in which they run.
+        boundaries: the boundaries between them.
+        models: ONNX model of each part.
+        weight_bytes: bytes of the weights of each part.
+        times: measured times of the whole.
+    """
+
+    parts: tuple[Part, ...]
+    boundaries: tuple[Boundary, ...]
+    models: tuple[onnx.ModelProto, ...]
+    weight_bytes: tuple[int, ...]
+    times: NodeTimes
+
+
+def split_model(
+    model: onnx.ModelProto, report: LayerReport, inputs: Mapping[str, Array], *, parts: int, slack: float, batched: bool
+) -> SplitModel:
+    """Cut a model into parts of about equal time between which few bytes cross.
+
+    Args:
+        model: the whole; not changed.
+        report: measured layers of it.
+        inputs: a batch of inputs of the measured shapes.
+        parts: number of parts, at least 2.
+        slack: how much longer than necessary the longest part may be, for fewer bytes.
+        batched: True if the first dimension of every input is the batch.
+
+    Raises:
+        BuildError: the graph cannot be cut so.
+    """
+    named = name_nodes(model)
+    _check(named)
+    symbol = name_batch(named) if batched else ""
+    _drop_dead_nodes(named)
+    graph = OnnxGraph(named)
+    times = node_times(report, [node.name for node in graph.nodes])
+    crossing = crossing_tensors(graph, inputs, symbol)
+    cut = CutGraph(graph, crossing, times.times_us, times.layers)
+    boundaries = cut.choose(parts, slack)
+    chosen = cut.parts(boundaries)
+    models = tuple(_part_model(graph, part, crossing, symbol, number) for number, part in enumerate(chosen, 1))
+    sizes = tuple(sum(tensor_bytes(tensor) for tensor in each.graph.initializer) for each in models)
+    return SplitModel(tuple(chosen), tuple(boundaries), models, sizes, times)
+
+
+def tensor_bytes(tensor: onnx.TensorProto) -> int:
+    """Return the bytes of the values of a constant."""
+    size = int(np.prod(tensor.dims, dtype=np.int64))
+    return -(-size * _bits(tensor.data_type) // 8)
+
+
+def _bits(element_type: int) -> int:
+    name = onnx.TensorProto.DataType.Name(element_type)
+    return 4 if name in ("INT4", "UINT4", "FLOAT4E2M1") else 8 * helper.tensor_dtype_to_np_dtype(element_type).itemsize
+
+
+def _check(model: onnx.ModelProto) -> None:
+    """Refuse graphs that cannot be written as steps of a pipeline."""
+    if not model.graph.node:
+        raise BuildError("the graph has no nodes: there is nothing to cut")
+    if model.graph.sparse_initializer:
+        raise BuildError("the graph has sparse initializers, which are not cut: export the model with dense weights")
+    written = {name for node in model.graph.node for name in node.output}
+    for value in model.graph.output:
+        if value.name not in written:
+            cure = "take it out of the model's outputs, or write it through an Identity"
+            raise BuildError(f"output '{value.name}' is an input or a constant, which no part computes: {cure}")
+
+
+def _drop_dead_nodes(model: onnx.ModelProto) -> None:
+    """Remove nodes that no output needs; the order of the file, which ONNX requires to be topological, stays."""
+    needed = {value.name for value in model.graph.output}
+    alive = []
+    for node in reversed(model.graph.node):
+        if needed.intersection(node.output):
+            alive.append(node)
+            needed.update(name for name in (*node.input, *captured(node)) if name)
+    if len(alive) < len(model.graph.node):
+        kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in reversed(alive)]
+        del model.graph.node[:]
+        model.graph.node.extend(kept)
+
+
+def _part_model(
+    graph: OnnxGraph, part: Part, crossing: Mapping[str, CrossingTensor], symbol: str, number: int
+) -> onnx.ModelProto:
+    whole = graph.model
+    model = onnx.ModelProto(ir_version=whole.ir_version, producer_name=whole.producer_name)
+    model.opset_import.extend(whole.opset_import)
+    model.functions.extend(whole.functions)
+    model.metadata_props.extend(whole.metadata_props)
+    target = model.graph
+    target.name = f"{whole.graph.name or 'graph'}_part{number}"
+    nodes = [graph.nodes[index] for index in part.nodes]
+    target.node.extend(nodes)
+    read = {name for node in nodes for name in graph.reads(node)}
+    constants = [tensor for tensor in whole.graph.initializer if tensor.name in read]
+    target.initializer.extend(constants)
+    own = {value.name: value for value in (*whole.graph.input, *whole.graph.output)}
+    # Old files list their constants among the inputs.
+    listed = {tensor.name for tensor in constants}.intersection(value.name for value in whole.graph.input)
+    for names, values in (((*part.inputs, *sorted(listed)), target.input), (part.outputs, target.output)):
+        for name in names:
+            tensor = crossing.get(name)
+            is_own = name in own and (tensor is None or name not in part.inputs)
+            values.append(own[name] if is_own else _value(crossing[name], symbol))
+    inner = {name for node in nodes for name in node.output} - {*part.inputs, *part.outputs}
+    target.value_info.extend(value for value in whole.graph.value_info if value.name in inner)
+    return model
+
+
+def _value(tensor: CrossingTensor, symbol: str) -> onnx.ValueInfoProto:
+    dims = [dim if isinstance(dim, int) or dim else None for dim in tensor.dims]
+    return helper.make_tensor_value_info(tensor.name, tensor.element_type, [symbol, *dims[1:]] if symbol else dims)
+
+
+def prove(whole: Path, parts: Sequence[Path], inputs: Mapping[str, Array]) -> None:
+    """Run the whole and the joined parts on ONNX Runtime, without its optimiser, and compare every output bit for bit.
+
+    Args:
+        whole: ONNX file of the model.
+        parts: ONNX files of the parts, in the order in which they run.
+        inputs: a batch of inputs.
+
+    Raises:
+        BuildError: an output differs, or a model fails.
+    """
+    expected = _run(whole, inputs)
+    values = dict(inputs)
+    for path in parts:
+        values |= _run(path, values)
+    for name, array in expected.items():
+        if not _is_same(values[name], array):
+            raise BuildError(
+                f"output '{name}' of the joined parts differs from the whole: the model computes something else in each run"
+            )
+
+
+def _is_same(first: Array, second: Array) -> bool:
+    """Return True if two arrays have the same bytes; NaN is equal to itself."""
+    if first.dtype == object:
+        return np.array_equal(first, second)
+    return first.shape == second.shape and first.dtype == second.dtype and first.tobytes() == second.tobytes()
+
+
+def _run(path: Path, values: Mapping[str, Array]) -> dict[str, Array]:
+    options = session_options()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = open_session(path, options)
+    names = [node.name for node in session.get_outputs()]
+    try:
+        results = session.run(names, {node.name: values[node.name] for node in session.get_inputs()})
+    except Exception as error:  # the binding's exceptions share no other base
+        first = " ".join(str(error).split())[:300]
+        raise BuildError(f"{path.parent.parent.name} fails on random inputs: {first}") from error
+    return dict(zip(names, results, strict=True))
