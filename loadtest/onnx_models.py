@@ -127,7 +127,7 @@ def transformer(
     ]
 
     for layer in range(layers):
-        nodes += _encoder_layer(layer, width, constants, random)
+        nodes += encoder_layer(layer, width, constants, random)
     nodes += [
         node("Identity", [f"state{layers}"], ["hidden"]),
         node("Unsqueeze", ["seen", "last"], ["seen_states"]),
@@ -177,7 +177,7 @@ def convolution(channels: Sequence[int] = (64, 64), side: int = 48, classes: int
     return onnx_model(nodes, pixels, {"scores": (TensorProto.FLOAT, ("rows", classes))}, constants)
 
 
-def _encoder_layer(
+def encoder_layer(
     layer: int, width: int, constants: dict[str, Array], random: np.random.Generator
 ) -> list[onnx.NodeProto]:
     """Return the nodes of one layer, state N -> state N + 1; adds its weights to `constants`."""

@@ -27,6 +27,7 @@ from headrace_engines.errors import BuildError
 Array = npt.NDArray[Any]
 # Largest size of a serialised protobuf.
 _PROTOBUF_LIMIT_BYTES = 2**31 - 1
+_HALF_BYTES = ("INT4", "UINT4", "FLOAT4E2M1")  # types with two values in a byte
 # Constants of shapes and axes are smaller; shape inference needs their values.
 _SMALL_BYTES = 1024
 
@@ -315,13 +316,29 @@ def read_onnx(path: Path) -> onnx.ModelProto:
                     f"{path.name}: the external data of '{tensor.name}' is '{location}', outside of the folder: move it"
                 )
         onnx.load_external_data_for_model(model, str(path.parent))
-        onnx.checker.check_model(model)
+        # The checker takes no more than one protobuf from memory.
+        onnx.checker.check_model(path if weight_bytes(model) > _PROTOBUF_LIMIT_BYTES else model)
     except FileNotFoundError as error:
         raise BuildError(f"{error.filename or path} is missing: put the model there") from None
     except (DecodeError, onnx.checker.ValidationError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]
         raise BuildError(f"{path} is not a readable ONNX model: {first}: check it with onnx.checker") from error
     return model
+
+
+def weight_bytes(model: onnx.ModelProto) -> int:
+    """Return the bytes of the values of all initializers."""
+    return sum(tensor_bytes(tensor) for tensor in model.graph.initializer)
+
+
+def tensor_bytes(tensor: TensorProto) -> int:
+    """Return the bytes of the values of an initializer; 0 for texts."""
+    size = int(np.prod(tensor.dims, dtype=np.int64))
+    name = TensorProto.DataType.Name(tensor.data_type)
+    if name == "STRING":
+        return 0
+    bits = 4 if name in _HALF_BYTES else 8 * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    return -(-size * bits // 8)
 
 
 def write_onnx(model: onnx.ModelProto, path: Path) -> None:

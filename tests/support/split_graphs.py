@@ -166,7 +166,9 @@ def layer_report(layers: list[tuple[tuple[str, ...], float]]) -> LayerReport:
         rows_per_s=1.0,
         total_us=total_us,
         layers=tuple(
-            MeasuredLayer(name=nodes[0], kind="X", nodes=nodes, precision="", tactic="", time_us=us, share=us / total_us)
+            MeasuredLayer(
+                name=nodes[0], kind="X", nodes=nodes, precision="", tactic="", time_us=us, share=us / total_us
+            )
             for nodes, us in layers
         ),
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
 import numpy as np
+import onnx
 from headrace.config.files import write_durably
 from headrace.config.manifest import FORMAT, LAYERS_FILE, LayerReport, MeasuredLayer, Stamp, choose_from_folder
 from headrace.config.ragged_rules import is_ragged
@@ -30,7 +31,8 @@ from headrace_engines.quantization.ragged import ragged_samples
 from headrace_engines.quantization.samples import random_samples
 from headrace_engines.report import milliseconds, page, print_text, rate, save, table
 from headrace_engines.targets import choose_target
-from headrace_engines.targets.base import Array, ShapeRange, Target
+from headrace_engines.targets.base import Array, BatchTiming, ShapeRange, Target
+from headrace_engines.targets.onnxruntime import is_rewritable, profile_unfused, rows_of
 
 # A CPU needs seconds for the largest batches of a large model; the shares of the layers are the same from a few rows on.
 _CPU_ROWS = 8
@@ -50,17 +52,33 @@ def inspection_targets(name: str) -> list[Target]:
     return [first, choose_target("onnxruntime")]
 
 
-def inspect_source(project: Project, rows: int | None = None) -> LayerReport:
-    """Measure the layers of a model's ONNX file on ONNX Runtime, whether or not there is an engine.
+def has_engine(project: Project, targets: Sequence[Target]) -> bool:
+    """Return True if the version has an engine for this machine."""
+    folder, digest = project.source.parent, project.digest()
+    choices = (choose_from_folder(folder, digest, project.config, target.describe()) for target in targets)
+    return any(choice.stamp is not None and choice.path is not None for choice in choices)
+
+
+def inspect_source(project: Project) -> LayerReport:
+    """Measure the ONNX file of a model on ONNX Runtime, whether or not there is an engine.
+
+    A file whose optimised graph ONNX Runtime cannot write is measured node by node, with one row.
 
     Args:
         project: the version.
-        rows: rows of the batch; None for the tuned batch, at most 8.
 
     Raises:
         BuildError: the file cannot be opened or run.
     """
-    return _inspect(project, choose_target("onnxruntime"), project.source, None, rows)
+    target = choose_target("onnxruntime")
+    if not is_rewritable(onnx.load_model(project.source, load_external_data=False)):
+        inputs = inspection_inputs(project, target, 1 if project.batched else None)
+        layers = profile_unfused(project.source, inputs)
+        total_us = sum(layer.time_us for layer in layers)
+        rows = 1 if project.batched else rows_of(inputs)
+        timing = BatchTiming(rows, total_us, total_us, rows * 1e6 / total_us if total_us else 0.0)
+        return _layer_report(project, target, project.source, None, "", inputs, timing, layers)
+    return _inspect(project, target, project.source, None, None)
 
 
 def inspect(project: Project, targets: list[Target], rows: int | None = None) -> LayerReport:
@@ -93,6 +111,19 @@ def _inspect(
     with closing(target.open(path, read_onnx(project.source), host_code=host_code)) as engine:
         timing = per_row(engine.time(inputs, _TIMING_S), project)
         layers = engine.layers(inputs)
+    return _layer_report(project, target, path, stamp, reason, inputs, timing, layers)
+
+
+def _layer_report(
+    project: Project,
+    target: Target,
+    path: Path,
+    stamp: Stamp | None,
+    reason: str,
+    inputs: Mapping[str, Array],
+    timing: BatchTiming,
+    layers: Sequence[MeasuredLayer],
+) -> LayerReport:
     return LayerReport(
         format=FORMAT,
         model=project.name,

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace_engines.commands import add_model
-from headrace_engines.commands.inspect import inspect, inspect_source, inspection_inputs, inspection_targets
+from headrace_engines.commands.inspect import has_engine, inspect, inspect_source, inspection_inputs, inspection_targets
 from headrace_engines.errors import CallError
 from headrace_engines.onnx_graph import Array, read_onnx
 from headrace_engines.project import SOURCE, Project, open_project
@@ -144,11 +144,14 @@ def _gpus(options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _measure(project: Project, options: argparse.Namespace) -> LayerReport:
-    """Measure the engine of this machine; where its layers are too coarse, or without one, the ONNX file on the CPU."""
-    report = inspect(project, inspection_targets(options.target), options.batch)
-    if is_coarse(report, options.parts) and report.artefact != SOURCE:
-        return inspect_source(project)
-    return report
+    """Measure the engine of this machine; without one, or where its layers are too coarse, the ONNX file on the CPU."""
+    targets = inspection_targets(options.target)
+    if not has_engine(project, targets):
+        if options.batch is None:
+            return inspect_source(project)
+        targets = inspection_targets("onnxruntime")
+    report = inspect(project, targets, options.batch)
+    return inspect_source(project) if is_coarse(report, options.parts) and report.artefact != SOURCE else report
 
 
 def _few_rows(inputs: dict[str, Array]) -> dict[str, Array]:

@@ -13,7 +13,7 @@ from headrace.config.manifest import LayerReport
 from onnx import helper
 
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Array, OnnxGraph, captured
+from headrace_engines.onnx_graph import Array, OnnxGraph, captured, weight_bytes
 from headrace_engines.split.cuts import Boundary, CutGraph, Part
 from headrace_engines.split.tensors import CrossingTensor, crossing_tensors, name_batch
 from headrace_engines.split.times import NodeTimes, node_times
@@ -61,25 +61,23 @@ def split_model(
     symbol = name_batch(named) if batched else ""
     _drop_dead_nodes(named)
     graph = OnnxGraph(named)
-    times = node_times(report, [node.name for node in graph.nodes])
+    kinds = [_kind(graph, node) for node in graph.nodes]
+    times = node_times(report, [node.name for node in graph.nodes], kinds)
     crossing = crossing_tensors(graph, inputs, symbol)
     cut = CutGraph(graph, crossing, times.times_us, times.layers)
     boundaries = cut.choose(parts, slack)
     chosen = cut.parts(boundaries)
     models = tuple(_part_model(graph, part, crossing, symbol, number) for number, part in enumerate(chosen, 1))
-    sizes = tuple(sum(tensor_bytes(tensor) for tensor in each.graph.initializer) for each in models)
-    return SplitModel(tuple(chosen), tuple(boundaries), models, sizes, times)
+    return SplitModel(tuple(chosen), tuple(boundaries), models, tuple(map(weight_bytes, models)), times)
 
 
-def tensor_bytes(tensor: onnx.TensorProto) -> int:
-    """Return the bytes of the values of a constant."""
-    size = int(np.prod(tensor.dims, dtype=np.int64))
-    return -(-size * _bits(tensor.data_type) // 8)
-
-
-def _bits(element_type: int) -> int:
-    name = onnx.TensorProto.DataType.Name(element_type)
-    return 4 if name in ("INT4", "UINT4", "FLOAT4E2M1") else 8 * helper.tensor_dtype_to_np_dtype(element_type).itemsize
+def _kind(graph: OnnxGraph, node: onnx.NodeProto) -> tuple[object, ...]:
+    """Return a value that is equal for nodes that compute the same on tensors of the same shapes."""
+    attributes = sorted(attribute.SerializeToString() for attribute in node.attribute)
+    shapes = [graph.shape(name) for name in (*node.input, *node.output)]
+    # Of a node whose shapes are open nothing is said to be equal.
+    own = node.name if any(shape is None for shape in shapes) else ""
+    return (node.op_type, tuple(attributes), tuple(shapes), own)
 
 
 def _check(model: onnx.ModelProto) -> None:

@@ -51,7 +51,7 @@ class PublishedSplit:
     Attributes:
         parts: names of the parts.
         pipeline: name of the pipeline.
-        notes: what the user has to know.
+        notes: remarks for the user.
     """
 
     parts: tuple[str, ...]

@@ -17,7 +17,7 @@ import onnx
 from headrace.core.tensor import BY_ONNX_NUMBER
 
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Array, OnnxGraph, write_onnx
+from headrace_engines.onnx_graph import Array, OnnxGraph, copy_model, write_onnx
 from headrace_engines.targets.onnxruntime_session import open_session, session_options
 
 _ROWS = (2, 3)
@@ -44,7 +44,7 @@ class CrossingTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is known about a tensor: sizes of the dimensions, their symbols, or None."""
+    """Inferred type and dimensions of a tensor: sizes, symbols, or None where inference has neither."""
 
     element_type: int
     dims: tuple[Dim | None, ...] | None
@@ -151,7 +151,7 @@ def _observe(
     try:
         with tempfile.TemporaryDirectory(prefix="headrace-split-") as folder:
             path = Path(folder, "model.onnx")
-            write_onnx(model, path)
+            write_onnx(copy_model(model), path)  # writing external data takes the values out of the model
             session = open_session(path, session_options())
     except OSError as error:
         raise BuildError(f"the model cannot be written to a temporary folder: {error}: make room there") from error

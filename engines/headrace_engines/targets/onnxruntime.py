@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,9 +36,17 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from headrace.config.manifest import Machine, onnxruntime_machine, usable_cores
+from headrace.config.onnx_model import external_files
 
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import OnnxGraph, copy_model, drop_unused_domains, read_onnx, write_onnx
+from headrace_engines.onnx_graph import (
+    OnnxGraph,
+    copy_model,
+    drop_unused_domains,
+    read_onnx,
+    tensor_bytes,
+    write_onnx,
+)
 from headrace_engines.progress import Report
 from headrace_engines.targets.base import Array, BatchTiming, MeasuredLayer, ObservedEngine, TargetSpec
 from headrace_engines.targets.onnxruntime_observed import ObservedSession
@@ -402,12 +411,56 @@ def profile_layers(path: Path, source: onnx.ModelProto | None, inputs: Mapping[s
     return _layers(_kernels(events, optimised), optimised, lineage)
 
 
+def profile_unfused(path: Path, inputs: Mapping[str, Array]) -> list[MeasuredLayer]:
+    """Run an ONNX file node by node, without ONNX Runtime's optimiser, and return the time of each node.
+
+    For models whose optimised graph does not fit into one file: the weights are read where they are.
+
+    Args:
+        path: the file.
+        inputs: a batch of inputs.
+
+    Raises:
+        BuildError: the file cannot be loaded or run, or the disk for temporary files is full.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="headrace-profile-") as name:
+            folder = Path(name)
+            named = name_nodes(onnx.load_model(path, load_external_data=False))
+            onnx.save_model(named, folder / "model.onnx")
+            for location in external_files(path, path.name):
+                (folder / location).parent.mkdir(parents=True, exist_ok=True)
+                _link_or_copy(path.parent / location, folder / location)
+            options = session_options()
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+            events = _profile(folder / "model.onnx", folder, inputs, options)
+    except OSError as error:
+        raise BuildError(f"the profile of {path.name} cannot be written: {error.strerror or error}") from error
+    lineage: Lineage = {node.name: (node.name,) for node in named.graph.node}
+    return _layers(_kernels(events, named), named, lineage)
+
+
 def _events(named: Path, folder: Path, inputs: Mapping[str, Array]) -> list[dict[str, Any]]:
     options = session_options()
+    options.optimized_model_filepath = str(folder / "all.onnx")
+    return _profile(named, folder, inputs, options)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Make a hard link; a copy on another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _profile(
+    file: Path, folder: Path, inputs: Mapping[str, Array], options: ort.SessionOptions
+) -> list[dict[str, Any]]:
+    """Run a file under the profiler and return the events; the profile is written to the folder."""
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "profile")
-    options.optimized_model_filepath = str(folder / "all.onnx")
-    session = open_session(named, options)
+    session = open_session(file, options)
     names = [node.name for node in session.get_outputs()]
     started_s = time.monotonic()
     runs = 0
@@ -512,6 +565,19 @@ def _tactic(provider: str, node: onnx.NodeProto) -> str:
 
 # ONNX Runtime writes its optimised graph as one protobuf of at most 2 GiB; the difference is room for its additions.
 _MAX_REWRITTEN_BYTES = 2**31 - 2**24
+
+
+def is_rewritable(model: onnx.ModelProto) -> bool:
+    """Return True if ONNX Runtime can write the optimised graph of a model, in which FP16 weights are FP32.
+
+    Args:
+        model: its weights need not be loaded.
+    """
+    halves = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+    sizes = (tensor_bytes(t) * (2 if t.data_type in halves else 1) for t in model.graph.initializer)
+    return sum(sizes) <= _MAX_REWRITTEN_BYTES
+
+
 # Remark on precision "fp16" in comparisons.
 FP16_REMARK = "most CPUs compute FP16 by way of FP32: smaller, not faster"
 

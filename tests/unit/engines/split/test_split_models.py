@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 import pytest
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Array, write_onnx
-from headrace_engines.split.models import SplitModel, prove, split_model, tensor_bytes
+from headrace_engines.onnx_graph import Array, weight_bytes, write_onnx
+from headrace_engines.split.models import SplitModel, prove, split_model
 from onnx import TensorProto, helper, numpy_helper
 
 from loadtest.onnx_models import convolution, onnx_model, transformer
@@ -74,7 +74,7 @@ def test_each_weight_is_in_the_part_that_reads_it() -> None:
     names = [{tensor.name for tensor in part.graph.initializer} for part in split.models]
     assert not names[0] & names[1]
     assert names[0] | names[1] == {tensor.name for tensor in model.graph.initializer}
-    assert sum(split.weight_bytes) == sum(tensor_bytes(tensor) for tensor in model.graph.initializer)
+    assert sum(split.weight_bytes) == weight_bytes(model)
 
 
 def test_open_shapes_are_read_from_runs_of_the_model(tmp_path: Path) -> None:
