@@ -35,7 +35,7 @@ from headrace.core.tensor import ResidentRows, as_input
 from loadtest.callers import Answered, Callers, CallersFailed
 from loadtest.gpu import place
 from loadtest.gpu.part_process import end_with_parent, name_package
-from loadtest.gpu.split_models import LAYOUTS, RESNET, TRANSFORMER, clear
+from loadtest.gpu.split_models import BOUNDED, LAYOUTS, RESNET, TRANSFORMER, clear
 from loadtest.protocol import Array
 from loadtest.servers import ROOT
 
@@ -346,7 +346,7 @@ async def _refusal(options: argparse.Namespace, layout: str, name: str) -> None:
             return
     except HeadraceError as error:
         _emit(whole_is_refused=str(error)[:600])
-    repository, pipeline = options.work / "two", f"{name}_split"
+    repository, pipeline = options.work / BOUNDED, f"{name}_split"
     models = [f"{name}_part1", f"{name}_part2", pipeline]
     async with headrace.Server(repository, models=models, state_dir=options.work / "state") as server:
         await _check(options, server, name)

@@ -124,6 +124,24 @@ def test_a_step_starts_when_all_its_inputs_are_ready() -> None:
     play(scenario)
 
 
+def test_the_first_step_runs_the_next_request_while_the_second_runs_this_one() -> None:
+    async def scenario() -> None:
+        case = Case(CHAIN)
+        this, following = case.send(1, rows=8), case.send(2, rows=8)
+        assert len(case.a.requests) == 2, "the next request is queued before the first one ends"
+        case.a.answer(0)
+        await turns()
+        assert [request.rows for request, _ in case.b.requests] == [8], "a request keeps its rows together"
+        case.a.answer(1)
+        await turns()
+        assert len(case.b.requests) == 2, "the second step still holds this request"
+        case.b.answer(0)
+        case.b.answer(1)
+        assert [first(await waiting) for waiting in (this, following)] == [4, 8]
+
+    play(scenario)
+
+
 def test_the_outputs_of_a_step_are_the_inputs_of_the_next_without_a_copy() -> None:
     async def scenario() -> None:
         case = Case(CHAIN)
