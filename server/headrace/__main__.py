@@ -7,7 +7,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -22,6 +22,7 @@ from headrace import settings
 from headrace.core.command_line import Parser, open_console
 from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.heap import use_one_arena
+from headrace.core.store_url import StoreUrl
 from headrace.observability.logs import JsonFormatter, LineFormatter, ProcessName, TextFormatter, log_uncaught
 
 # Commands of `python -m headrace_engines`.
@@ -103,18 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("health", help="exit status 0 while a server is ready")
 
-    validate = commands.add_parser("validate", help="check a model repository without serving it")
-    validate.add_argument(
-        "path", nargs="+", type=Path, help="a model repository, the folder of one model, or an ONNX file"
-    )
-    text = "load the models as the server does, in a process of its own (on); --no-load only reads their files"
-    validate.add_argument("--load", action=argparse.BooleanOptionalAction, default=True, help=text)
-    text = "fail, as serve --strict does, where the CPU serves a model that requires a GPU"
-    validate.add_argument("--strict", action="store_true", help=text)
-    settings.add_state(validate)
-    settings.add_environments(validate)
-    validate.set_defaults(run=_validate)
-
+    _add_validate(commands)
     from headrace.commands import explain as explain_command
     from headrace.commands import infer as infer_command
     from headrace.simulation import options as simulation
@@ -135,13 +125,13 @@ def _parser() -> argparse.ArgumentParser:
 
     simulate = commands.add_parser("simulate", help="replay a load against a policy in virtual time")
     simulation.add_arguments(simulate)
-    simulate.set_defaults(run=_simulate)
+    _read_stores(simulate, _simulate)
 
     from headrace.commands import tune as tune_command
 
     tune = commands.add_parser("tune", help="try numbers of instances and batch sizes of a model")
     tune_command.add_arguments(tune)
-    tune.set_defaults(run=tune_command.main)
+    _read_stores(tune, tune_command.main)
 
     _add_administration(commands)
     for name, text in ENGINES_COMMANDS.items():
@@ -223,6 +213,53 @@ def _health(arguments: Sequence[str]) -> int:
     defaults = settings.from_arguments(parser.parse_args([]))
     address = health_command.ListenAddress(defaults.host, defaults.http_port, defaults.tls_cert)
     return health_command.main(arguments, address, settings.api_key())
+
+
+def _add_validate(commands: argparse._SubParsersAction[_Parser]) -> None:
+    validate = commands.add_parser("validate", help="check a model repository without serving it")
+    validate.add_argument(
+        "path",
+        nargs="+",
+        type=settings.repository_location,
+        help="a model repository or its URL, the folder of one model, or an ONNX file",
+    )
+    text = "load the models as the server does, in a process of its own (on); --no-load only reads their files"
+    validate.add_argument("--load", action=argparse.BooleanOptionalAction, default=True, help=text)
+    text = "fail, as serve --strict does, where the CPU serves a model that requires a GPU"
+    validate.add_argument("--strict", action="store_true", help=text)
+    settings.add_environments(validate)
+    _read_stores(validate, _validate)
+
+
+def _read_stores(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
+    """Declare the options of a command that reads repositories, also those in stores."""
+    settings.add_state(parser)
+    settings.add_repository_cache(parser)
+    parser.set_defaults(run=partial(_run_on_copies, command))
+
+
+def _run_on_copies(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a command that reads repositories, those with a URL from local copies."""
+    is_list = "path" in args
+    locations = args.path if is_list else [args.model_repository]
+    if not any(isinstance(location, StoreUrl) for location in locations):
+        return command(args)
+    errors = open_console(stderr=True, highlight=False)
+    if getattr(args, "apply", False):
+        text = f"--apply changes a local configuration, {args.model_repository} is in a store"
+        errors.print(Text(f"headrace tune: {text}: leave it out, and write the change into the store"), soft_wrap=True)
+        return 2
+    from headrace.stores.copies import local_copies
+
+    cache, bound_bytes = settings.repository_cache(args), args.repository_cache_bytes
+    try:
+        with local_copies(locations, cache, bound_bytes) as folders:
+            values = {**vars(args), **({"path": folders} if is_list else {"model_repository": folders[0]})}
+            return command(argparse.Namespace(**values))
+    except ConfigError as error:
+        for finding in error.findings:
+            errors.print(Text(str(finding)), soft_wrap=True)
+        return 1
 
 
 def _validate(args: argparse.Namespace) -> int:

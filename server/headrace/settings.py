@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.core.cache_options import CacheOptions, CacheSetting, cache_options, parse_cache_setting, size_bytes
-from headrace.core.command_line import number_parser
+from headrace.core.command_line import number_parser, path_or_url
 from headrace.core.limits import CLIENT_HEADER, LIMIT_HELP, Limits
-from headrace.core.store_url import StoreUrl, is_store_url, parse_store_url
+from headrace.core.store_url import StoreUrl
 from headrace.core.telemetry import OTLP_PROTOCOLS, REQUEST_LOG_MODES, Telemetry, TritonMetrics
 
 # Other names of Headrace's options with the same meaning and values.
@@ -376,12 +376,8 @@ def _cache_setting(text: str) -> tuple[CacheSetting, ...]:
 
 def repository_location(text: str) -> Path | StoreUrl:
     """Parse a path, or the URL of a store."""
-    if not is_store_url(text):
-        return Path(text)
-    try:
-        return parse_store_url(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    location = path_or_url(text)
+    return Path(location) if isinstance(location, str) else location
 
 
 def _switch(text: str) -> bool:
@@ -462,6 +458,14 @@ _ENVIRONMENTS_DIR = _Option(
     "folder for Python environments of models (environments in the state folder)",
     metavar="DIR",
 )
+_REPOSITORY_CACHE = (
+    _Option(
+        "repository_cache_dir",
+        "folder of the copies of repositories in stores (repositories in the state folder)",
+        metavar="DIR",
+    ),
+    _Option("repository_cache_bytes", "largest size of all these copies (%(default)s)", _positive, "N"),
+)
 _METRICS_HELP = "summary_latencies, histogram_latencies, counter_latencies=true|false, summary_quantiles=0.5,0.99"
 OPTIONS: tuple[_Option, ...] = (
     _Option(
@@ -470,12 +474,7 @@ OPTIONS: tuple[_Option, ...] = (
         repository_location,
         "DIR_OR_URL",
     ),
-    _Option(
-        "repository_cache_dir",
-        "folder of the copies of repositories in stores (repositories in the state folder)",
-        metavar="DIR",
-    ),
-    _Option("repository_cache_bytes", "largest size of all these copies (%(default)s)", _positive, "N"),
+    *_REPOSITORY_CACHE,
     _Option("model_control", "how models are loaded (%(default)s)", ("none", "explicit", "poll")),
     _Option("load_model", "model to load at start, with --model-control explicit; repeatable", metavar="NAME"),
     _Option(
@@ -619,6 +618,12 @@ def add_state(parser: argparse.ArgumentParser) -> None:
     _STATE_DIR.declare(parser, os.environ)
 
 
+def add_repository_cache(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of copies of stores for a command that reads repositories; `--state-dir` is another one."""
+    for option in _REPOSITORY_CACHE:
+        option.declare(parser, os.environ)
+
+
 def add_environments(parser: argparse.ArgumentParser) -> None:
     """Declare `--environments-dir` for a command that uses the Python environments of models."""
     _ENVIRONMENTS_DIR.declare(parser, os.environ)
@@ -663,10 +668,10 @@ def repository_locations(args: argparse.Namespace) -> tuple[Path | StoreUrl, ...
     return (*repositories, *(each for each in args.path if isinstance(each, StoreUrl)))
 
 
-def repository_cache(settings: Settings) -> str:
-    """Return the folder of all mirrors of stores; "" if there is none."""
+def repository_cache(settings: Settings | argparse.Namespace) -> str:
+    """Return the folder of all mirrors of stores, of settings or parsed arguments; "" if there is none."""
     default = os.path.join(settings.state_dir, "repositories") if settings.state_dir else ""
-    return settings.repository_cache_dir or default
+    return str(settings.repository_cache_dir or default)
 
 
 def with_state(words: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:

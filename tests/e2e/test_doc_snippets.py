@@ -56,7 +56,10 @@ NOT_RUN = (
     (r"kubectl ", "needs a cluster; tests/unit/deploy/test_containers.py"),
     (r"(perf_analyzer|jq) ", "programs of others"),
     (r"pip install ", "needs a package index"),
-    (r"headrace serve .*(s3|hf)://", "needs a store; tests/e2e/test_store_repositories.py and tests/unit/stores"),
+    (
+        r"headrace (serve|validate|tune|simulate) .*(s3|hf)://",
+        "needs a store; tests/e2e/test_store_repositories.py and tests/unit/stores",
+    ),
     (r"headrace import (torch|keras|savedmodel) ", "needs a framework; tests/e2e/test_import_command.py"),
     (r"headrace optimize \S+ --prune channels", "needs PyTorch; tests/unit/engines/commands/test_optimize.py"),
     (r"headrace (build|compare) ", "takes minutes; tests/e2e/test_build_command.py"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import onnx
 import pytest
 
 from tests.support import models
-from tests.support.serving import Server, ServerFailed, serving, start
+from tests.support.serving import COMMAND, Server, ServerFailed, serving, start
 from tests.support.store_servers import SECRET, FaultyProxy, s3_client, s3_environment, s3_server
 from tests.support.waiting import until
 
@@ -257,3 +258,48 @@ def test_front_end_processes_mirror_in_the_engine(bucket: Bucket, tmp_path: Path
         assert serves(server, "net", 1)
         bucket.put_model("net", seed=2)
         until(lambda: serves(server, "net", 2))
+
+
+def run(bucket: Bucket, tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with its copies in a folder of the test."""
+    command = [*COMMAND, *words, "--repository-cache-dir", str(tmp_path / "cache")]
+    return subprocess.run(
+        command, env=os.environ | bucket.env, capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False
+    )
+
+
+def test_validate_tune_and_simulate_read_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.put_model("good", seed=1)
+    bucket.put("good/config.yaml", b"max_batch_size: 4\n")
+    bucket.put_model("bad", seed=2)
+    bucket.put("bad/config.yaml", b"max_batch_sice: 4\n")
+    done = run(bucket, tmp_path, "validate", bucket.url, "--state-dir", "")
+    assert done.returncode == 1
+    assert "max_batch_sice" in done.stdout
+    assert "1 good model, 1 error, 0 warnings" in done.stdout
+    reads = len(bucket.proxy.reads())
+    # The copy stays: the next commands read no object again.
+    done = run(bucket, tmp_path, "simulate", "good", "--model-repository", bucket.url, "--seconds", "0.2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["settings"][0]["models"][0]["name"] == "good"
+    words = ("--instances", "1", "--repeats", "1", "--seconds", "0.02", "--json")
+    done = run(bucket, tmp_path, "tune", "good", "--model-repository", bucket.url, *words)
+    assert done.returncode == 0, done.stderr
+    assert len(bucket.proxy.reads()) == reads
+    done = run(bucket, tmp_path, "tune", "good", "--model-repository", bucket.url, "--apply")
+    assert done.returncode == 2
+    assert f"--apply changes a local configuration, {bucket.url} is in a store: leave it out" in done.stderr
+    assert SECRET not in done.stdout + done.stderr
+
+
+def test_commands_name_what_is_wrong_with_a_store(bucket: Bucket, tmp_path: Path) -> None:
+    done = run(bucket, tmp_path, "validate", bucket.url)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{bucket.url}: error:"), done.stderr
+    assert done.stderr.count("\n") == 1, "one line, no traceback"
+    done = run(bucket, tmp_path, "validate", "s4://bucket/models")
+    assert done.returncode == 2
+    assert "'s4://' is not a store" in done.stderr
+    done = run(bucket, tmp_path, "tune", f"{bucket.url}/good")
+    assert done.returncode == 1
+    assert "is a URL: write the name of the model, and its repository as --model-repository URL" in done.stderr

@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     """Run the command with the options of `options.add_arguments`; return the exit status."""
     console, errors = open_console(highlight=False), open_console(stderr=True, highlight=False)
     try:
-        simulated = _read_models(args.folders, args.model_repository)
+        simulated = _read_models(args.folders, Path(args.model_repository))
         if not simulated.names:
             policies: _Policies = {
                 f"model{number}": (HandlePolicy(BatchPolicy(max_rows=8)), None) for number in range(args.models)

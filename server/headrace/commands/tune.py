@@ -14,7 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.core.clock import NS_PER_MS
-from headrace.core.command_line import fit_title, is_pipe, number_parser, open_console, pickup_text, plural
+from headrace.core.command_line import (
+    fit_title,
+    is_pipe,
+    number_parser,
+    open_console,
+    path_or_url,
+    pickup_text,
+    plural,
+)
 from headrace.core.errors import ConfigError, HeadraceError
 
 if TYPE_CHECKING:
@@ -33,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a model's name in the repository, or its folder")
     add(
         "--model-repository",
-        type=Path,
+        type=path_or_url,
         default=Path("model_repository"),
-        metavar="DIR",
-        help="where names are looked up",
+        metavar="DIR_OR_URL",
+        help="where names are looked up: a folder, or the URL of a repository in a store",
     )
     add("--instances", type=_counts, default=(), metavar="N,N", help="numbers to try (1, 2, 4 ... up to the cores)")
     add(
@@ -62,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
 
     console, errors = open_console(highlight=False), open_console(stderr=True, highlight=False)
     try:
-        path = find_model_folder(args.model, args.model_repository)
+        path = find_model_folder(args.model, Path(args.model_repository))
         folder = read_model_folder(path, path.parent)
         slo_ms = args.slo_ms or folder.config.slo.p99_ms or 0.0
         options = Options(

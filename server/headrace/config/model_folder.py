@@ -38,6 +38,7 @@ from headrace.core.config_base import Location, Problem
 from headrace.core.errors import ConfigError, Finding, NotFound
 from headrace.core.model_config import ModelConfig, name_problem
 from headrace.core.optimization_config import CALIBRATED, requested_precision
+from headrace.core.store_url import is_store_url
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Datatype
 from headrace.core.tensor_config import ModelInput, WarmupInput
 from headrace.core.traffic_config import own_traffic_problems
@@ -118,6 +119,8 @@ def find_model_folder(model: str, repository: Path) -> Path:
         raise NotFound(f"{model} is a repository of models, not a model: {cure}")
     if direct.is_file():
         raise NotFound(f"{model} is a file, a model is a folder: move it to MODEL/1/model.onnx and name MODEL")
+    if is_store_url(model):
+        raise NotFound(f"{model} is a URL: write the name of the model, and its repository as --model-repository URL")
     if "/" in model:
         cure = "name the folder of a model, or its name with --model-repository DIR"
         raise NotFound(f"there is no folder {model}: {cure}")

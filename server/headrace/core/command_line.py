@@ -19,11 +19,23 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
+from headrace.core.store_url import StoreUrl, is_store_url, parse_store_url
+
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
 _CHOICE = re.compile(r"invalid choice: '?(?P<word>[^']*?)'? \(choose from (?P<choices>.*)\)", re.DOTALL)
 
 
 Number = TypeVar("Number", int, float)
+
+
+def path_or_url(text: str) -> str | StoreUrl:
+    """Parse a path, which is returned as it is, or the URL of a store; for the `type` of an argument."""
+    if not is_store_url(text):
+        return text
+    try:
+        return parse_store_url(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def number_parser(kind: type[Number], is_valid: Callable[[Number], bool], error: str) -> Callable[[str], Number]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from headrace.core.command_line import number_parser, positive_count
+from headrace.core.command_line import number_parser, path_or_url, positive_count
 
 Value = TypeVar("Value")
 
@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("folders", nargs="*", metavar="MODEL", help="models whose configuration gives the policy: names or folders")
     add(
         "--model-repository",
-        type=Path,
+        type=path_or_url,
         default=Path("model_repository"),
-        metavar="DIR",
-        help="repository in which model names are looked up",
+        metavar="DIR_OR_URL",
+        help="repository in which model names are looked up, or the URL of one in a store",
     )
     workload = parser.add_argument_group("workload")
     add = workload.add_argument
