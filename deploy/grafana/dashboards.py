@@ -202,7 +202,7 @@ MODEL = Dashboard(
                     "The latency table of the scheduler: measured at load, corrected by every batch."),
                 Panel("Runs on the event loop", [
                     Query(f"sum(rate(headrace_inline_runs_total{{{M}}}{RATE}))", "lone requests"),
-                    Query(f"sum(rate(headrace_inline_disabled_total{{{M}}}{RATE}))", "too slow: off for 60 s")], "ops",
+                    Query(f"sum(rate(headrace_inline_disabled_total{{{M}}}{RATE}))", "too slow: off for a while")], "ops",
                     "Lone requests of a fast CPU model run without a thread switch."),
                 Panel("Share of padding", [
                     Query("headrace:padding:ratio_rate5m" + f"{{{M}}}", "{{model}}")], "percentunit",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-CORES_PER_FRONT_END = 2.5
+CORES_PER_FRONT_END = 1.6
 """One front end for each of these: the engine process and the models compute on the others. Measured: docs/performance.md."""
 MIN_CORES = 4
 MAX_FRONT_ENDS = 8

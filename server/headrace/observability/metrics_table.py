@@ -225,7 +225,7 @@ INLINE_RUNS = _load(
 )
 INLINE_DISABLED = _load(
     "headrace_inline_disabled_total",
-    "Runs on the event loop that took more than 2 ms. Each disables such runs for 60 s.",
+    "Runs on the event loop that took more than 2 ms. Each disables such runs for 200 times as long, at most 60 s.",
 )
 POSITIONS = _load(
     "headrace_batch_positions_total",

@@ -383,9 +383,12 @@ def _failure(error: Exception) -> HeadraceError:
     )
 
 
-# A longer run on the event loop disables such runs for INLINE_PAUSE_NS.
+# A longer run on the event loop disables such runs for INLINE_PAUSE times its duration, at most INLINE_MAX_PAUSE_NS: so they
+# block the loop for 1 / INLINE_PAUSE of the time at most. On a busy machine most of them are fast runs that another program
+# interrupted.
 INLINE_MAX_RUN_NS = 2 * NS_PER_MS
-INLINE_PAUSE_NS = 60 * NS_PER_S
+INLINE_PAUSE = 200
+INLINE_MAX_PAUSE_NS = 60 * NS_PER_S
 # No runs on the event loop so long after two requests of the model were in flight: together they run faster, as a batch.
 INLINE_QUIET_NS = 10 * NS_PER_MS
 
@@ -440,7 +443,8 @@ class InlineGate:
         stalls = self.latency_table.stalls
         if stalls != self._handled_stalls:
             # A run on an instance was that slow: the time may depend on the values in the request.
-            self._handled_stalls, self._enabled_ns = stalls, now_ns + INLINE_PAUSE_NS
+            self._handled_stalls = stalls
+            self._enabled_ns = max(self._enabled_ns, now_ns + _inline_pause_ns(self.latency_table.stall_ns))
         bodies = self.bodies
         entry.inline = (
             self._supported
@@ -467,18 +471,24 @@ class InlineGate:
         disables = run_ns > INLINE_MAX_RUN_NS
         self.recorder.record_inline_run(disables)
         if disables:
-            self._enabled_ns = begun_ns + run_ns + INLINE_PAUSE_NS
+            pause_ns = _inline_pause_ns(run_ns)
+            self._enabled_ns = begun_ns + run_ns + pause_ns
             logger.info(
-                "model %s: a run on the event loop took %d us, more than %d us: its requests run on instances for %d s",
+                "model %s: a run on the event loop took %d us, more than %d us: its requests run on instances for %.1f s",
                 self.name,
                 run_ns // NS_PER_US,
                 INLINE_MAX_RUN_NS // NS_PER_US,
-                INLINE_PAUSE_NS // NS_PER_S,
+                pause_ns / NS_PER_S,
             )
 
     def _end_iteration(self) -> None:
         self._iteration_open = False
         self._handled_stalls = self.latency_table.stalls
+
+
+def _inline_pause_ns(run_ns: int) -> int:
+    """Return how long no request runs on the event loop after a slow run of a model."""
+    return min(INLINE_PAUSE * run_ns, INLINE_MAX_PAUSE_NS)
 
 
 @dataclass(eq=False, repr=False)

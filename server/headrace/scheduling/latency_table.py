@@ -362,11 +362,12 @@ class LatencyTable:
         buckets: rows to which the backend pads batches, ascending; empty if it does not, or if it does not say.
         most_rows: largest number of rows with a measurement; times of more rows are extrapolated.
         stalls: number of times beyond ten times the bound, of one row and of the rows that `is_fast` was called with.
+        stall_ns: the last of these times.
     """
 
     def __init__(self, tail_bound_ns: int = 0) -> None:
         self._tail_bound_ns = tail_bound_ns
-        self.stalls = 0
+        self.stalls = self.stall_ns = 0
         self._tails: dict[int, TailWindow] = {}  # by rows, of those that `is_fast` was called with
         self.buckets: tuple[int, ...] = ()
         self.most_rows = 0
@@ -407,7 +408,9 @@ class LatencyTable:
                     times_ns.append(time_ns)
                     if time_ns > bound_ns:
                         tail.slow += 1
-                        self.stalls += time_ns > 10 * bound_ns
+                        if time_ns > 10 * bound_ns:
+                            self.stall_ns = time_ns
+                            self.stalls += 1
             else:
                 self._table(instances).observe(rows, time_ns)
 

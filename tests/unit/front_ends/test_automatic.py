@@ -29,14 +29,14 @@ def reader(**files: str) -> Callable[[str], str]:
 
 @pytest.mark.parametrize(
     ("cores", "count"),
-    [(1, 0), (1.5, 0), (2, 0), (3, 0), (3.9, 0), (4, 1), (5, 2), (8, 3), (10, 4), (16, 6), (20, 8), (64, 8)],
+    [(1, 0), (1.5, 0), (2, 0), (3, 0), (3.9, 0), (4, 2), (5, 3), (8, 5), (10, 6), (16, 8), (20, 8), (64, 8)],
 )
 def test_front_ends_by_cores(cores: float, count: int) -> None:
     assert choose_front_ends(cores, "linux").processes == count
 
 
 def test_reasons_name_the_cores_and_the_rule() -> None:
-    assert choose_front_ends(16, "linux").reason == "16 cores: one for 2.5, at most 8"
+    assert choose_front_ends(16, "linux").reason == "16 cores: one for 1.6, at most 8"
     assert choose_front_ends(1, "linux").reason == "1 core: one process does everything below 4"
     assert choose_front_ends(2.5, "linux").reason == "2.5 cores: one process does everything below 4"
     assert choose_front_ends(64, "darwin") == (0, "front-end processes need Linux, this is darwin")
