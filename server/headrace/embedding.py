@@ -1,6 +1,7 @@
 """The public Python API: `Server` runs models in the calling program, with the queue, batching and instances of the server.
 
-A request passes the same checks, queue and scheduler as one that came over HTTP or gRPC; only the protocols are left out.
+A request passes the same checks, queue and scheduler as one that came over HTTP or gRPC. `Server.asgi_application` and
+`Server.listen_grpc` add the protocols.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,19 +22,37 @@ import numpy.typing as npt
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, Cancelled, ConfigError, Finding, HeadraceError, Unavailable
+from headrace.core.limits import BodyMemory, Cells
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
 from headrace.core.store_url import is_store_url, parse_store_url
 from headrace.core.tensor import BF16, BYTES, Array, ModelSpec, TensorSpec
 from headrace.data_plane import DataPlane
+from headrace.inference.load_report import COUNT_CELLS, LoadMeter
 from headrace.repository.folders import open_paths
 from headrace.scheduling.version_handle import VersionHandle
 from headrace.settings import Settings, repository_cache
 from headrace.stores.cache import open_mirrors
 
+if TYPE_CHECKING:
+    from headrace.embedded_protocols import EmbeddedProtocols, MountedApplication
+
 logger = logging.getLogger("headrace")
 
 _THREAD = "headrace-loop"
+
+
+class ServerLoad(NamedTuple):
+    """Load of an embedded server, for a scheduler that adds and removes replicas.
+
+    Attributes:
+        utilization: work of the last two seconds as a share of what all instances can do; a server that is busy all the time
+            has 1, and 0.5 more for each second that its queue takes to drain.
+        in_flight: requests between arrival and response, of all versions.
+    """
+
+    utilization: float
+    in_flight: int
 
 
 class Server:
@@ -89,6 +109,11 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
         self._data_plane: DataPlane | None = None
+        self._opened_settings = self._settings
+        self._bodies = BodyMemory(self._settings.limits)
+        self._counts: Cells = [0] * COUNT_CELLS
+        self._load_meter: LoadMeter | None = None
+        self._protocols: EmbeddedProtocols | None = None
 
     def __enter__(self) -> Server:
         """Load the models and wait until they serve.
@@ -127,9 +152,22 @@ class Server:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        """Close the models; see `__exit__`."""
+        """Close the gRPC ports and the models; see `__exit__`."""
+        protocols, self._protocols = self._protocols, None
         try:
+            if protocols is not None:
+                self._running().registry.set_complete(False)
+                await protocols.drain(self._settings.drain_timeout_s)
+        finally:
+            await self._close_all(protocols)
+
+    async def _close_all(self, protocols: EmbeddedProtocols | None) -> None:
+        try:
+            if protocols is not None:
+                protocols.stop_timers()
             await asyncio.to_thread(self._close)
+            if protocols is not None:
+                await asyncio.to_thread(protocols.close)
         finally:
             self._loop = None
 
@@ -153,6 +191,60 @@ class Server:
         """Return the names of the serving models, sorted."""
         return sorted({name for name, _, _ in self._running().registry.sources()})
 
+    def load(self) -> ServerLoad:
+        """Return the load of the last two seconds, at most 50 ms old; any thread may call.
+
+        Raises:
+            RuntimeError: the server is not running.
+        """
+        sources = self._running().registry.sources()
+        assert self._load_meter is not None
+        in_flight = sum(handle.in_flight for _, _, handle in sources)
+        return ServerLoad(self._load_meter.figures(monotonic_ns()).utilization, in_flight)
+
+    def asgi_application(self) -> MountedApplication:
+        """Return an ASGI application with the HTTP routes of `headrace serve`, for another ASGI server or framework.
+
+        Callers may infer and read. Loading models, changing log and trace settings, and shared memory are refused. The
+        application does not answer scopes of type "lifespan" and "websocket".
+
+        Raises:
+            RuntimeError: the server does not run on the running event loop: use `async with`.
+        """
+        return self._open_protocols().application
+
+    async def listen_grpc(self, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Serve gRPC on an address until the context ends, with the rights of `asgi_application` and without TLS.
+
+        Args:
+            host: address or name to listen on.
+            port: 0 for a free one.
+
+        Returns:
+            The port.
+
+        Raises:
+            OSError: the address is not available.
+            RuntimeError: the server does not run on the running event loop: use `async with`.
+        """
+        return await self._open_protocols().listen_grpc(host, port)
+
+    def _open_protocols(self) -> EmbeddedProtocols:
+        data_plane = self._running()
+        loop = self._loop
+        if self._loop_thread is not None or loop is None or not self._on_loop():
+            raise RuntimeError(
+                "the protocols run on the server's event loop, and this is not it: use `async with headrace.Server(...)`"
+            )
+        if self._protocols is None:
+            from headrace.embedded_protocols import EmbeddedProtocols
+
+            assert self._load_meter is not None
+            self._protocols = EmbeddedProtocols(
+                self._opened_settings, data_plane, self._bodies, self._load_meter, self._counts, loop
+            )
+        return self._protocols
+
     async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
         settings = self._settings
         loaded: asyncio.Future[BaseException | None] = loop.create_future()
@@ -171,7 +263,8 @@ class Server:
                 model_repository=(*served.repositories, *folders),
                 stores=tuple((str(folder), str(url)) for folder, url in folders.items()),
             )
-            self._data_plane = DataPlane(settings, loop, on_loaded, served.model_filter or {})
+            self._opened_settings = settings
+            self._data_plane = DataPlane(settings, loop, on_loaded, served.model_filter or {}, self._bodies)
             self._data_plane.reconciler.start()
             error = await loaded
             if error is not None:
@@ -185,6 +278,7 @@ class Server:
                 raise ConfigError(
                     [Finding(name, None, "no repository has a model of this name", cure) for name in missing]
                 )
+            self._load_meter = LoadMeter(self._data_plane.registry.sources, self._counts)
         except BaseException:
             await asyncio.to_thread(self._close)
             raise

@@ -319,9 +319,6 @@ class Wiring:
 
     def _create_services(self, reader: RequestOptionsReader) -> Services:
         settings, registry = self.settings, self.data_plane.registry
-        # The CUDA driver is started only if clients may register GPU memory.
-        memory = find_client_memory() if settings.allow_client_shm else None
-        cuda, pin = (None, None) if memory is None else (memory.open_ipc, memory.pin)
         stores = self.data_plane.stores
         self._overview = ServerOverview(
             registry,
@@ -329,22 +326,15 @@ class Wiring:
             processes=self.processes,
             stores=None if stores is None else stores.status,
         )
-        return Services(
-            models=registry,
-            repository=self.data_plane.reconciler,
-            regions=SharedMemoryRegions(settings.allow_client_shm, cuda, pin=pin),
-            traces=self._tracer,
-            observer=self.observer,
-            logs=LogSettings(logging.getLogger("headrace")),
-            overview=self._overview,
-            version=version("headrace"),
-            extensions=extensions(settings, cuda is not None),
-            heartbeat_s=settings.stream_heartbeat_s,
-            explain=partial(explain, registry),
-            name=settings.id,
-            load_reports=self._create_load_reports(),
-            options_reader=reader,
-            traffic=self.traffic,
+        return create_services(
+            settings,
+            self.data_plane,
+            reader,
+            self._tracer,
+            self.observer,
+            self._overview,
+            self._create_load_reports(),
+            self.traffic,
         )
 
     def _create_load_reports(self) -> LoadReports:
@@ -353,6 +343,51 @@ class Wiring:
         every: Cells = counts if arrays is None else arrays.summed_requests()
         self.load_meter = LoadMeter(self.data_plane.registry.sources, every)
         return LoadReports(self.settings.orca, self.load_meter.figures, counts)
+
+
+def create_services(
+    settings: Settings,
+    data_plane: DataPlane,
+    reader: RequestOptionsReader,
+    tracer: Tracer,
+    observer: RequestObserver,
+    overview: ServerOverview,
+    load_reports: LoadReports,
+    traffic: TrafficRouter,
+) -> Services:
+    """Create the services that protocols call, over the models of a data plane.
+
+    Args:
+        settings: settings of the server.
+        data_plane: registry and models.
+        reader: parser of request options and credentials.
+        tracer: trace settings.
+        observer: traces and logs requests.
+        overview: data of the web page.
+        load_reports: reports for load balancers.
+        traffic: distributes requests over the versions of models.
+    """
+    registry = data_plane.registry
+    # The CUDA driver is started only if clients may register GPU memory.
+    memory = find_client_memory() if settings.allow_client_shm else None
+    cuda, pin = (None, None) if memory is None else (memory.open_ipc, memory.pin)
+    return Services(
+        models=registry,
+        repository=data_plane.reconciler,
+        regions=SharedMemoryRegions(settings.allow_client_shm, cuda, pin=pin),
+        traces=tracer,
+        observer=observer,
+        logs=LogSettings(logging.getLogger("headrace")),
+        overview=overview,
+        version=version("headrace"),
+        extensions=extensions(settings, cuda is not None),
+        heartbeat_s=settings.stream_heartbeat_s,
+        explain=partial(explain, registry),
+        name=settings.id,
+        options_reader=reader,
+        load_reports=load_reports,
+        traffic=traffic,
+    )
 
 
 class Reloads:

@@ -270,7 +270,7 @@ def test_the_examples_of_the_page(example: str, repository: Path, tmp_path: Path
 
 
 def test_the_page_has_examples() -> None:
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
 
 
 def test_a_step_computes_on_the_memory_that_the_step_before_wrote(

@@ -516,7 +516,10 @@ async def _wait(completion: LoopCompletion, connection: Connection | None, recei
 
 @contextmanager
 def abandoned_on_disconnect(completion: LoopCompletion, receive: Receive) -> Iterator[None]:
-    """Abandon a completion under another ASGI server: a task waits for the disconnect message."""
+    """Abandon a completion under another ASGI server.
+
+    A task waits for the disconnect message. Some servers (Ray Serve) cancel the request instead.
+    """
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -526,6 +529,9 @@ def abandoned_on_disconnect(completion: LoopCompletion, receive: Receive) -> Ite
     watcher = asyncio.ensure_future(watch())
     try:
         yield
+    except asyncio.CancelledError:
+        completion.abandon()
+        raise
     finally:
         watcher.cancel()
 

@@ -299,6 +299,33 @@ def test_a_disconnect_while_waiting_drops_the_request() -> None:
     assert isinstance(handle.failures[0], Cancelled)
 
 
+def test_a_cancelled_task_of_another_asgi_server_drops_the_request() -> None:
+    handle, sent = Handle(silent=True), list[dict[str, Any]]()
+
+    async def run() -> None:
+        waiting = asyncio.Event()
+
+        async def receive() -> Any:
+            if not handle.completions:
+                return {"type": "http.request", "body": request()}
+            waiting.set()  # for the disconnect of the client
+            return await asyncio.get_running_loop().create_future()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        endpoint = InferEndpoint(services(handle), ClientLimits(Limits(max_body_bytes=LIMIT)))
+        task = asyncio.ensure_future(endpoint({"headers": []}, receive, send, "twice", ""))
+        await waiting.wait()
+        task.cancel()
+        await asyncio.wait_for(task, 60)
+
+    asyncio.run(run())
+    assert handle.completions[0].is_settled
+    assert sent[0]["status"] == 503
+    assert handle.leases == 0
+
+
 def test_every_sampled_request_is_recorded() -> None:
     observer = AccessRecorder(active=True)
     traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
