@@ -8,7 +8,7 @@ PIP    = $(if $(wildcard $(VENV)/lib/python3*/site-packages/pip),$(BIN)/python -
 REPOSITORY ?= model_repository
 
 .DEFAULT_GOAL := help
-.PHONY: help serve gpu-packages models test check format bench bench-gpu load soak lock docs clean test-slow test-gpu tools screenshots image-test dist site fuzz
+.PHONY: help serve gpu-packages models test check format bench bench-gpu load soak lock docs clean test-slow test-gpu test-ray tools screenshots image-test dist site fuzz
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -43,7 +43,7 @@ serve: gpu-packages models ## install, build the demo models, serve on http://12
 WORKERS ?= logical
 PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # The tests start some hundred processes: without bytecode files each of them would compile every module that it imports.
-check test test-slow test-gpu: export PYTHONDONTWRITEBYTECODE =
+check test test-slow test-gpu test-ray: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.dev models ## every test that needs no GPU, in parallel, without the slow ones
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
@@ -63,6 +63,14 @@ $(VENV)/.manifests: requirements/manifests.lock $(VENV)/.dev | $(BIN)/python
 
 test-slow: $(VENV)/.dev $(VENV)/.kserve $(VENV)/.manifests models ## the tests marked slow
 	$(BIN)/python -m pytest $(PARALLEL) -m slow
+
+# Its own lock, on top of the others: Ray has 330 MB, and no other test needs it.
+$(VENV)/.ray: requirements/ray.lock $(VENV)/.dev | $(BIN)/python
+	$(PIP) install --quiet --require-hashes --no-deps -r requirements/ray.lock
+	@touch $@
+
+test-ray: $(VENV)/.ray models ## install Ray and test headrace.ray on a cluster of two nodes on this machine
+	$(BIN)/python -m pytest -n 0 --durations=0 tests/unit/ray tests/e2e/test_ray_serve.py
 
 screenshots: $(VENV)/.dev models ## take the pictures of the server's page anew
 	$(BIN)/python -m tests.support.screenshots docs/images
@@ -133,6 +141,8 @@ lock: ## resolve the dependencies anew (needs uv)
 	  --no-emit-index-url --no-annotate --no-header -q -o requirements/kserve.lock
 	uv pip compile --group manifests --no-deps --universal --python-version 3.11 \
 	  --generate-hashes --no-emit-index-url --no-annotate --no-header -q -o requirements/manifests.lock
+	uv pip compile pyproject.toml --extra ray --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-annotate --no-header -c requirements/dev.lock -q -o requirements/ray.lock
 	uv pip compile --group docs --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
 	  --no-header -c requirements/dev.lock -q -o requirements/docs.lock
 

@@ -333,7 +333,8 @@ MODEL_CODE = [
     for snippet in ALL
     if snippet.kind == "python" and re.search(r"class TritonPythonModel|@model\(|def predict\(self", snippet.text)
 ]
-PYTHON = [snippet for snippet in ALL if snippet.kind == "python" and snippet not in MODEL_CODE]
+# The blocks of docs/ray.md are one program on a Ray cluster: tests/e2e/test_ray_serve.py runs it.
+PYTHON = [each for each in ALL if each.kind == "python" and each not in MODEL_CODE and each.page != "docs/ray.md"]
 READ_MODEL = """
 import importlib.util, sys
 from headrace_model import forms, python_backend
