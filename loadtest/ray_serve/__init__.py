@@ -1,0 +1,1 @@
+"""Headrace in Ray Serve beside Ray Serve's own batching."""
