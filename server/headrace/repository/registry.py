@@ -218,7 +218,7 @@ class Registry:
         self.on_traffic: Callable[[str, Traffic | None], None] = _do_nothing
         self.traffic_report: Callable[[str], Mapping[str, object] | None] = lambda _name: None
         self._traffic_changes: dict[str, tuple[Traffic | None, Traffic]] = {}  # of the configuration, and in force
-        self._configured_traffic: dict[str, Traffic | None] = {}
+        self._configured_traffic: dict[str, Traffic] = {}  # of serving models
         self.generation = 1
         self._records: dict[tuple[str, str], _Record] = {}
         self._numbers: dict[str, set[str]] = {}  # versions with a record, by model
@@ -536,6 +536,8 @@ class Registry:
             self._update_callers(name)
             if serving is None:
                 self._traffic_changes.pop(name, None)
+            if name not in all_serving:
+                self._configured_traffic.pop(name, None)
             if traffic is not None or (before is not None and before.traffic is not None):
                 self.on_traffic(name, traffic)
         self.on_published()
@@ -546,7 +548,10 @@ class Registry:
         if traffic is not None and origin == configured:
             return traffic
         self._traffic_changes.pop(name, None)
-        self._configured_traffic[name] = configured
+        if configured is None:
+            self._configured_traffic.pop(name, None)
+        else:
+            self._configured_traffic[name] = configured
         return configured
 
     def set_traffic(self, name: str, traffic: Traffic | None) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import NotFound, Unavailable
+from headrace.core.traffic_config import Traffic
 from headrace.repository.registry import TRANSITIONS, Registry, Serving, State, transition
 from headrace.scheduling.handle import ModelHandle
 
@@ -184,6 +185,20 @@ def test_publishing_makes_a_model_ready_and_a_reload_preserves_it() -> None:
         assert states(registry) == [("READY", "")]
         registry.mark_unloaded("m", "1")
         assert states(registry) == [("READY", "")], "the old one has ended, not the new one"
+
+
+def test_configured_traffic_is_held_for_serving_models_only() -> None:
+    traffic = Traffic.model_validate({"2": "5%"})
+    with loop_with_handles() as (_, make):
+        registry = Registry()
+        for number in range(3):
+            registry.publish(f"plain-{number}", Serving({"1": make()}))
+            registry.publish(f"canary-{number}", Serving({"1": make(), "2": make()}, traffic=traffic))
+        assert set(registry._configured_traffic) == {f"canary-{number}" for number in range(3)}
+        registry.publish("canary-0", None)
+        registry.publish("canary-1", Serving({}, traffic=traffic))
+        registry.publish("canary-2", Serving({"1": make()}))
+        assert not registry._configured_traffic
 
 
 def test_a_version_that_died_before_it_was_published_is_not_ready() -> None:
