@@ -212,7 +212,7 @@ class ModelLoad(NamedTuple):
         instances: live instances.
         wait_ns: predicted queue time of a request of one row and of the default level.
         drain_ns: predicted time until queue and instances are empty, without new arrivals.
-        rows_hz: predicted rows per second of all instances at the batch size that the objective allows; 0 if unknown.
+        rows_hz: predicted rows per second of all live instances at the batch size that the objective allows; 0 if unknown.
         late: responses after their due time, since the version was loaded.
         levels: load of each priority level, the highest first; empty if not requested.
     """

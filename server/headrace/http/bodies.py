@@ -364,7 +364,7 @@ class LoadResponse(_Closed):
     )
     drain_us: _Count = Field(description="time until the queue and the running batches are done, if no request came")
     instances: _Count = Field(description="instances that are alive")
-    rows_per_s: _Time = Field(description="capacity of the instances by the latency table; 0: unknown")
+    rows_per_s: _Time = Field(description="capacity of all live instances together by the latency table; 0: unknown")
     late_answers: _Count = Field(description="responses after their deadline since the model was loaded")
     levels: list[PriorityLoad] = Field(description="load of each priority level")
 

@@ -154,8 +154,8 @@ class LoadMeter:
                 continue
             load = version.load(by_level=False)
             waiting_s += load.drain_ns / NS_PER_S
-            if load.instances and load.rows_hz:
-                self._work_s += (rows - rows_before) / (load.rows_hz * load.instances)
+            if load.rows_hz:
+                self._work_s += (rows - rows_before) / load.rows_hz
             elif load.instances:
                 self._work_s += (busy_ns - busy_before_ns) / NS_PER_S / load.instances
         self._done = done

@@ -247,7 +247,8 @@ PREDICTED_WAIT = _load(
 )
 DRAIN = _load("headrace_drain_seconds", "Time to complete all queued and running requests.")
 CAPACITY = _load(
-    "headrace_capacity_rows_per_second", "Rows per second that the live instances can compute; 0 without measurements."
+    "headrace_capacity_rows_per_second",
+    "Rows per second that all live instances together can compute; 0 without measurements.",
 )
 OBJECTIVE = _load(
     "headrace_objective_seconds",

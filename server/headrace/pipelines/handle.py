@@ -622,7 +622,7 @@ class PipelineHandle(VersionHandle):
             instances=self.alive,
             wait_ns=self.predict_ns(1, 0, self._clock()).wait_ns,
             drain_ns=max((load.drain_ns for load in loads), default=0),
-            rows_hz=min((load.rows_hz * load.instances for load in loads if load.rows_hz), default=0.0),
+            rows_hz=min((load.rows_hz for load in loads if load.rows_hz), default=0.0),
             late=0,
             levels=(),
         )

@@ -369,7 +369,7 @@ class ModelHandle(VersionHandle):
             by_level: include each priority level; the cost grows with the number of levels.
         """
         now_ns, admission, scheduler = self._clock(), self._admission, self._scheduler
-        in_flight_work = admission.in_flight_work()
+        in_flight_work, instances = admission.in_flight_work(), self._instance_group.alive
         levels = tuple(
             LevelLoad(level, *scheduler.waiting(level - 1), admission.wait_ns(level - 1, now_ns))
             for level in range(1, self.policy.levels + 1 if by_level else 1)
@@ -379,10 +379,10 @@ class ModelHandle(VersionHandle):
             rows=scheduler.waiting_rows,
             in_flight=self._leases,
             running_rows=sum([rows for work in in_flight_work for _, rows in work.batches]),
-            instances=self._instance_group.alive,
+            instances=instances,
             wait_ns=admission.wait_ns(self.policy.default_level - 1, now_ns),
             drain_ns=admission.drain_ns(now_ns),
-            rows_hz=admission.rows_hz,
+            rows_hz=admission.rows_hz * instances,
             late=admission.late,
             levels=levels,
         )

@@ -69,7 +69,7 @@ def test_work_without_a_queue_is_a_share_of_the_capacity() -> None:
 
 
 def test_two_instances_do_twice_the_work() -> None:
-    version = Version(load_figures=WITHOUT_QUEUE._replace(instances=2))
+    version = Version(load_figures=WITHOUT_QUEUE._replace(instances=2, rows_hz=200.0))
     measured = Measured(version)
     version.recorder.rows = 100
     assert measured.after(1).utilization == pytest.approx(0.5)

@@ -47,6 +47,18 @@ def slow(mailbox: Mailbox, model: FakeModel, objective_ms: int = 600, **policy: 
     return served
 
 
+@pytest.mark.parametrize("instances", [1, 3])
+def test_the_capacity_is_that_of_all_live_instances(instances: int) -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model, batch=BatchPolicy(8), instances=instances)
+        served.latency_table.seed(SLOW)
+        load = served.load()
+        assert (load.instances, load.rows_hz) == (instances, pytest.approx(32 * instances))
+        assert served.close(5)
+
+    play(scenario)
+
+
 def now(value: float, **more: Any) -> InferRequest:
     return infer_request(value, received_ns=monotonic_ns(), **more)
 
