@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
-import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TypeVar
 
 from headrace.config.documents import Document, refuse, to_triton_json
-from headrace.config.model_folder import DATA_FOLDERS, ModelFolder, filename_problem, read_model_folder, served_versions
+from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
 from headrace.config.serving_plan import ServingPlan, requests_tensorrt, sample_fingerprints
 from headrace.core.clock import NS_PER_S, monotonic_ns
-from headrace.core.errors import BadRequest, ConfigError, HeadraceError, TooLarge, Unavailable
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.ledger import NoRoom
 from headrace.observability.labelled_counter import BUILDS, LOADS
 from headrace.repository.builds import BuildOrder, EngineBuilds
@@ -31,127 +29,8 @@ from headrace.repository.loader import Loader, describe_stamp
 from headrace.repository.pipelines import called_models, open_pipeline, pipeline_plan, served_config
 from headrace.repository.python_completion import check_client_source, complete_python
 from headrace.repository.registry import Registry, Serving, State
+from headrace.repository.uploads import PrivateFolder
 from headrace.scheduling.version_handle import VersionHandle
-
-MAX_FILES = 1024
-MAX_BYTES = 1 << 30
-_MAX_PATH = 240
-_MAX_DEPTH = 8
-_VERSION = re.compile(r"[1-9][0-9]{0,17}")
-
-
-def check_files(files: Mapping[str, bytes], config: Document) -> None:
-    """Check the files that a load request carries: files of a version, label files and warm-up data.
-
-    Args:
-        files: content by path, relative to the model's folder.
-        config: configuration in the same request; it names the label files.
-
-    Raises:
-        BadRequest: a path is not allowed, or one path is both a file and a folder.
-        TooLarge: more than `MAX_FILES` files, or more than `MAX_BYTES` bytes.
-    """
-    if len(files) > MAX_FILES:
-        raise TooLarge(f"the load request has {len(files)} files, at most {MAX_FILES} are allowed: send fewer files")
-    size = sum(map(len, files.values()))
-    if size > MAX_BYTES:
-        raise TooLarge(
-            f"the files of the load request have {size} bytes, at most {MAX_BYTES} are allowed: send smaller files"
-        )
-    labels = set(_label_files(config))
-    for path in files:
-        _check_path(path, labels)
-    for path in files:
-        for folder in PurePosixPath(path).parents:
-            if str(folder) in files:
-                raise BadRequest(f"'file:{folder}' is a file and also the folder of 'file:{path}': rename one of them")
-    if not any(_VERSION.fullmatch(path.partition("/")[0]) for path in files):
-        raise BadRequest("the load request has files but no version folder: send 'file:1/model.onnx'")
-
-
-def _check_path(path: str, labels: set[str]) -> None:
-    parameter = ascii("file:" + path[:80])  # the value appears in logs and terminals
-    problem = filename_problem(path)
-    if problem is not None:
-        raise BadRequest(f"parameter {parameter} is a path outside of the model's folder: {problem[1]}")
-    parts = PurePosixPath(path).parts
-    if (
-        not path.isprintable()
-        or len(path.encode()) > _MAX_PATH
-        or len(parts) > _MAX_DEPTH
-        or str(PurePosixPath(path)) != path
-    ):
-        raise BadRequest(
-            f"Invalid file path: parameter {parameter} is not a plain relative path: write one such as 'file:1/model.onnx'"
-        )
-    if len(parts) > 1 and (_VERSION.fullmatch(parts[0]) or parts[0] in DATA_FOLDERS):
-        return
-    if path not in labels:
-        raise BadRequest(
-            f"parameter {parameter} is not a file of a version: send 'file:<version>/<name>', 'file:warmup/<name>', "
-            "'file:initial_state/<name>', or a file that the configuration names as label_filename"
-        )
-
-
-def _label_files(config: Document) -> Iterable[str]:
-    outputs = config.data.get("output", [])
-    for output in outputs if isinstance(outputs, list) else []:
-        if isinstance(output, dict) and isinstance(name := output.get("label_filename"), str):
-            yield name
-
-
-class PrivateFolder:
-    """Temporary folder with the uploaded files of one model; removed with its last reference. Thread-safe.
-
-    Args:
-        name: name of the model.
-        files: checked content by path, relative to the model's folder.
-
-    Raises:
-        Unavailable: the files cannot be stored.
-
-    Attributes:
-        repository: the folder; only the user of this process may read it.
-        path: the model's folder in it.
-    """
-
-    def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
-        self._lock = threading.Lock()
-        self._references = 1
-        try:
-            self._folder = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
-        except OSError as error:
-            raise _cannot_store(error) from error
-        self.repository = Path(self._folder.name)
-        self.path = self.repository / name
-        try:
-            for path, content in files.items():
-                target = self.path / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with target.open("xb") as stream:
-                    stream.write(content)
-        except OSError as error:
-            self._folder.cleanup()
-            raise _cannot_store(error) from error
-
-    def acquire(self) -> None:
-        """Add a reference."""
-        with self._lock:
-            self._references += 1
-
-    def release(self) -> None:
-        """Drop a reference; the last one removes the folder."""
-        with self._lock:
-            self._references -= 1
-            if self._references:
-                return
-        self._folder.cleanup()
-
-
-def _cannot_store(error: OSError) -> Unavailable:
-    cure = "free space in the server's temporary folder"
-    return Unavailable(f"the files of the load request cannot be stored: {error.strerror}; {cure}")
-
 
 logger = logging.getLogger("headrace.control")
 

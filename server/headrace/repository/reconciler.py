@@ -28,7 +28,7 @@ from headrace.core.errors import (
 from headrace.core.model_config import name_problem
 from headrace.core.threads import start_thread
 from headrace.repository.builds import BUILDER, EngineBuilds
-from headrace.repository.deployment import Deployments, ModelSource, PrivateFolder, VersionCloser, check_files
+from headrace.repository.deployment import Deployments, ModelSource, VersionCloser
 from headrace.repository.environments import EnvironmentPending
 from headrace.repository.folders import (
     ABSENT,
@@ -42,6 +42,7 @@ from headrace.repository.folders import (
 from headrace.repository.loader import Loader
 from headrace.repository.pipelines import called_models, in_load_order, may_have_code
 from headrace.repository.registry import Registry, State
+from headrace.repository.uploads import PrivateFolder, check_files
 from headrace.stores.sync import RepositoryStores
 
 

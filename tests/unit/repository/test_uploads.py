@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from headrace.config.documents import Document
 from headrace.core.errors import BadRequest, TooLarge, Unavailable
-from headrace.repository import deployment
-from headrace.repository.deployment import PrivateFolder, check_files
+from headrace.repository import uploads
+from headrace.repository.uploads import PrivateFolder, check_files
 
 LABELLED = Document("config", {"output": [{"name": "Y", "label_filename": "names/labels.txt"}, "no output"]})
 MODEL = {"1/model.onnx": b"x"}
@@ -59,8 +59,8 @@ def test_files_without_a_version_are_refused() -> None:
 
 def test_too_many_and_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TooLarge):
-        check_files({f"1/{number}": b"" for number in range(deployment.MAX_FILES + 1)}, LABELLED)
-    monkeypatch.setattr(deployment, "MAX_BYTES", 10)
+        check_files({f"1/{number}": b"" for number in range(uploads.MAX_FILES + 1)}, LABELLED)
+    monkeypatch.setattr(uploads, "MAX_BYTES", 10)
     with pytest.raises(TooLarge):
         check_files({"1/a": bytes(6), "1/b": bytes(5)}, LABELLED)
 
@@ -78,7 +78,7 @@ def test_a_private_folder_is_unreadable_to_others_and_removed_with_its_last_user
 
 
 def test_files_that_cannot_be_stored_leave_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deployment.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(uploads.tempfile, "tempdir", str(tmp_path))
     with pytest.raises(Unavailable) as refused:
         PrivateFolder("m", {"1/a": b"", "1/a/b": b""})
     assert str(tmp_path) not in str(refused.value)
