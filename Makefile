@@ -128,9 +128,12 @@ lock: ## resolve the dependencies anew (needs uv)
 	  --generate-hashes --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/jwt.lock
 	uv pip compile pyproject.toml --extra stores --group build --universal --python-version 3.11 \
 	  --generate-hashes --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/stores.lock
-	uv pip compile pyproject.toml --extra demo --extra jpeg --extra jwt --extra lightgbm --extra otel --extra redis --extra sklearn --extra stores --extra tokenizers --extra xgboost \
+	uv pip compile pyproject.toml --extra signing --group build --universal --python-version 3.11 \
+	  --generate-hashes --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/signing.lock
+	uv pip compile pyproject.toml --extra demo --extra jpeg --extra jwt --extra lightgbm --extra otel --extra redis --extra signing --extra sklearn --extra stores --extra tokenizers --extra xgboost \
 	  --group build --group test --group check --group load --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
-	  -c requirements/serve.lock -c requirements/otel.lock -c requirements/jwt.lock -c requirements/stores.lock -q -o requirements/dev.lock
+	  -c requirements/serve.lock -c requirements/otel.lock -c requirements/jwt.lock -c requirements/stores.lock -c requirements/signing.lock \
+	  -q -o requirements/dev.lock
 	uv pip compile --group image-gpu --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/image-gpu.lock
 	uv pip compile --group gpu-packages --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \

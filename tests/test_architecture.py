@@ -24,9 +24,7 @@ from tests.conftest import COLLECTED
 
 # Who may import whom. The longest matching folder (or file) counts; a room may always import itself, and the standard
 # library less `never`. "*" lets in every package of `server`. Names are prefixes: "google.protobuf" covers what is in it.
-PIPELINE_ROOMS = (
-    "headrace.core headrace.backends.base headrace.scheduling headrace.observability.counters headrace.pipelines"
-)
+PIPELINE = "headrace.core headrace.backends.base headrace.scheduling headrace.observability.counters headrace.pipelines"
 ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/core": {"third": "numpy", "never": "os pathlib socket subprocess"},
     "server/headrace/cuda": {"ours": "headrace.core", "third": "numpy pycuda pynvml"},
@@ -46,8 +44,9 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/repository": {
         "ours": "headrace.core headrace.config headrace.scheduling headrace.backends headrace.observability "
         "headrace.pipelines headrace.caching headrace.cuda.devices headrace.cuda.kernels.launching headrace.stores "
-        "headrace_model"
+        "headrace.integrity headrace_model"
     },
+    "server/headrace/integrity": {"ours": "headrace.core headrace.config", "third": "minisign"},
     "server/headrace/stores": {
         "ours": "headrace.core headrace.config.documents headrace.config.model_folder headrace.observability.logs "
         "headrace.observability.labelled_counter",
@@ -69,12 +68,12 @@ ROOMS: dict[str, dict[str, str]] = {
         "third": "google.protobuf grpc grpc_health grpc_reflection msgspec numpy orjson tritonclient uvloop",
     },
     "server/headrace/pipelines": {"ours": "headrace.core headrace.backends.base", "third": "PIL numpy"},
-    "server/headrace/pipelines/handle.py": {"ours": PIPELINE_ROOMS, "third": "numpy"},
-    "server/headrace/pipelines/run.py": {"ours": PIPELINE_ROOMS, "third": "numpy"},
-    "server/headrace/pipelines/row_runs.py": {"ours": PIPELINE_ROOMS, "third": "numpy"},
-    "server/headrace/pipelines/decoupled_run.py": {"ours": PIPELINE_ROOMS},
+    "server/headrace/pipelines/handle.py": {"ours": PIPELINE, "third": "numpy"},
+    "server/headrace/pipelines/run.py": {"ours": PIPELINE, "third": "numpy"},
+    "server/headrace/pipelines/row_runs.py": {"ours": PIPELINE, "third": "numpy"},
+    "server/headrace/pipelines/decoupled_run.py": {"ours": PIPELINE},
     "server/headrace/pipelines/step_totals.py": {"ours": "headrace.core headrace.observability.counters"},
-    "server/headrace/pipelines/steps": {"ours": PIPELINE_ROOMS, "third": "PIL numpy simplejpeg tokenizers"},
+    "server/headrace/pipelines/steps": {"ours": PIPELINE, "third": "PIL numpy simplejpeg tokenizers"},
     "server/headrace/traffic": {
         "ours": "headrace.core headrace.scheduling.version_handle headrace.inference.services headrace.inference.status "
         "headrace.observability.metrics_traffic",
@@ -104,6 +103,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "ours": "headrace.core headrace.repository.environments",
         "third": "rich",
     },
+    "server/headrace/commands/checksums.py": {"ours": "headrace.core headrace.integrity headrace.repository.folders"},
     "server/headrace/commands/keys.py": {"ours": "headrace.core headrace.access.keys_file", "third": "rich"},
     "server/headrace/commands/simulate.py": {
         "ours": "headrace.core headrace.config headrace.scheduling headrace.simulation headrace.pipelines "
@@ -111,7 +111,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "third": "numpy rich",
     },
     "server/headrace/commands/validate.py": {
-        "ours": "headrace.core headrace.config headrace.repository",
+        "ours": "headrace.core headrace.config headrace.integrity headrace.repository",
         "third": "rich",
     },
     "server/headrace/commands/tune.py": {
@@ -140,7 +140,8 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "server/headrace/__init__.py": {"ours": "headrace.core.errors headrace.embedding"},
     "server/headrace/data_plane.py": {
-        "ours": "headrace.caching headrace.core headrace.observability headrace.repository headrace.settings headrace.stores"
+        "ours": "headrace.caching headrace.core headrace.integrity headrace.observability headrace.repository "
+        "headrace.settings headrace.stores"
     },
     "server/headrace/embedding.py": {
         "ours": "headrace.core headrace.data_plane headrace.embedded_protocols headrace.inference.load_report "
@@ -159,9 +160,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "ours": "headrace.core headrace.repository.environments headrace_engines",
     },
     # Runs in the interpreters of frameworks: the standard library, NumPy and the framework, nothing of ours.
-    "engines/headrace_engines/importers/programs": {
-        "third": "keras numpy onnx tensorflow tf2onnx torch torchvision",
-    },
+    "engines/headrace_engines/importers/programs": {"third": "keras numpy onnx tensorflow tf2onnx torch torchvision"},
     # Runs on an interpreter with PyTorch, which has no other package of the builder.
     "engines/headrace_engines/optimize/torch_program": {
         "ours": "headrace_engines.optimize.torch_program",

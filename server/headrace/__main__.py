@@ -140,12 +140,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_administration(commands: argparse._SubParsersAction[_Parser]) -> None:
-    """Declare the commands that need no server: keys, backends and environments."""
+    """Declare the commands that need no server: keys, checksums, backends and environments."""
+    from headrace.commands import checksums as checksums_command
     from headrace.commands import keys as keys_command
 
     keys = commands.add_parser("keys", help="create, list and revoke the keys of clients")
     keys_command.add_arguments(keys, settings.default_keys_file())
     keys.set_defaults(run=keys_command.main)
+
+    checksums = commands.add_parser("checksums", help="write, sign and verify the checksums of models")
+    checksums_command.add_arguments(checksums, settings.add_model_keys)
+    checksums.set_defaults(run=checksums_command.main)
 
     backends = commands.add_parser("backends", help="list the backends and what is installed for them")
     backends.add_argument("--json", action="store_true", help="print JSON")
@@ -228,6 +233,7 @@ def _add_validate(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "fail, as serve --strict does, where the CPU serves a model that requires a GPU"
     validate.add_argument("--strict", action="store_true", help=text)
     settings.add_environments(validate)
+    settings.add_model_keys(validate)
     _read_stores(validate, _validate)
 
 
@@ -265,7 +271,12 @@ def _run_on_copies(command: Callable[[argparse.Namespace], int], args: argparse.
 def _validate(args: argparse.Namespace) -> int:
     from headrace.commands import validate
 
-    return validate.main(args.path, open_console(), args.load, args.strict, args.state_dir, args.environments_dir)
+    folders_used = (args.state_dir, args.environments_dir, args.model_keys_file)
+    try:
+        return validate.main(args.path, open_console(), args.load, args.strict, *folders_used)
+    except ConfigError as error:  # the keys cannot be read
+        open_console(stderr=True, highlight=False).print(Text(f"headrace: {error}"), soft_wrap=True)
+        return 1
 
 
 def _backends(args: argparse.Namespace) -> int:

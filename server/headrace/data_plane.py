@@ -14,6 +14,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.ledger import CPU
 from headrace.core.limits import BodyMemory
 from headrace.core.store_url import parse_store_url
+from headrace.integrity.verified_copy import open_verifier
 from headrace.observability.custom_metrics import CustomMetrics
 from headrace.repository.environments import Environments, environments_root
 from headrace.repository.gpu_model_cache import GpuModelCache
@@ -92,6 +93,7 @@ class DataPlane:
             metrics=self.custom_metrics,
             response_caches=self._caches,
             interpreters=self.environments,
+            verifier=open_verifier(settings.model_keys_file, state),
         )
         self.registry.sequences = loader.sequences
         control = ControlPolicy(

@@ -72,6 +72,7 @@ class Server:
         gpu_memory_fraction: share of each GPU's memory for all models together, 0 to 1.
         host_memory_budget: bytes of host memory for all models that the CPU runs: each is loaded at its first request and
             evicted by use; 0 loads all and keeps them.
+        model_keys_file: file with minisign public keys: only models signed with one of them are served; "" for none.
         drain_timeout_s: maximum wait in seconds for requests in flight when the context ends.
 
     Example:
@@ -87,6 +88,7 @@ class Server:
         profile_s: float = 0.25,
         gpu_memory_fraction: float = 0.9,
         host_memory_budget: int = 0,
+        model_keys_file: str | os.PathLike[str] = "",
         drain_timeout_s: float = 30.0,
     ) -> None:
         if not repositories:
@@ -103,6 +105,7 @@ class Server:
             profile_s=profile_s,
             gpu_memory_fraction=gpu_memory_fraction,
             host_memory_budget=host_memory_budget,
+            model_keys_file=os.fspath(model_keys_file),
             drain_timeout_s=drain_timeout_s,
         )
         self._resources = ExitStack()

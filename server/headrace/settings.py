@@ -201,6 +201,7 @@ class Settings:
             loop; 0 for never.
         state_dir: folder for latency tables and engines, which outlive the process; "" for none.
         environments_dir: folder for Python environments of models; "" for `environments` in the state folder.
+        model_keys_file: file with minisign public keys: only models signed with one of them are served; "" for none.
         drain_timeout_s: maximum wait at shutdown for requests in flight, in seconds.
         keep_alive_timeout_s: time that an HTTP connection stays open between requests, in seconds.
         stream_heartbeat_s: time without an event after which an event stream (`/generate_stream`) has a comment, in seconds.
@@ -257,6 +258,7 @@ class Settings:
     inline_bound_us: int = 500
     state_dir: str = "~/.cache/headrace/state"
     environments_dir: str = ""
+    model_keys_file: str = ""
     drain_timeout_s: float = 30.0
     # Most proxies keep idle connections to their backends for 60 s. The server must not close first, or a request that is on
     # its way to it is lost.
@@ -466,6 +468,11 @@ _REPOSITORY_CACHE = (
     ),
     _Option("repository_cache_bytes", "largest size of all these copies (%(default)s)", _positive, "N"),
 )
+_MODEL_KEYS_FILE = _Option(
+    "model_keys_file",
+    "minisign public keys: serve only models that are signed with one of them (none)",
+    metavar="FILE",
+)
 _METRICS_HELP = "summary_latencies, histogram_latencies, counter_latencies=true|false, summary_quantiles=0.5,0.99"
 OPTIONS: tuple[_Option, ...] = (
     _Option(
@@ -531,6 +538,7 @@ OPTIONS: tuple[_Option, ...] = (
     _Option("request_log_file", "file of the access log, as JSON (standard error)", metavar="FILE"),
     _STATE_DIR,
     _ENVIRONMENTS_DIR,
+    _MODEL_KEYS_FILE,
     _Option("profile_s", "measure each model before it serves (%(default)s; 0: do not)", _seconds, "S"),
     _Option("drain_timeout_s", "wait for requests at shutdown (%(default)s)", _seconds, "S"),
     _Option("keep_alive_timeout_s", "keep an HTTP connection between requests (%(default)s)", _seconds, "S"),
@@ -627,6 +635,11 @@ def add_repository_cache(parser: argparse.ArgumentParser) -> None:
 def add_environments(parser: argparse.ArgumentParser) -> None:
     """Declare `--environments-dir` for a command that uses the Python environments of models."""
     _ENVIRONMENTS_DIR.declare(parser, os.environ)
+
+
+def add_model_keys(parser: argparse.ArgumentParser) -> None:
+    """Declare `--model-keys-file` for a command that checks models as the server does."""
+    _MODEL_KEYS_FILE.declare(parser, os.environ)
 
 
 def is_json_log(arguments: Sequence[str]) -> bool:

@@ -246,6 +246,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
         shutil.copytree(folder / "model_repository" / "tiny", folder / "my_models" / name)
         config = folder / "my_models" / name / "config.pbtxt"
         config.write_text(re.sub(r'name: "tiny"', f'name: "{name}"', config.read_text()))
+    shutil.copytree(folder / "model_repository" / "tiny", folder / "signed_models" / "tiny")
     _add_pipeline(folder)
     np.savez(folder / "requests.npz", input=np.ones((4, 16), np.float32))
     np.zeros((1, 3, 224, 224), np.float32).tofile(folder / "image.f32")

@@ -50,6 +50,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "inline_bound_us": ("0", 0),
         "state_dir": ("s", "s"),
         "environments_dir": ("e", "e"),
+        "model_keys_file": ("team.pub", "team.pub"),
         "drain_timeout_s": ("6.5", 6.5),
         "keep_alive_timeout_s": ("7.5", 7.5),
         "stream_heartbeat_s": ("2.5", 2.5),

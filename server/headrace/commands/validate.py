@@ -28,6 +28,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor_config import ModelInput, ModelOutput
+from headrace.integrity.verified_copy import ModelVerifier, open_verifier
 from headrace.repository.builds import BUILDER, EngineBuilds
 from headrace.repository.deployment import Deployments, ModelSource, VersionCloser
 from headrace.repository.environments import Environments, environments_root
@@ -72,7 +73,9 @@ class ModelCheck:
         return tuple(version for version, state, _ in self.states if state == _READY)
 
 
-def inspect(path: Path, load: bool = True, state_dir: str = "", environments_dir: str = "") -> list[ModelCheck]:
+def inspect(
+    path: Path, load: bool = True, state_dir: str = "", environments_dir: str = "", model_keys_file: str = ""
+) -> list[ModelCheck]:
     """Read and load the models in `path`, or the one model whose folder it is. Problems become findings, not exceptions.
 
     Args:
@@ -81,20 +84,29 @@ def inspect(path: Path, load: bool = True, state_dir: str = "", environments_dir
         load: also load the models, in a child process; False only reads their files.
         state_dir: state folder of the server, with engines of read-only folders; "" for none.
         environments_dir: folder of Python environments; "" for that in the state folder.
+        model_keys_file: public keys of signed models; "" accepts others too.
+
+    Raises:
+        ConfigError: the public keys cannot be read.
     """
+    verifier = open_verifier(model_keys_file, None)
     # "." and ".." are not names of models, so the path is made absolute. Links stay: the reader checks them.
     path = Path(os.path.abspath(path))
     if path.is_file() and path.suffix == ".onnx":
         with open_paths([path]) as named:
-            return inspect(named.repositories[0], load, state_dir, environments_dir)
+            return inspect(named.repositories[0], load, state_dir, environments_dir, model_keys_file)
     if not path.is_dir():
         state = "is not a folder" if path.exists() else "does not exist"
         suggestion = did_you_mean(path.name, folder_names(path.parent))
         cure = " ".join(filter(None, (suggestion, "name a model repository, or one model's folder")))
         return [_unreadable(Finding(path.name, None, state, cure))]
-    folders_used = {"state_dir": os.path.expanduser(state_dir), "environments_dir": environments_dir}
+    folders_used = {
+        "state_dir": os.path.expanduser(state_dir),
+        "environments_dir": environments_dir,
+        "model_keys_file": model_keys_file,
+    }
     if is_model_folder(path):
-        inspections = [_read_folder(path, path.parent)]
+        inspections = [_read_folder(path, path.parent, verifier)]
         return _with_load_outcomes(inspections, path.parent, folders_used) if load else inspections
     try:
         models, skipped = folders(path)
@@ -104,7 +116,7 @@ def inspect(path: Path, load: bool = True, state_dir: str = "", environments_dir
         cure = "put each model in a folder of its own: <model>/1/model.onnx"
         empty = _unreadable(Finding(path.name, None, "holds no models", cure, fatal=False))
         return [*(ModelCheck(None, (), skipped=folder) for folder in skipped), empty]
-    inspections = [_read_folder(folder, path) for folder in models]
+    inspections = [_read_folder(folder, path, verifier) for folder in models]
     notes = [ModelCheck(None, (), skipped=folder) for folder in skipped]
     return [*notes, *(_with_load_outcomes(inspections, path, folders_used) if load else inspections)]
 
@@ -113,8 +125,9 @@ def _unreadable(finding: Finding) -> ModelCheck:
     return ModelCheck(None, (finding,))
 
 
-def _read_folder(folder: Path, repository: Path) -> ModelCheck:
+def _read_folder(folder: Path, repository: Path, verifier: ModelVerifier) -> ModelCheck:
     try:
+        verifier.check(folder, repository)
         model = read_model_folder(folder, repository)
     except ConfigError as error:
         return ModelCheck(None, tuple(error.findings))
@@ -169,7 +182,7 @@ def load_in_child(
     Args:
         models: to load, one after the other.
         repository: folder that contains the models.
-        folders_used: `state_dir` and `environments_dir`, as for `inspect`.
+        folders_used: `state_dir`, `environments_dir` and `model_keys_file`, as for `inspect`.
 
     Returns:
         For each model name the result of `trial_load`.
@@ -215,6 +228,7 @@ def main(
     strict: bool = False,
     state_dir: str = "",
     environments_dir: str = "",
+    model_keys_file: str = "",
 ) -> int:
     """Print the findings of `paths`, a line for each good model, and a summary.
 
@@ -223,7 +237,7 @@ def main(
         console: output.
         load: as for `inspect`.
         strict: count a model that runs on the CPU instead of a GPU as an error, like `headrace serve --strict`.
-        state_dir, environments_dir: as for `inspect`.
+        state_dir, environments_dir, model_keys_file: as for `inspect`.
 
     Returns:
         The exit status: 1 if a model would not be served (with `strict` also if `headrace serve --strict` would not
@@ -232,7 +246,7 @@ def main(
     counts: Counter[str] = Counter()
     for path in paths:
         single = path.is_dir() and is_model_folder(path)
-        for inspection in inspect(path, load, state_dir, environments_dir):
+        for inspection in inspect(path, load, state_dir, environments_dir, model_keys_file):
             if strict:
                 inspection = _strict(inspection)
             if inspection.skipped is not None:
@@ -323,7 +337,12 @@ _MEASURE_S = 0.02
 
 
 def trial_load(
-    name: str, folder: Path, repository: Path, state: Path | None = None, environments_dir: str = ""
+    name: str,
+    folder: Path,
+    repository: Path,
+    state: Path | None = None,
+    environments_dir: str = "",
+    model_keys_file: str = "",
 ) -> dict[str, object]:
     """Load one model with the server's own `Deployments` and close it again.
 
@@ -335,6 +354,7 @@ def trial_load(
         repository: folder that contains it.
         state: state folder with engines of read-only folders; None for none.
         environments_dir: folder of Python environments; "" for that in the state folder.
+        model_keys_file: public keys of signed models; "" accepts others too.
 
     Returns:
         `states`: version, state and reason as in the server's index; `findings`: why a version is not served;
@@ -351,6 +371,7 @@ def trial_load(
         profile_s=_MEASURE_S,
         state=state,
         interpreters=environments,
+        verifier=open_verifier(model_keys_file, state),
     )
     # Never started: build requests stay queued, so no engine is built.
     builds = EngineBuilds(BUILDER, lambda _order, _failure: None)
@@ -392,10 +413,9 @@ def load_in_this_process() -> int:
         os.dup2(2, 1)
         order = json.load(sys.stdin)
         state = Path(order["state_dir"]) if order["state_dir"] else None
+        folders_used = (state, order["environments_dir"], order["model_keys_file"])
         for name, folder, repository in order["models"]:
-            results.write(
-                json.dumps(trial_load(name, Path(folder), Path(repository), state, order["environments_dir"]))
-            )
+            results.write(json.dumps(trial_load(name, Path(folder), Path(repository), *folders_used)))
             results.write("\n")
             results.flush()
     return 0

@@ -16,6 +16,8 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,6 +92,48 @@ def temporary_name(path: Path) -> Path:
 def is_temporary(name: str) -> bool:
     """True for the names that `temporary_name` returns."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+_PROCESS_LOCK = "lock"
+
+
+def create_process_folder(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Create a folder for files of this process; those of processes that were killed are removed.
+
+    Only the user of this process may read it.
+
+    Args:
+        parent: folder around it; created if it is missing.
+        prefix: of its name; folders of other prefixes are not touched.
+
+    Returns:
+        The folder, and the descriptor of its lock: close it after the folder has been removed.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale_folders(parent, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    descriptor = os.open(folder / _PROCESS_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return folder, descriptor
+
+
+def _remove_stale_folders(parent: Path, prefix: str) -> None:
+    """Remove the folders of killed processes; their locks are free."""
+    for folder in parent.glob(f"{prefix}*"):
+        try:
+            descriptor = os.open(folder / _PROCESS_LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass
+        finally:
+            os.close(descriptor)
 
 
 def write_durably(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from headrace.config.serving_plan import ServingPlan, requests_tensorrt, sample_
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.ledger import NoRoom
+from headrace.integrity.verified_copy import VerifiedCopy
 from headrace.observability.labelled_counter import BUILDS, LOADS
 from headrace.repository.builds import BuildOrder, EngineBuilds
 from headrace.repository.dependencies import DependencyGraph
@@ -45,7 +47,8 @@ class _ClosingVersion:
 class VersionCloser:
     """Closes handles in the background, and updates the registry when the last handle of an unloaded version is closed.
 
-    Ownership: `_closing` is guarded by `_lock`. The registry's lock may be acquired while `_lock` is held, never the reverse.
+    Ownership: `_closing` and `_counts` are guarded by `_lock`. The registry's lock may be acquired while `_lock` is held,
+    never the reverse.
 
     Args:
         registry: receives the state of closed versions.
@@ -57,6 +60,7 @@ class VersionCloser:
         self._on_closed = on_closed
         self._lock = threading.Lock()
         self._closing: set[_ClosingVersion] = set()
+        self._counts: Counter[tuple[str, str]] = Counter()  # of `_closing`, by model and version
 
     def begin(self, handle: VersionHandle, after: Callable[[], None] = lambda: None) -> None:
         """Close a handle after its requests have completed, without a timeout; returns at once.
@@ -70,6 +74,7 @@ class VersionCloser:
         closing = _ClosingVersion(handle, after, thread)
         with self._lock:
             self._closing.add(closing)
+            self._counts[handle.spec.name, handle.spec.version] += 1
         try:
             thread.start()
         except RuntimeError as error:
@@ -114,7 +119,9 @@ class VersionCloser:
         finally:
             with self._lock:
                 self._closing.discard(closing)
-                if all((other.handle.spec.name, other.handle.spec.version) != key for other in self._closing):
+                self._counts[key] -= 1
+                if not self._counts[key]:
+                    del self._counts[key]
                     self._registry.mark_unloaded(name, version)
 
 
@@ -130,7 +137,7 @@ class ModelSource:
         path: folder of the model.
         repository: links must not lead out of this folder.
         config: replaces the configuration of the folder.
-        private: temporary folder of uploaded files; removed with the last version loaded from it.
+        private: temporary folder of uploaded files, or verified copy of the model; removed with the last version loaded from it.
         is_lazy: under a budget of host memory, the first request loads the model, unless a version of it is in memory.
     """
 
@@ -138,8 +145,13 @@ class ModelSource:
     path: Path
     repository: Path
     config: Document | None = None
-    private: PrivateFolder | None = None
+    private: PrivateFolder | VerifiedCopy | None = None
     is_lazy: bool = False
+
+    @property
+    def is_upload(self) -> bool:
+        """True for the files of a load request."""
+        return isinstance(self.private, PrivateFolder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +176,10 @@ class _Version:
     handle: VersionHandle
     signature: _Signature
     plan: ServingPlan
-    private: PrivateFolder | None
+    private: PrivateFolder | VerifiedCopy | None
 
     def release_files(self) -> None:
-        """Drop the reference to uploaded files; called when the handle is closed."""
+        """Drop the reference to the files of the version; called when the handle is closed."""
         if self.private is not None:
             self.private.release()
 
@@ -188,6 +200,16 @@ class _Model:
     folder: ModelFolder
     versions: dict[str, _Version]
     pending: dict[str, _PendingVersion]
+
+    def acquire_files(self) -> None:
+        """Hold the files of the source: an engine build and the next load read them."""
+        if self.source.private is not None:
+            self.source.private.acquire()
+
+    def release_files(self) -> None:
+        """Drop the reference of `acquire_files`."""
+        if self.source.private is not None:
+            self.source.private.release()
 
     def plan(self, number: str) -> ServingPlan:
         """Return the plan of a serving or pending version."""
@@ -264,9 +286,47 @@ class Deployments:
                     continue  # the error is in the log and in the index
 
     def _load(self, source: ModelSource) -> None:
+        is_serving = any(version.handle.ready for version in self._versions(source.name).values())
+        try:
+            verified = _as_config_error(lambda: self._verify(source), source.name)
+        except ConfigError as error:
+            self._refuse(source.name, error, is_serving)
+            raise
+        try:
+            self._load_files(verified, is_serving)
+        finally:
+            if verified.private is not None and not verified.is_upload:
+                verified.private.release()
+
+    def _verify(self, source: ModelSource) -> ModelSource:
+        """Check the files of a model, and return the source of what is loaded: a verified copy, with a reference of the caller.
+
+        Raises:
+            ConfigError: a file differs from the checksums of the model, or they are not signed.
+        """
+        verifier = self._loader.verifier
+        if verifier.keys is not None and (source.is_upload or source.config is not None):
+            message = "a load request contains files or a configuration, which are not signed"
+            raise refuse(source.name, None, message, "load the signed model of the repository")
+        if source.is_upload:
+            return source
+        live = self._live.get(source.name)
+        present = None if live is None else live.source.private
+        present = present if isinstance(present, VerifiedCopy) else None
+        copy = verifier.copy(source.path, source.repository, present)
+        return source if copy is None else replace(source, path=copy.path, repository=copy.repository, private=copy)
+
+    def _refuse(self, name: str, error: ConfigError, is_serving: bool) -> None:
+        """Record that a model cannot be loaded as a whole."""
+        if is_serving:
+            self._record_failed_load(name, error)
+        else:
+            self._mark_unavailable(name, "", error)
+            self._registry.prune(name, keep=[""])
+
+    def _load_files(self, source: ModelSource, is_serving: bool) -> None:
         fingerprints = fingerprint_versions(source.path)
         live = self._versions(source.name)
-        is_serving = any(version.handle.ready for version in live.values())
         try:
             cycle = self.dependencies.cycle(source.name)
             folder = _as_config_error(lambda: _read(source, self._loader, cycle), source.name)
@@ -275,11 +335,7 @@ class Deployments:
             self._registry.mark_waiting(source.name, error.findings[0].message, is_serving)
             raise
         except ConfigError as error:
-            if is_serving:
-                self._record_failed_load(source.name, error)
-            else:
-                self._mark_unavailable(source.name, "", error)
-                self._registry.prune(source.name, keep=[""])
+            self._refuse(source.name, error, is_serving)
             raise
         versions: dict[str, _Version] = {}
         pending: dict[str, _PendingVersion] = {}
@@ -398,7 +454,9 @@ class Deployments:
         for number, version in self._versions(name).items():
             self._registry.mark(name, number, State.UNLOADING)
             self._closer.begin(version.handle, version.release_files)
-        if self._live.pop(name, None) is not None:
+        model = self._live.pop(name, None)
+        if model is not None:
+            model.release_files()
             LOADS.count(name, "unloaded")
             if self._loader.metrics is not None:
                 self._loader.metrics.forget(name)
@@ -579,9 +637,12 @@ class Deployments:
         substitutes = {n: version.plan.not_on_gpu for n, version in versions.items() if version.plan.substitutes}
         config = to_triton_json(served_config(folder.config, handles))
         self._registry.publish(name, Serving(handles, labels, config, remarks, substitutes, folder.config.traffic))
-        self._live.pop(name, None)
+        former = self._live.pop(name, None)
         if versions or pending:
             self._live[name] = model
+            model.acquire_files()
+        if former is not None:
+            former.release_files()
         for number in pending:
             self._registry.set_reason(name, self._remark(model, number), number, State.LOADING)
         for number, version in before.items():
@@ -618,7 +679,7 @@ class Deployments:
 
 def _order(source: ModelSource, number: str, plan: ServingPlan) -> BuildOrder | None:
     """Return the build order of a plan; None if nothing is built, or if a client has sent files or a configuration."""
-    if not plan.build or source.private is not None or source.config is not None:
+    if not plan.build or source.is_upload or source.config is not None:
         return None
     return BuildOrder(source.name, number, source.path.absolute(), plan.target, plan.build)
 
@@ -659,7 +720,7 @@ def _read(source: ModelSource, loader: Loader, cycle: Sequence[str]) -> ModelFol
         raise refuse(source.name, None, f"it calls itself: {' -> '.join(cycle)}", "remove one of the steps")
     folder = read_model_folder(source.path, source.repository, source.config)
     if source.config is not None and not loader.allow_python_uploads:
-        check_client_source(folder, is_upload=source.private is not None)
+        check_client_source(folder, is_upload=source.is_upload)
     for finding in folder.findings:
         logger.warning("%s", finding)
     if not served_versions(folder.config, folder.versions):

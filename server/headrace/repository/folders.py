@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -18,12 +17,14 @@ from operator import attrgetter
 from pathlib import Path
 
 from headrace.config.documents import refuse
+from headrace.config.files import create_process_folder
 from headrace.config.manifest import LAYERS_FILE, RECIPE_FILE, STAMP_FILE, is_artefact_name
 from headrace.config.model_folder import CONFIG_FILES, DATA_FOLDERS, SOURCE
 from headrace.config.onnx_model import external_files
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import name_problem
+from headrace.integrity.checksums import CHECKSUMS
 
 # Folders that file systems and interpreters create.
 _IGNORED_FOLDERS = {"lost+found": "it belongs to the file system", "__pycache__": "it is a cache of Python"}
@@ -187,7 +188,6 @@ def find(repositories: Sequence[Path], name: str) -> RepositoryModel | None:
 logger = logging.getLogger("headrace.control")
 
 _PREFIX = "headrace-files-"
-_LOCK = "lock"
 # Copies of larger files are logged, as they take time and disk space.
 _LARGE_BYTES = 256 * 1024 * 1024
 
@@ -239,6 +239,10 @@ def open_paths(paths: Sequence[Path], state_dir: str = "", name: str = "") -> It
             repositories.append(absolute.parent)
             model_filter[absolute.parent] = model_filter.get(absolute.parent, frozenset()) | {absolute.name}
             continue
+        if file is not None and os.path.lexists(file.parent / CHECKSUMS):
+            cure = f"put the model into MODEL/1/{SOURCE}, write {CHECKSUMS} in MODEL, and serve MODEL"
+            message = f"has {CHECKSUMS}, which is only checked in a model's folder with version folders"
+            raise refuse(str(file.parent), None, message, cure)
         model_name = name if file is None else name or _model_name(path, file)
         if model_name in models:
             cure = "rename one of them, or serve a repository: headrace serve FOLDER"
@@ -310,17 +314,13 @@ def _repository(name: str, source: Path, writer: _ModelWriter, state_dir: str, r
     for link in (True, False):
         for parent in parents:
             try:
-                parent.mkdir(parents=True, exist_ok=True)
-                _remove_stale(parent)
-                repository = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+                repository, lock = create_process_folder(parent, _PREFIX)
             except OSError as error:
                 problem = error
                 continue
-            lock = os.open(repository / _LOCK, os.O_CREAT | os.O_RDWR)
             # Called in reverse: removed under its lock, or a server that starts would remove it, too.
             resources.callback(os.close, lock)
             resources.callback(shutil.rmtree, repository, ignore_errors=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 writer(repository / name, link)
                 return repository
@@ -368,22 +368,6 @@ def _link_or_copy(source: Path, target: Path, link: bool) -> None:
     if size > _LARGE_BYTES:
         logger.info("%s is copied to %s: %d MB", source, target.parent, size // 1_000_000)
     shutil.copy2(source, target)
-
-
-def _remove_stale(parent: Path) -> None:
-    """Remove the repositories of killed servers; their locks are free."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        try:
-            lock = os.open(folder / _LOCK, os.O_RDWR)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            pass
-        finally:
-            os.close(lock)
 
 
 Fingerprint = tuple[tuple[str, int, int, int], ...]

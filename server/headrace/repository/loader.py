@@ -46,6 +46,7 @@ from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, PaddedInputs, TensorSpec
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.cuda import devices as gpus
+from headrace.integrity.verified_copy import ModelVerifier
 from headrace.observability.counters import Recorder
 from headrace.observability.custom_metrics import CustomMetrics
 from headrace.pipelines.execution import Steps, steps_of
@@ -226,6 +227,7 @@ class Loader:
         decoders: processes that decode images for pipelines.
         ahead: runs the starts of Python models ahead of their load.
         sequences: versions with live sequences.
+        verifier: checks the files of models before they are loaded.
     """
 
     mailbox: Mailbox
@@ -248,6 +250,7 @@ class Loader:
     decoders: DecoderPool = field(default_factory=DecoderPool)
     ahead: LoadAhead = field(default_factory=LoadAhead)
     sequences: SequenceDirectory = field(default_factory=SequenceDirectory)
+    verifier: ModelVerifier = field(default_factory=ModelVerifier)
 
     def plan(self, folder: ModelFolder, version: int) -> ServingPlan:
         """Choose the runtime and the file of a version.
@@ -287,6 +290,8 @@ class Loader:
         Raises:
             ConfigError: the model cannot be loaded; the load reports it.
         """
+        if self.verifier.verifies(path):  # no code runs before its check, which is part of the load
+            return
         folder = read_model_folder(path, repository)
         if folder.config.kind != "python":
             return

@@ -404,8 +404,9 @@ class Registry:
     def set_reason(self, name: str, reason: str, version: str = "", state: State = State.READY) -> None:
         """Set the reason shown beside the versions of a model in a state, or beside one version."""
         with self._lock:
-            for (model, number), record in self._records.items():
-                if model == name and record.state is state and version in ("", number):
+            for number in self._numbers.get(name, ()):
+                record = self._records[name, number]
+                if record.state is state and version in ("", number):
                     record.reason = reason
 
     def mark_waiting(self, name: str, reason: str, is_serving: bool) -> None:

@@ -155,7 +155,7 @@ def test_copied_files_exist_and_are_not_ignored(path: Path) -> None:
         assert source.split("/")[0] in let_in, source
 
 
-@pytest.mark.parametrize("name", ["otel.lock", "jwt.lock", "image-gpu.lock"])
+@pytest.mark.parametrize("name", ["otel.lock", "jwt.lock", "signing.lock", "image-gpu.lock"])
 def test_packages_of_images_are_locked_and_tested(name: str) -> None:
     tested = requirements("serve.lock")
     result = requirements(name)

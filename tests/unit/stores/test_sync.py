@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import threading
 from collections.abc import Iterator
@@ -202,5 +203,29 @@ def test_a_load_request_reads_the_store_or_says_why_not(tmp_path: Path) -> None:
             store.error = None
             with pytest.raises(HeadraceError, match="no model repository has a folder 'c'"):
                 await reconciler.load("c", None, {})
+
+    asyncio.run(main())
+
+
+def test_a_download_is_compared_with_its_checksums_before_it_is_loaded(tmp_path: Path) -> None:
+    def checksums(content: bytes) -> bytes:
+        return f"{hashlib.sha256(content).hexdigest()}  1/model.onnx\n".encode()
+
+    store = MemoryStore()
+    store.objects = {"a/1/model.onnx": model(1), "a/SHA256SUMS": checksums(model(1))}
+    control = ControlPolicy("explicit")
+
+    async def main() -> None:
+        names = frozenset({"a"})
+        with reconciled(tmp_path, store, control, names, asyncio.get_running_loop()) as (registry, reconciler):
+            first = registry.serving("a", "")
+            assert first is not None
+            store.objects["a/1/model.onnx"] = model(2)
+            with pytest.raises(ConfigError, match="SHA256SUMS lists"):
+                await reconciler.load("a", None, {})
+            assert registry.serving("a", "") is first
+            store.objects["a/SHA256SUMS"] = checksums(model(2))
+            await reconciler.load("a", None, {})
+            assert registry.serving("a", "") not in (None, first)
 
     asyncio.run(main())
