@@ -274,6 +274,7 @@ def test_reflection_as_a_descriptor_database(grpc_channel: grpc.Channel) -> None
         "grpc.health.v1.Health",
         "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
+        "xds.service.orca.v3.OpenRcaService",
     }
     pool = DescriptorPool(database)
     for service in database.get_services():

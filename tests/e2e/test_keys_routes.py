@@ -208,6 +208,8 @@ def request_of(rpc: str) -> bytes:
         return message("tiny", "1", np.zeros((1, 16), np.float32))
     if name in ("Check", "Watch"):
         return bytes(health_pb2.HealthCheckRequest(service="tiny" if variant else "").SerializeToString())
+    if name == "StreamCoreMetrics":
+        return b""
     if name == "ServerReflectionInfo":
         return bytes(reflection_pb2.ServerReflectionRequest(list_services="*").SerializeToString())
     request = getattr(pb, f"{name}Request")()
@@ -229,7 +231,7 @@ def request_of(rpc: str) -> bytes:
 def call(channel: grpc.Channel, rpc: str, metadata: list[tuple[str, str]]) -> grpc.StatusCode:
     """Call an RPC with one message; streams end with the first response."""
     path = rpc.partition("+")[0]
-    if path.rpartition("/")[2] in ("ModelStreamInfer", "Watch", "ServerReflectionInfo"):
+    if path.rpartition("/")[2] in ("ModelStreamInfer", "Watch", "ServerReflectionInfo", "StreamCoreMetrics"):
         responses = channel.stream_stream(path)(iter([request_of(rpc)]), metadata=metadata, timeout=20)
         try:
             next(responses)

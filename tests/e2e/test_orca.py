@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,19 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.protobuf import duration_pb2
 from tritonclient.grpc import service_pb2
 
 from tests.support.grpc_requests import STEPS_PER_S, STREAM, message, steps
 from tests.support.load_balancing import add_timed_model
 from tests.support.models import add_model, affine, busy
-from tests.support.orca import TRAILER, call_report, call_trailers
+from tests.support.orca import TRAILER, call_report, call_trailers, orca_message
 from tests.support.serving import Server, serving
 from tests.support.waiting import until
 
 pb: Any = service_pb2
 INFER = "/inference.GRPCInferenceService/ModelInfer"
+STREAM_REPORTS = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics"
 FORMAT = "endpoint-load-metrics-format"
 X = np.ones((1, 16), np.float32)
 BODY = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": X[0].tolist()}]}).encode()
@@ -45,6 +48,13 @@ def test_every_response_has_a_report(options: Sequence[str], tmp_path: Path) -> 
         status, report = call_report(server, STREAM, [message("affine", "", X)] * 3)
         assert (status, report is not None) == ("0", True)
         check_gauges(server)
+        check_report_streams(server)
+        channel = grpc.insecure_channel(server.grpc_address)
+        waiting = report_stream(channel, 3600)
+        next(waiting)
+    with channel, pytest.raises(grpc.RpcError) as caught:  # the server has stopped
+        next(waiting)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def http_report(server: Server, body: bytes = BODY, **headers: str) -> tuple[int, str]:
@@ -123,6 +133,29 @@ def check_gauges(server: Server) -> None:
     assert float(lines["headrace_server_utilization_ratio"]) > 0
 
 
+def report_stream(channel: grpc.Channel, interval_s: float) -> Any:
+    """A stream of reports; the request is an OrcaLoadReportRequest with a Duration."""
+    duration = duration_pb2.Duration(seconds=int(interval_s)).SerializeToString()
+    request = b"\x0a" + bytes([len(duration)]) + duration
+    return channel.unary_stream(STREAM_REPORTS, None, orca_message().FromString)(request, timeout=100)
+
+
+def check_report_streams(server: Server) -> None:
+    """Reports at once and in each interval, which is at least a second; cancellation; an invalid request."""
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        stream = report_stream(channel, 0)
+        started_s = time.monotonic()
+        reports = [next(stream) for _ in range(3)]
+        assert time.monotonic() - started_s >= 1.9, "two intervals"
+        assert reports[0].application_utilization >= 0
+        assert not reports[0].named_metrics
+        stream.cancel()
+        assert stream.code() is grpc.StatusCode.CANCELLED
+        with pytest.raises(grpc.RpcError) as caught:
+            list(channel.unary_stream(STREAM_REPORTS)(b"\xff", timeout=60))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 @pytest.mark.parametrize(("option", "engine"), [("on-request", "fast"), ("on-request", "grpcio"), ("never", "fast")])
 def test_without_always(option: str, engine: str, tmp_path: Path) -> None:
     add_model(tmp_path / "repository", "affine", affine())
@@ -133,6 +166,13 @@ def test_without_always(option: str, engine: str, tmp_path: Path) -> None:
             assert call_report(server, path, [content]) == ("0", None)
             status, report = call_report(server, path, [content], metadata=metadata)
             assert (status, report is not None) == ("0", option == "on-request")
+        with grpc.insecure_channel(server.grpc_address) as channel:
+            if option == "never":
+                with pytest.raises(grpc.RpcError) as caught:
+                    next(report_stream(channel, 1))
+                assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            else:
+                assert next(report_stream(channel, 1)).application_utilization >= 0
         assert http_report(server) == (200, "")
         code, text = http_report(server, endpoint_load_metrics_format="text")
         assert (code, bool(text)) == (200, option == "on-request")
@@ -141,19 +181,23 @@ def test_without_always(option: str, engine: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_grpc_client_that_weighs_sends_less_to_the_slow_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_out_of_band", [False, True], ids=["trailers", "streams"])
+def test_a_grpc_client_that_weighs_sends_less_to_the_slow_server(is_out_of_band: bool, tmp_path: Path) -> None:
     """The policy `weighted_round_robin` of gRPC's own client, before a server of each engine."""
-    policy = {"weighted_round_robin": {"blackoutPeriod": "0.5s", "weightUpdatePeriod": "0.2s"}}
-    config = json.dumps({"loadBalancingConfig": [policy]})
+    policy: dict[str, object] = {"blackoutPeriod": "0.5s", "weightUpdatePeriod": "0.2s"}
+    if is_out_of_band:
+        policy |= {"enableOobLoadReport": True, "oobReportingPeriod": "1s"}
+    config = json.dumps({"loadBalancingConfig": [{"weighted_round_robin": policy}]})
+    orca = "on-request" if is_out_of_band else "always"  # no report in responses
     folders = {"fast": 50, "grpcio": 250}
     for engine, compute_ms in folders.items():
         add_timed_model(tmp_path / engine / "repository", compute_ms)
     with (
-        serving(tmp_path / "fast" / "repository", tmp_path / "fast", "--orca", "always") as first,
+        serving(tmp_path / "fast" / "repository", tmp_path / "fast", "--orca", orca) as first,
         serving(
             tmp_path / "grpcio" / "repository",
             tmp_path / "grpcio",
-            *("--orca", "always", "--grpc-engine", "grpcio"),
+            *("--orca", orca, "--grpc-engine", "grpcio"),
         ) as second,
     ):
         servers = (first, second)

@@ -393,6 +393,10 @@ class _ForwardedHttp:
             kind, fields = await events.next()
 
 
+# Time until a stream whose client sends no more messages sees that this process drains.
+_STOP_INTERVAL_S = 1.0
+
+
 # --- gRPC --------------------------------------------------------------------------------------------------------------
 
 
@@ -545,6 +549,12 @@ class GrpcProxy:
                 await events.send_message(message, False)
                 del message
             events.send(MessageKind.HALF_CLOSE)
+            # A method with one request, such as Watch, ends only if it sees that the server stops; `read` has returned already.
+            while True:
+                await asyncio.sleep(_STOP_INTERVAL_S)
+                if call.stopping:
+                    break
+            events.send(MessageKind.STOPPING)
         except Unavailable:  # this process drains
             events.send(MessageKind.STOPPING)
         except HeadraceError as error:  # the client has disconnected, or its message is invalid

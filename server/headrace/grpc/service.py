@@ -17,6 +17,7 @@ from headrace.core.clock import pause
 from headrace.core.errors import BadRequest, NotFound, Unavailable, Unsupported
 from headrace.grpc.codec import parameter_value
 from headrace.grpc.infer import GrpcInference, InferStreams
+from headrace.grpc.load_service import LOAD_METHOD, LOAD_SERVICE, LoadService
 from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
 from headrace.grpc.reflection import NOT_FOUND, V1, V1ALPHA, DescriptorIndex, file_of_v1
 from headrace.grpc.reflection import pb as reflection_pb
@@ -362,15 +363,16 @@ class ReflectionService:
     Args:
         services: full names of all services of the server.
         access: keys and scopes.
+        pools: further descriptor pools with some of the services.
     """
 
-    def __init__(self, services: Iterable[str], access: AccessControl) -> None:
+    def __init__(self, services: Iterable[str], access: AccessControl, pools: Iterable[Any] = ()) -> None:
         self._access = access
         self._scope = grpc_operation(f"/{REFLECTION_SERVICES[0]}/ServerReflectionInfo").scope
         # The package has v1alpha only. Its messages serve both, but a client that looks up v1 must find it: in a second pool.
         v1: Any = descriptor_pool.DescriptorPool()
         v1.Add(file_of_v1())
-        self._pools: tuple[Any, ...] = (descriptor_pool.Default(), v1)
+        self._pools: tuple[Any, ...] = (descriptor_pool.Default(), v1, *pools)
         names = tuple(services)
         self._indexes = [DescriptorIndex(names, pool) for pool in self._pools]
 
@@ -414,7 +416,7 @@ class ReflectionService:
 
 
 def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
-    """Make all methods: inference, control, health, reflection.
+    """Make all methods: inference, control, health, reflection, load reports.
 
     Args:
         services: of the server.
@@ -422,8 +424,11 @@ def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
     """
     infer, access = GrpcInference(services, max_message_bytes), services.access
     health = HealthService(ControlPlane(services))
-    names = (SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES)
-    reflection = ReflectionService(names, access)
+    names = [SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES]
+    load = LoadService(services.load_reports, access) if services.load_reports.enabled else None
+    if load is not None:
+        names.append(LOAD_SERVICE)
+    reflection = ReflectionService(names, access, () if load is None else (load.pool,))
     unary: dict[str, UnaryMethod] = {f"/{SERVICE}/{name}": method for name, method in control_methods(services).items()}
     unary[f"/{SERVICE}/ModelInfer"] = infer.infer
     unary[f"/{HEALTH_SERVICE}/Check"] = health.check
@@ -432,6 +437,8 @@ def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
     }
     streams[f"/{SERVICE}/ModelStreamInfer"] = InferStreams(infer, max_message_bytes).serve
     streams[f"/{HEALTH_SERVICE}/Watch"] = health.watch
+    if load is not None:
+        streams[LOAD_METHOD] = load.stream
     open_paths = [path for path in (*unary, *streams) if grpc_operation(path).scope is None]
     direct = {f"/{SERVICE}/ModelInfer": infer}
     return Methods(unary, streams, services.options_reader, frozenset(open_paths), direct, services.codec_threads)

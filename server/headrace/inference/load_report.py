@@ -172,6 +172,7 @@ class LoadReports:
 
     Attributes:
         always: every response has a report.
+        enabled: reports are sent at all.
         counts: see Args.
     """
 
@@ -181,7 +182,7 @@ class LoadReports:
         figures: Callable[[int], ServerFigures | None] = lambda _now_ns: None,
         counts: Cells | None = None,
     ) -> None:
-        self.always = when == "always"
+        self.always, self.enabled = when == "always", when != "never"
         self.counts: Cells = [0] * COUNT_CELLS if counts is None else counts
         self._figures = figures
         self._trailers: WeakKeyDictionary[LoadedVersion, tuple[int, bytes]] = WeakKeyDictionary()

@@ -78,7 +78,12 @@ _READ = (
     Operation("model configuration", Scope.READ, _of_model("/config"), _inference("ModelConfig")),
     Operation("statistics", Scope.READ, ("GET /v2/models/stats", *_of_model("/stats")), _inference("ModelStatistics")),
     Operation("profile", Scope.READ, _of_model("/profile")),
-    Operation("load report", Scope.READ, _of_model("/load")),
+    Operation(
+        "load report",
+        Scope.READ,
+        _of_model("/load"),
+        ("/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics",),
+    ),
     Operation("explanation", Scope.READ, _of_model("/explain")),
     Operation("layers", Scope.READ, _of_model("/layers")),
     Operation("traffic", Scope.READ, ("GET /v2/repository/models/{model}/traffic",)),
