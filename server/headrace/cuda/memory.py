@@ -213,9 +213,14 @@ def read_now(target: Array, address: int) -> None:
 
 def copy_on_gpu(target: int, source: DeviceBuffer | DeviceBlock, size_bytes: int, stream: CudaStream) -> None:
     """Queue a copy of the first bytes of a block to another address on its GPU."""
+    copy_address(target, source.address, size_bytes, stream)
+
+
+def copy_address(target: int, source: int, size_bytes: int, stream: CudaStream) -> None:
+    """Queue a copy between two addresses on the current GPU."""
     if size_bytes:
         with check("copying on the GPU"):
-            loaded().memcpy_dtod_async(target, source.address, size_bytes, stream.stream)
+            loaded().memcpy_dtod_async(target, source, size_bytes, stream.stream)
 
 
 def read_gpu(gpu: int, address: int, size_bytes: int) -> Array:

@@ -26,14 +26,19 @@ from headrace.core.scattered_rows import ScatteredRows
 from headrace.core.tensor import PINNED, Array, ResidentRows
 from headrace.cuda.driver import CompletionEvent, CudaStream, DeviceError, OutOfDeviceMemory, current
 from headrace.cuda.kernels.launching import RowGather
-from headrace.cuda.memory import Allocator, DeviceBuffer, copy_on_gpu, download, read_gpu, upload
+from headrace.cuda.memory import Allocator, DeviceBuffer, copy_address, copy_on_gpu, download, read_gpu, upload
 from headrace.cuda.peers import peer_copy
 
 _ADDRESS_BYTES = 8
 
 # Batches of an instance whose output may be on the GPU at once, for the next step of a pipeline; each has the size of the largest
 # batch. The outputs of further batches pass through host memory.
-_RESIDENT_BATCHES = 4
+_RESIDENT_BATCHES = 8
+
+# An input on this GPU of at least so many bytes, in at most so many pieces, is copied by the driver, with the bandwidth of the
+# memory. The few blocks of the kernel are for the bus, and for many small pieces.
+_COPIED_BYTES = 1 << 20
+_MAX_COPIES = 8
 
 # Thread blocks of the gather kernel. Few beside a model that computes: each occupies a multiprocessor, and a few
 # saturate the bus. More on an idle GPU, for the latency of small batches.
@@ -175,6 +180,49 @@ def fetch_from_peers(
         copy.queue(target, rows.address, rows.nbytes, stream)
         local.append((name, first, replace(rows, address=target, device=gpu, host_copy=partial(read_gpu, gpu))))
     return local
+
+
+def stays_large(resident: Iterable[ResidentRows]) -> bool:
+    """Return True if rows of a batch that stay on the GPU take longer to copy to the host than a launch in stages costs."""
+    return sum(rows.nbytes for rows in resident) >= _COPIED_BYTES
+
+
+def copy_local_rows(
+    name: str, values: Array, address: int, gpu: int, resident_inputs: Iterable[ResidentInput], stream: CudaStream
+) -> bool:
+    """Queue the copies of an input whose rows are all in the memory of this GPU, which is current.
+
+    Rows that a copy from another GPU has written to their places need none.
+
+    Args:
+        name: name of the input.
+        values: pinned array of the batch, for its shape.
+        address: address of the batch on this GPU.
+        gpu: number of this GPU.
+        resident_inputs: those of the batch, after `fetch_from_peers`.
+        stream: stream to queue on.
+
+    Returns:
+        False if nothing is queued, and the kernel has to gather the input: rows are elsewhere, or in many or small pieces.
+
+    Raises:
+        DeviceError: the driver refuses.
+    """
+    pieces: list[_RemoteInput] = []
+    for input_name, first, rows in resident_inputs:
+        if input_name == name:
+            if isinstance(rows, ScatteredRows) or rows.device != gpu:
+                return False
+            pieces.append((name, first, rows))
+    if sum(rows.nbytes for _, _, rows in pieces) != values.nbytes:
+        return False
+    targets = [(address + values[:first].nbytes, rows) for _, first, rows in _joined(pieces)]
+    copies = [(target, rows) for target, rows in targets if target != rows.address]
+    if copies and (values.nbytes < _COPIED_BYTES or len(copies) > _MAX_COPIES):
+        return False
+    for target, rows in copies:
+        copy_address(target, rows.address, rows.nbytes, stream)
+    return True
 
 
 _RemoteInput = tuple[str, int, ResidentRows]

@@ -23,8 +23,10 @@ from headrace.backends.tensorrt.buffers import (
     BufferSlot,
     OutputPool,
     RowTable,
+    copy_local_rows,
     fetch_from_peers,
     gather,
+    stays_large,
 )
 from headrace.backends.tensorrt.plan import (
     Launch,
@@ -556,7 +558,8 @@ class DeviceResources:
             DeviceError: the driver refuses; some of the work may be queued.
         """
         gathered = bool(resident_inputs)
-        one_graph = context.is_one_graph(gathered, alone)
+        # A graph of a whole batch copies its outputs to the host, even those that stay.
+        one_graph = context.is_one_graph(gathered, alone) and not stays_large(slot.resident_outputs.values())
         if gathered:
             stream = self.computing if one_graph else self.copying_in
             addresses = {name: memory.address for name, memory in slot.inputs.items()}
@@ -572,7 +575,7 @@ class DeviceResources:
                 slot.outputs[name].copy_to(rows.address, rows.nbytes, self.computing)
             slot.finished.record(self.computing)
         else:
-            self._launch_in_stages(slot, context, views, {name for name, _, _ in resident_inputs})
+            self._launch_in_stages(slot, context, views, resident_inputs)
 
     def shapes_of(self, rows: int) -> InputShapes:
         """Shapes of the plan's inputs for `rows` rows; only the batch dimension may be free."""
@@ -672,13 +675,21 @@ class DeviceResources:
             )
 
     def _launch_in_stages(
-        self, slot: BufferSlot, context: PreparedContext, views: BatchViews, resident: set[str]
+        self,
+        slot: BufferSlot,
+        context: PreparedContext,
+        views: BatchViews,
+        resident_inputs: Sequence[ResidentInput],
     ) -> None:
         """Queue each stage in its own stream: copies overlap with the compute of other batches."""
         sizes = {}
+        resident, gpu = {name for name, _, _ in resident_inputs}, self._plan.allocator.gpu
         for name, values in views.inputs.items():
+            address = slot.inputs[name].address
             if name in resident:
-                sizes[name] = (values.nbytes // views.rows, slot.inputs[name].address)
+                if copy_local_rows(name, values, address, gpu, resident_inputs, self.copying_in):
+                    continue
+                sizes[name] = (values.nbytes // views.rows, address)
             else:
                 slot.inputs[name].send(values, self.copying_in)
         if sizes and self._kernel is not None and slot.rows is not None:
