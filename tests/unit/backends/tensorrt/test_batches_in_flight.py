@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from headrace.backends.tensorrt import buffers
 from headrace.backends.tensorrt import tuning as tensorrt_tuning
 from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
 from headrace.backends.tensorrt.contexts import PreparedContext
@@ -428,10 +429,19 @@ def test_outputs_stay_on_the_gpu(tmp_path: Path, one_graph_rows: str, parameters
 
 @pytest.mark.usefixtures("trt", "kernels")
 @pytest.mark.parametrize("one_graph_rows", ["0", "8"])
+@pytest.mark.parametrize("copied_bytes", [1 << 20, 1])
 @pytest.mark.parametrize(("gpu", "peer_access"), [(0, True), (1, True), (1, False)])
 def test_outputs_are_inputs_of_another_model(
-    cuda: LateCuda, tmp_path: Path, one_graph_rows: str, gpu: int, peer_access: bool
+    cuda: LateCuda,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    one_graph_rows: str,
+    copied_bytes: int,
+    gpu: int,
+    peer_access: bool,
 ) -> None:
+    """Small tensors, and such that are copied because they are large."""
+    monkeypatch.setattr(buffers, "_COPIED_BYTES", copied_bytes)
     cuda.peer_access = peer_access
     (tmp_path / "sums").mkdir()
     order = TargetSpec("fp32", (ShapeRange(dict.fromkeys("ab", ((1, 2), (8, 2), (8, 2)))),))
@@ -457,11 +467,33 @@ def test_outputs_are_inputs_of_another_model(
 
 
 @pytest.mark.usefixtures("trt", "kernels")
+def test_large_outputs_that_stay_are_not_copied_to_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of the whole batch would copy them."""
+    launched: list[bool] = []
+    real = PreparedContext.launch_batch_graph
+
+    def launch(context: PreparedContext, gathered: bool) -> None:
+        launched.append(gathered)
+        real(context, gathered)
+
+    monkeypatch.setattr(PreparedContext, "launch_batch_graph", launch)
+    with opened(build(tmp_path), parameters_of("8")) as execution:
+        kept(execution, rows(2))
+        assert launched == [False]
+        monkeypatch.setattr(buffers, "_COPIED_BYTES", 2 * 2 * 4)
+        y = kept(execution, rows(2))
+        assert launched == [False]
+        np.testing.assert_array_equal(read(y), right(rows(2)))
+        kept(execution, rows(1))
+        assert launched == [False, False]
+
+
+@pytest.mark.usefixtures("trt", "kernels")
 def test_without_memory_for_them_outputs_are_copied(cuda: LateCuda, tmp_path: Path) -> None:
     with opened(build(tmp_path), parameters_of()) as execution:
-        held = [kept(execution, rows(2, number)) for number in range(6)]
-        assert [is_resident(y) for y in held] == [True] * 4 + [False] * 2
-        np.testing.assert_array_equal(held[4], right(rows(2, 4)))
+        held = [kept(execution, rows(2, number)) for number in range(10)]
+        assert [is_resident(y) for y in held] == [True] * 8 + [False] * 2
+        np.testing.assert_array_equal(held[8], right(rows(2, 8)))
         held.clear()
         assert is_resident(kept(execution, rows(2)))
     with opened(build(tmp_path), parameters_of()) as execution:

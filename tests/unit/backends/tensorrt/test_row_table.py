@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pytest
 from headrace.backends.base import ResidentInput
-from headrace.backends.tensorrt.buffers import RowTable, fetch_from_peers
+from headrace.backends.tensorrt import buffers
+from headrace.backends.tensorrt.buffers import RowTable, copy_local_rows, fetch_from_peers
 from headrace.core.scattered_rows import ScatteredRows
 from headrace.core.tensor import PINNED, ResidentRows
 from hypothesis import given
@@ -87,3 +89,45 @@ def test_rows_in_several_places_need_no_copy_between_gpus() -> None:
     residents: list[ResidentInput] = [("x", 0, scattered([10, 20], 1)), ("x", 2, together(30, 1))]
     stream: Any = None
     assert fetch_from_peers(residents, {}, {}, 0, stream) == residents
+
+
+def on_gpu(address: int, rows: int, gpu: int = 0, owner: object = None) -> ResidentRows:
+    return ResidentRows(address, gpu, UINT8, (rows, ROW_BYTES), owner, lambda *_: np.empty(0, np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "copies"),
+    [
+        # One piece elsewhere, and two that follow each other in one block.
+        ([(0, on_gpu(5000, 4))], [(1000, 5000, 400)]),
+        ([(0, on_gpu(5000, 2)), (2, on_gpu(5200, 2))], [(1000, 5000, 400)]),
+        # In place: a copy from another GPU wrote them there.
+        ([(0, on_gpu(1000, 4))], []),
+        ([(0, on_gpu(1000, 2)), (2, on_gpu(9000, 2))], [(1200, 9000, 200)]),
+        # Rows that are pinned, on another GPU, in several places or in the host's part of the batch: the kernel reads them.
+        ([(0, together(5000, 4))], None),
+        ([(0, on_gpu(5000, 4, gpu=1))], None),
+        ([(0, scattered([5000, 6000, 7000, 8000], 1))], None),
+        ([(0, on_gpu(5000, 3))], None),
+        # More than two pieces.
+        ([(row, on_gpu(5000 + 1000 * row, 1)) for row in range(4)], None),
+    ],
+)
+def test_large_rows_on_the_gpu_itself_are_copied(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[tuple[int, Any]], copies: list[tuple[int, int, int]] | None
+) -> None:
+    monkeypatch.setattr(buffers, "_COPIED_BYTES", 400)
+    monkeypatch.setattr(buffers, "_MAX_COPIES", 2)
+    queued: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(buffers, "copy_address", lambda *args: queued.append(args[:3]))
+    values, stream = np.zeros((4, ROW_BYTES), np.uint8), cast("Any", None)
+    resident: list[ResidentInput] = [("x", first, rows) for first, rows in pieces] + [("other", 0, on_gpu(1, 4))]
+    assert copy_local_rows("x", values, 1000, 0, resident, stream) == (copies is not None)
+    assert queued == (copies or [])
+
+
+def test_small_rows_are_left_to_the_kernel_unless_they_are_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "copy_address", lambda *_: pytest.fail("nothing is copied"))
+    values, stream = np.zeros((4, ROW_BYTES), np.uint8), cast("Any", None)
+    assert not copy_local_rows("x", values, 1000, 0, [("x", 0, on_gpu(5000, 4))], stream)
+    assert copy_local_rows("x", values, 1000, 0, [("x", 0, on_gpu(1000, 4))], stream)
