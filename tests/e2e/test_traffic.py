@@ -215,7 +215,7 @@ def test_another_model_has_a_share(server: Server) -> None:
     assert report["model:wider"]["state"] == "not_ready"
     different = "shape of its input X is [-1, 17], that of the stable version is [-1, 16]"
     assert report["model:wider"]["reason"] == different
-    assert f"model first: model:wider gets no request of its traffic: {different}" in server.text
+    until(lambda: f"model first: model:wider gets no request of its traffic: {different}" in server.text)
     status, document = traffic(server, "first", {"versions": {"model:wider": "5%"}})
     assert (status, document["error"]) == (
         400,
@@ -262,7 +262,7 @@ def test_a_canary_that_breaks_a_rule_is_undone(server: Server) -> None:
     row = rows(traffic(server, "ruled")[1])["3"]
     assert row["share"] == 0.0
     assert "min_agreement is 99%" in row["reason"]
-    assert "model ruled: the traffic of version 3 is undone by rule min_agreement" in server.text
+    until(lambda: "model ruled: the traffic of version 3 is undone by rule min_agreement" in server.text)
     assert {client.version("ruled") for _ in range(120)} == {"1"}
     status, document = traffic(server, "ruled", {"promote": "3"})
     assert status == 409
