@@ -17,7 +17,6 @@ Exit status: 0, or 2 if a part failed.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import signal
@@ -32,6 +31,7 @@ from pathlib import Path
 
 from headrace.front_ends.automatic import choose_front_ends
 
+from loadtest.figure_log import FigureLog
 from loadtest.front_ends import host as hosts
 from loadtest.front_ends import parts, pictures
 from loadtest.gpu import place
@@ -55,27 +55,6 @@ _FRONT_ENDS = (0, 1, 2, 3, 4, 6, 8)
 _BUILD_S = 120.0
 
 
-class Output:
-    """Prints figures and writes them as lines of JSON.
-
-    Args:
-        folder: is made; its file is continued.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = folder / "front-ends.jsonl"
-        self._start_s = time.monotonic()
-
-    def report(self, part: str, /, **values: object) -> None:
-        """Print and write one figure; values of None are left out."""
-        rounded = {name: _rounded(value) for name, value in values.items() if value is not None}
-        text = ", ".join(f"{name} {value}" for name, value in rounded.items())
-        print(f"[{time.monotonic() - self._start_s:5.0f} s] {part}: {text}", flush=True)
-        with self._file.open("a") as file:
-            file.write(json.dumps({"part": part, **rounded}) + "\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write; return the exit status."""
     options = _parser().parse_args(arguments)
@@ -84,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"there is no part {', '.join(sorted(unknown))}: choose from {', '.join(_LIMITS_S)}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # servers are stopped on the way out
-    output = Output(options.output)
+    output = FigureLog(options.output / "front-ends.jsonl")
     with tempfile.TemporaryDirectory(prefix="headrace-front-ends-") as name:
         scratch = Path(name)
         name_package(options.work or scratch)
@@ -214,10 +193,6 @@ def _repository(scratch: Path) -> Path:
         ]
         subprocess.run(command, cwd=ROOT, check=True, timeout=_BUILD_S, env=dict(os.environ))
     return folder
-
-
-def _rounded(value: object) -> object:
-    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _parser() -> argparse.ArgumentParser:

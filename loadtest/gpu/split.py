@@ -33,6 +33,7 @@ from headrace.core.request import InferResponse
 from headrace.core.tensor import ResidentRows, as_input
 
 from loadtest.callers import Answered, Callers, CallersFailed
+from loadtest.figure_log import FigureLog
 from loadtest.gpu import place
 from loadtest.gpu.part_process import end_with_parent, name_package
 from loadtest.gpu.split_models import BOUNDED, LAYOUTS, RESNET, TRANSFORMER, clear
@@ -50,26 +51,6 @@ _PARTS = (RESNET, TRANSFORMER, "budget")
 _BUILD_S, _MEASURE_S, _BUDGET_S = 150.0, 60.0, 45.0
 
 
-class Output:
-    """Prints figures and appends them as lines of JSON.
-
-    Args:
-        folder: is made; its file is continued.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = folder / "split.jsonl"
-        self._start_s = time.monotonic()
-
-    def report(self, part: str, /, **values: object) -> None:
-        """Print and write one figure."""
-        text = ", ".join(f"{name} {value}" for name, value in values.items())
-        print(f"[{time.monotonic() - self._start_s:5.1f} s] {part}: {text}", flush=True)
-        with self._file.open("a") as file:
-            file.write(json.dumps({"part": part, **values}) + "\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, measure, print; return the exit status."""
     options = _parser().parse_args(arguments)
@@ -77,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.measure:
         name_package(options.work)
         return _measure_process(options)
-    output = Output(options.output)
+    output = FigureLog(options.output / "split.jsonl")
     output.report("machine", **place.describe(place.gpus()))
     with ExitStack() as stack:
         if options.work is None:
@@ -89,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class _Session:
     """One run: builds beside each other, then each measurement alone on the GPUs."""
 
-    def __init__(self, options: argparse.Namespace, output: Output) -> None:
+    def __init__(self, options: argparse.Namespace, output: FigureLog) -> None:
         self._options = options
         self._output = output
         self._failed = False

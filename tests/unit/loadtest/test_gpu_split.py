@@ -12,7 +12,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from loadtest.gpu.split import Output, _Session
+from loadtest.figure_log import FigureLog
+from loadtest.gpu.split import _Session
 from loadtest.gpu.split_models import write_transformer
 
 
@@ -42,7 +43,7 @@ def test_both_layouts_are_compared_within_the_bound_of_one_gpu(
         ],
         "two": [{"rows_per_s": two_gpus_rate, "p99_ms": 7.0}, {"rows_per_s": 220.0, "p99_ms": 9.0}],
     }
-    session = _Session(argparse.Namespace(), Output(tmp_path))
+    session = _Session(argparse.Namespace(), FigureLog(tmp_path / "split.jsonl"))
     monkeypatch.setattr(session, "_process", lambda name, layout, limit_s: points[layout])
     session._compare("resnet50")
     (line,) = (tmp_path / "split.jsonl").read_text().splitlines()
