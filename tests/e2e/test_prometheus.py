@@ -16,6 +16,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from tests.support.ragged_models import token_sums
 from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.sequence_models import add_echo
 from tests.support.serving import HOST, Server, free_port, serving, start
+from tests.support.store_servers import s3_client, s3_environment, s3_server
 from tests.unit.repository.test_gpu_backend import plan_of
 
 COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
@@ -252,24 +254,33 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield server
 
 
+@contextmanager
+def bucket() -> Iterator[tuple[str, dict[str, str]]]:
+    """A model repository in S3: its URL, and the variables with which a server reads it."""
+    with s3_server() as port:
+        s3 = s3_client(port)
+        s3.create_bucket(Bucket="second")
+        for path, content in (("config.yaml", b"keep_loaded: true\n"), ("1/model.onnx", affine().SerializeToString())):
+            s3.put_object(Bucket="second", Key=f"models/affine/{path}", Body=content)
+        yield "s3://second/models", s3_environment(port)
+
+
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("prometheus")
     repository, certificates = build(folder), Certificates(folder)
-    second = folder / "second"
-    add_model(second, "affine", affine(), files={"config.yaml": "keep_loaded: true\n"})
     port = free_port()
     control = ("--metrics-port", str(port), "--model-control", "explicit", "--load-model", "*")
     control += ("--cache-config", "local,size=16MiB", "--cache-config", redis.patient_option)
     tls = ("--tls-cert", str(certificates.server.certificate), "--tls-key", str(certificates.server.key), "--no-grpc")
     tls += ("--front-ends", "1")  # its processes have metrics of their own
-    tls += ("--host-memory-budget", "1GiB")
+    tls += ("--host-memory-budget", "1GiB", "--repository-cache-dir", str(folder / "copies"))
     make_keys(folder)
     tls += ("--api-keys-file", str(folder / KEYS_FILE))
     gpu = start(repository, folder / "gpu.log", *control, command=COMMAND)
     try:
         gpu.wait_until_ready()
-        with serving(second, folder, *tls) as secure:
+        with bucket() as (url, env), serving(url, folder, *tls, env=env) as secure:
             targets: list[dict[str, Any]] = [
                 {"static_configs": [{"targets": [f"{HOST}:{port}"]}]},
                 {
