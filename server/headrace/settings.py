@@ -197,7 +197,7 @@ class Settings:
         host_memory_budget: bytes of host memory for all models that the CPU runs; they are loaded at their first request, and
             evicted by use. 0: all are loaded at start and stay.
         profile_s: maximum time to measure each model before it serves, in seconds; 0 measures nothing.
-        inline_bound_us: largest 99th percentile of the compute time, in microseconds, with which a lone request runs on the event
+        inline_bound_us: largest 95th percentile of the compute time, in microseconds, with which a lone request runs on the event
             loop; 0 for never.
         state_dir: folder for latency tables and engines, which outlive the process; "" for none.
         environments_dir: folder for Python environments of models; "" for `environments` in the state folder.

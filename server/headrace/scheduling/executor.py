@@ -401,7 +401,7 @@ class InlineGate:
 
     Attributes:
         name: name of the version, for log lines.
-        bound_ns: largest allowed 99th percentile of the compute time for the rows of the request; 0 disables runs on the loop.
+        bound_ns: largest allowed 95th percentile of the compute time for the rows of the request; 0 disables runs on the loop.
         mailbox: delivers completions to the event loop.
         recorder: counters of the version.
         bodies: counts requests in the front ends; None without front ends.

@@ -331,8 +331,9 @@ _BUSY_SMOOTHING = 8  # batches over which the number of busy instances is smooth
 _TABLES = 8  # for 1, 2, up to 4 ... and for more than 64 busy instances
 
 
-TAIL = 256  # times of one number of rows for the 99th percentile
+TAIL = 256  # times of one number of rows for the 95th percentile
 _TAIL_MIN = 16
+_TAIL_SHARE = 20  # of the times, one in so many may be slow
 
 
 class TailWindow:
@@ -340,7 +341,7 @@ class TailWindow:
 
     Attributes:
         times_ns: at most `TAIL`, the newest last.
-        slow: number of `times_ns` beyond the bound. The 99th percentile (nearest rank) is within it while this is at most 1 %.
+        slow: number of `times_ns` beyond the bound. The 95th percentile (nearest rank) is within it while this is at most 5 %.
     """
 
     __slots__ = ("slow", "times_ns")
@@ -451,12 +452,12 @@ class LatencyTable:
         return table.curve or self._draw(table)
 
     def is_fast(self, rows: int) -> bool:
-        """Return True if the 99th percentile of the compute time of `rows` on one busy instance is within the bound.
+        """Return True if the 95th percentile of the compute time of `rows` on one busy instance is within the bound.
 
         False if fewer than 16 times are known.
         """
         tail = self._tails.get(rows) or self._add_tail(rows)
-        return tail is not None and tail.slow * 100 <= len(tail.times_ns)
+        return tail is not None and tail.slow * _TAIL_SHARE <= len(tail.times_ns)
 
     def _add_tail(self, rows: int) -> TailWindow | None:
         with self._lock:

@@ -198,7 +198,7 @@ class HandlePolicy:
         aging_ns: queue time after which a request counts as of the next higher level, 0 for no aging.
         sharing: fair sharing between clients; None serves requests regardless of their client.
         rate_limits: quotas of clients; None for no limits.
-        inline_bound_ns: a lone request of a model that runs on any thread runs on the event loop if the 99th percentile of its
+        inline_bound_ns: a lone request of a model that runs on any thread runs on the event loop if the 95th percentile of its
             compute time does not exceed this; 0: never.
         by_member: the executions run the requests of a batch as a list (`headrace.backends.base.MemberExecution`).
         ragged: batches of requests of different shapes; None if the requests of a batch have equal shapes.

@@ -426,8 +426,8 @@ def test_a_model_that_stays_slow_never_runs_inline_again() -> None:
         for value in range(10):
             stage.clock.now_ns += INLINE_MAX_PAUSE_NS
             tries.append(await stage.alone(value))
-        assert tries == [True] + [False] * 9, "two of the last 122 runs exceed the bound"
-        assert stage.recorder.totals().inline_disabled == 2
+        assert tries == [True] * 6 + [False] * 4, "seven of the last 127 runs exceed the bound"
+        assert stage.recorder.totals().inline_disabled == 7
 
     play(scenario)
 
@@ -439,17 +439,22 @@ def test_the_percentile_is_that_of_the_last_times() -> None:
     assert table.is_fast(1)
     assert not table.is_fast(2)
     table.observe(1, BOUND_NS + 1)
-    assert not table.is_fast(1), "1 of 33"
-    for _ in range(67):
+    assert table.is_fast(1), "1 of 33"
+    table.observe(1, BOUND_NS + 1)
+    assert not table.is_fast(1), "2 of 34"
+    for _ in range(6):
         table.observe(1, BOUND_NS)
-    assert table.is_fast(1), "1 of 100"
+    assert table.is_fast(1), "2 of 40"
     rng = np.random.default_rng(0)
-    times = [1000] * 32 + [BOUND_NS + 1] + [BOUND_NS] * 67
+    times = [1000] * 32 + [BOUND_NS + 1] * 2 + [BOUND_NS] * 6
+    expecteds = set()
     for _ in range(2000):
-        times.append(int(rng.choice([1000, BOUND_NS + 1], p=[0.991, 0.009])))
+        times.append(int(rng.choice([1000, BOUND_NS + 1], p=[0.951, 0.049])))
         table.observe(1, times[-1])
-        expected = np.quantile(times[-TAIL:], 0.99, method="inverted_cdf") <= BOUND_NS
+        expected = bool(np.quantile(times[-TAIL:], 0.95, method="inverted_cdf") <= BOUND_NS)
+        expecteds.add(expected)
         assert table.is_fast(1) == expected
+    assert expecteds == {True, False}
     table.observe(1, 10 * BOUND_NS, instances=2)
     assert table.is_fast(1) == expected, "beside other instances it says nothing about a lone request"
 
