@@ -145,10 +145,8 @@ class Client:
 
     async def open(self) -> None:
         """Connect."""
-        loop = asyncio.get_running_loop()
         for _ in range(_CONNECTIONS):
-            _, connection = await loop.create_connection(_Connection, HOST, self._port)
-            self._idle.put_nowait(connection)
+            self._idle.put_nowait(await self._connect())
 
     def close(self) -> None:
         """Close all connections."""
@@ -188,9 +186,15 @@ class Client:
             gc.enable()
         return Round(self._latencies_us)
 
+    async def _connect(self) -> _Connection:
+        _, connection = await asyncio.get_running_loop().create_connection(_Connection, HOST, self._port)
+        return connection
+
     async def _call(self, request: bytes) -> None:
         begun = time.perf_counter()
         connection = await self._idle.get()
+        if connection.transport.is_closing():  # the server closes those that rest for a minute
+            connection = await self._connect()
         status = await connection.send(request)
         self._latencies_us.append((time.perf_counter() - begun) * 1e6)
         self._idle.put_nowait(connection)

@@ -116,7 +116,7 @@ class EmbeddedProtocols:
             stores=None if data_plane.stores is None else data_plane.stores.status,
         )
         return MetricsPage(
-            data_plane.registry.counted_sources,
+            data_plane.registry.used_sources,
             data_plane.gpu_model_cache,
             facts,
             Nvml(),

@@ -281,7 +281,7 @@ class Server:
                 raise ConfigError(
                     [Finding(name, None, "no repository has a model of this name", cure) for name in missing]
                 )
-            self._load_meter = LoadMeter(self._data_plane.registry.sources, self._counts)
+            self._load_meter = LoadMeter(self._data_plane.registry.used_sources, self._counts)
         except BaseException:
             await asyncio.to_thread(self._close)
             raise

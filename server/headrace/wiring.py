@@ -50,8 +50,8 @@ from headrace.observability.logs import LogSettings, is_secret, redact
 from headrace.observability.metrics import MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
 from headrace.observability.tracing import RequestObserver, Spans, Tracer
+from headrace.repository.explanation import explain
 from headrace.repository.overview import ServerOverview
-from headrace.repository.registry import explain
 from headrace.repository.shared_memory import SharedMemoryRegions
 from headrace.settings import Settings
 from headrace.tls import ServerTls
@@ -308,7 +308,7 @@ class Wiring:
             stores=None if data_plane.stores is None else data_plane.stores.status,
         )
         return MetricsPage(
-            data_plane.registry.counted_sources,
+            data_plane.registry.used_sources,
             data_plane.gpu_model_cache,
             facts,
             Nvml(),
@@ -341,7 +341,7 @@ class Wiring:
         arrays = self.arrays
         counts: Cells = [0] * COUNT_CELLS if arrays is None else arrays.own.requests
         every: Cells = counts if arrays is None else arrays.summed_requests()
-        self.load_meter = LoadMeter(self.data_plane.registry.sources, every)
+        self.load_meter = LoadMeter(self.data_plane.registry.used_sources, every)
         return LoadReports(self.settings.orca, self.load_meter.figures, counts)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from headrace.core import errors
 from headrace.core.limits import BodyMemory, Cells, ClientLimits, Limits
 from headrace.inference.load_report import COUNT_CELLS
-from headrace.observability.counters import Counts, Histogram
+from headrace.observability.histograms import Counts, Histogram
 from headrace.observability.labelled_counter import DROPPED, ERRORS
 from headrace.observability.metrics_server import LoopLag
 

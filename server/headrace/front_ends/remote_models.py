@@ -246,6 +246,11 @@ class RemoteHandle:
         """Return the load of the version by the engine's page, without levels."""
         return self.models.state.load(self.number)
 
+    def queue_load(self, _now_ns: int) -> tuple[int, int]:
+        """Return the number of queued requests and the predicted wait in nanoseconds by the engine's page."""
+        load = self.models.state.load(self.number)
+        return load.depth, load.wait_ns
+
     def infer(self, request: InferRequest) -> LoopCompletion:
         """Send a request with the others of this turn of the loop; raises Unavailable while the engine restarts."""
         models = self.models

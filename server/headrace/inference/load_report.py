@@ -60,6 +60,9 @@ class LoadedVersion(Protocol):
     def load(self, by_level: bool = True) -> ModelLoad:
         """Return the load of the version; also of each priority level if `by_level`."""
 
+    def queue_load(self, now_ns: int, /) -> tuple[int, int]:
+        """Return the number of queued requests and the predicted wait in nanoseconds, as `load` does for less."""
+
 
 class MeasuredVersion(LoadedVersion, Protocol):
     """A served version in the process of the models."""
@@ -243,15 +246,22 @@ class LoadHeaders:
         """Return the headers at a monotonic time. The handle is always the same; no reference to it is stored."""
         if now_ns >= self._until_ns:
             self._until_ns = now_ns + FRESH_NS
-            load = handle.load(by_level=False)
-            pairs = [
-                (b"headrace-queue-depth", b"%d" % load.depth),
-                (b"headrace-predicted-wait-us", b"%d" % (load.wait_ns // NS_PER_US)),
-            ]
-            self._headers = self.brief = Headers(tuple(pairs), header_lines(pairs))
             if self._reports.always:
+                load = handle.load(by_level=False)
+                self.brief = _brief_headers(load.depth, load.wait_ns)
                 self._headers = self.brief.with_pairs(self._reports.headers(load, now_ns, "text"))
+            else:
+                depth, wait_ns = handle.queue_load(now_ns)
+                self._headers = self.brief = _brief_headers(depth, wait_ns) if depth or wait_ns else _IDLE
         return self._headers
+
+
+def _brief_headers(depth: int, wait_ns: int) -> Headers:
+    pairs = [(b"headrace-queue-depth", b"%d" % depth), (b"headrace-predicted-wait-us", b"%d" % (wait_ns // NS_PER_US))]
+    return Headers(tuple(pairs), header_lines(pairs))
+
+
+_IDLE = _brief_headers(0, 0)
 
 
 def load_parameters(load: ModelLoad) -> dict[str, int | str]:

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from headrace.core.access import AccessControl, QuotaBucket
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import HeadraceError, NotFound
-from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
+from headrace.core.request import InferRequest, InferResponse, Probe
 from headrace.core.telemetry import TraceContext
 from headrace.core.tensor import ModelSpec, Region
 from headrace.inference.codec_threads import CodecThreads
-from headrace.inference.load_report import LoadReports
+from headrace.inference.load_report import LoadedVersion, LoadReports
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.observability.access_log import AccessRecord
 from headrace.observability.counters import Recorder
@@ -46,7 +46,7 @@ class HasLoad(Protocol):
         """Reject a request before it is decoded, if its model is overloaded; raises HeadraceError."""
 
 
-class Handle(HasReadiness, HasLoad, Protocol):
+class Handle(HasReadiness, HasLoad, LoadedVersion, Protocol):
     """A leased model version, which is not closed before `release`; see `headrace.scheduling.version_handle.VersionHandle`.
 
     Attributes:
@@ -67,9 +67,6 @@ class Handle(HasReadiness, HasLoad, Protocol):
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         """Queue a request; raises HeadraceError if it is rejected."""
-
-    def load(self, by_level: bool = True) -> ModelLoad:
-        """Return queue depth, running rows and predicted wait; also for each priority level if `by_level`."""
 
     def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
         """Count a failed request; `received_ns` is the monotonic time of its arrival."""

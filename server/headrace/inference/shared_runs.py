@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from headrace.core.clock import allow_pauses
+from headrace.core.clock import REPORT_STEP_NS, allow_pauses
 
 Result = TypeVar("Result")
 
@@ -53,5 +53,5 @@ class SharedRuns(Generic[Result]):
 
 
 def _call(function: Callable[[str], Result], key: str) -> Result:
-    allow_pauses()
+    allow_pauses(REPORT_STEP_NS)
     return function(key)

@@ -2,9 +2,6 @@
 
 A batch costs the data plane one lock and a few additions. Latencies are kept as raw nanoseconds. NumPy sorts them into
 histogram buckets, many at a time: when a few thousand are pending, or when Prometheus scrapes.
-
-A classic histogram has a handful of bounds. A native one has many, which grow by a constant factor. Both are sums over the same
-fine buckets, whose bounds include all of theirs, so each duration is sorted once.
 """
 
 from __future__ import annotations
@@ -15,181 +12,15 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
-from numpy.typing import ArrayLike
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.request import BatchTimes
 from headrace.core.telemetry import PHASES
-
-# Seconds. The same for every model and phase, so that histograms add up over replicas.
-BUCKETS_S: tuple[float, ...] = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
-)  # fmt: skip
-# Prometheus calls it the schema: 2 ** SCHEMA native buckets for each doubling, so each is 9 % wider than the one before.
-SCHEMA = 3
-_PER_DOUBLING = 1 << SCHEMA
-# Native bucket i ends at 2 ** (i / 8) s. Durations below the first, about a microsecond, count as zero.
-FIRST_NATIVE = -20 * _PER_DOUBLING + 1
-ZERO_S = 2.0**-20
-_LAST_NATIVE = 10 * _PER_DOUBLING + 1  # longer durations, over 17 minutes, share one bucket
-
-_CLASSIC_NS = np.rint(np.array(BUCKETS_S) * NS_PER_S)
-_NATIVE_NS = 2.0 ** (np.arange(FIRST_NATIVE - 1, _LAST_NATIVE) / _PER_DOUBLING) * NS_PER_S
-_BOUNDS_NS = np.union1d(_CLASSIC_NS, _NATIVE_NS)
-_FINE = len(_BOUNDS_NS) + 1
-FINE_BUCKETS = _FINE
-"""Number of fine buckets of a `Histogram`."""
-_LOWER_NS = np.insert(_BOUNDS_NS, 0, 0.0)
-_UPPER_NS = np.append(_BOUNDS_NS, np.inf)
-# Index of the classic and of the native bucket that contain each fine bucket.
-_CLASSIC_OF = np.searchsorted(_CLASSIC_NS, _UPPER_NS)
-_NATIVE_OF = np.searchsorted(_NATIVE_NS, _UPPER_NS)
-
-Counts = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Exemplar:
-    """A traced request as the exemplar of a bucket.
-
-    Attributes:
-        trace_id: 32 hexadecimal digits.
-        value_ns: duration of the request.
-        time_s: time of the observation, in seconds since 1970.
-    """
-
-    trace_id: str
-    value_ns: int
-    time_s: float
-
-
-class Histogram:
-    """Durations in buckets.
-
-    Not thread-safe: its owner's lock guards it.
-
-    Args:
-        fine: int64[FINE_BUCKETS] that holds the counts by fine bucket; None for zeros.
-
-    Attributes:
-        fine: number of durations in each fine bucket.
-        sum_ns: sum of all durations.
-        exemplars: the last one of each classic bucket, by index of the bucket.
-    """
-
-    __slots__ = ("exemplars", "fine", "sum_ns")
-
-    def __init__(self, fine: Counts | None = None) -> None:
-        self.fine: Counts = np.zeros(_FINE, dtype=np.int64) if fine is None else fine
-        self.sum_ns = 0
-        self.exemplars: dict[int, Exemplar] = {}
-
-    def observe(self, values_ns: ArrayLike, weights: ArrayLike = 1) -> None:
-        """Add durations to the buckets, which include their upper bounds as in Prometheus. Cheap for many at a time.
-
-        Args:
-            values_ns: the durations.
-            weights: number of requests with each of them.
-        """
-        values = np.asarray(values_ns, dtype=np.int64)
-        _observe([self], [len(values)], values, np.broadcast_to(np.asarray(weights, dtype=np.int64), values.shape))
-
-    def exemplify(self, value_ns: int, trace_id: str) -> None:
-        """Set the exemplar of the bucket of `value_ns`; the duration itself is counted by `observe`."""
-        place = int(np.searchsorted(_CLASSIC_NS, value_ns))
-        self.exemplars[place] = Exemplar(trace_id, value_ns, time.time())
-
-    def add(self, other: Histogram) -> None:
-        """Add the durations of another histogram."""
-        self.fine += other.fine
-        self.sum_ns += other.sum_ns
-        self.exemplars |= other.exemplars
-
-    @property
-    def count(self) -> int:
-        """Number of durations."""
-        return int(self.fine.sum())
-
-    @property
-    def counts(self) -> Counts:
-        """Number of durations in each classic bucket; the last bucket has no upper bound."""
-        return _summed(_CLASSIC_OF, self.fine, len(BUCKETS_S) + 1)
-
-    @property
-    def native(self) -> Counts:
-        """Number of durations in each native bucket: first the zero bucket, then from bucket FIRST_NATIVE on."""
-        return _summed(_NATIVE_OF, self.fine, len(_NATIVE_NS) + 1)
-
-    def count_to(self, bound_ns: int) -> int:
-        """Return the number of durations up to a bound.
-
-        Args:
-            bound_ns: upper bound of a classic or native bucket.
-
-        Raises:
-            ValueError: it is not such a bound.
-        """
-        place = int(np.searchsorted(_BOUNDS_NS, bound_ns))
-        if place == len(_BOUNDS_NS) or _BOUNDS_NS[place] != bound_ns:
-            raise ValueError(f"{bound_ns} ns is not the bound of a bucket")
-        return int(self.fine[: place + 1].sum())
-
-    def quantile_s(self, quantile: float) -> float | None:
-        """Estimate a quantile (0 to 1) in seconds, within 9 %; None without durations."""
-        total = self.count
-        if not total:
-            return None
-        place = int(np.searchsorted(self.fine.cumsum(), max(quantile * total, 1), side="left"))
-        return float(_BOUNDS_NS[min(place, len(_BOUNDS_NS) - 1)]) / NS_PER_S
-
-
-def _observe(histograms: Sequence[Histogram], counts: Sequence[int], values_ns: Counts, weights: Counts) -> None:
-    """Add durations to several histograms at once: NumPy takes twice as long to do it for one after the other.
-
-    Args:
-        histograms: the histograms.
-        counts: number of durations of each histogram.
-        values_ns: int64[n], the durations of the first histogram first.
-        weights: int64[n], number of requests with each of them.
-    """
-    places = np.searchsorted(_BOUNDS_NS, values_ns) + _FINE * np.repeat(np.arange(len(counts)), counts)
-    fine = np.bincount(places, weights, len(counts) * _FINE).astype(np.int64).reshape(len(counts), _FINE)
-    sums_ns, end = values_ns * weights, 0
-    for histogram, count, added in zip(histograms, counts, fine, strict=True):
-        start, end = end, end + count
-        histogram.fine += added
-        histogram.sum_ns += int(sums_ns[start:end].sum())
-
-
-def quantiles_ns(fine: Counts, quantiles: Sequence[float]) -> list[float]:
-    """Estimate quantiles from counts by fine bucket, linear within a bucket, as Prometheus' `histogram_quantile` does.
-
-    Args:
-        fine: counts by fine bucket.
-        quantiles: 0 to 1.
-
-    Returns:
-        Nanoseconds, within 9 %; NaN if there are no counts.
-    """
-    cumulative = fine.cumsum()
-    total = int(cumulative[-1])
-    if not total:
-        return [float("nan")] * len(quantiles)
-    ranks = np.asarray(quantiles) * total
-    places = np.minimum(np.searchsorted(cumulative, ranks, side="left"), len(_BOUNDS_NS) - 1)
-    upper, lower = _BOUNDS_NS[places], _LOWER_NS[places]
-    share = (ranks - (cumulative[places] - fine[places])) / np.maximum(fine[places], 1)
-    values_ns: list[float] = (lower + (upper - lower) * share.clip(0, 1)).tolist()
-    return values_ns
-
-
-def _summed(places: npt.NDArray[np.intp], fine: Counts, length: int) -> Counts:
-    return np.bincount(places, weights=fine, minlength=length).astype(np.int64)
-
+from headrace.observability.histograms import Counts, Histogram, observe_each
 
 TIMES = (*PHASES, "total")
 """Times of a request that have a histogram."""
@@ -351,38 +182,77 @@ class RecentTotals:
 
     Attributes:
         seconds: length of the window, from its first event on; `SECONDS` without events.
-        totals: counted within the window; `last_ms` counts from the load of the version on.
+        totals: counted within the window, without the histograms other than that of `total`; `last_ms` counts from the load of
+            the version on.
     """
 
     seconds: float
     totals: Totals
 
 
-class TotalsSnapshots:
-    """Copies of the totals before the first event of each of the last seconds.
+@dataclass(slots=True)  # not frozen: its constructor runs for the first request of every second
+class _Snapshot:
+    """Totals at a time, in a form that is made in a few microseconds.
 
-    Figures of the last seconds are differences of totals: no event is counted twice, and a batch pays one comparison.
+    Attributes:
+        second: on the monotonic clock.
+        sums: of `Totals.SUMS`.
+        failures, reasons, sizes: as in `Totals`.
+        total: counts of the histogram `total` by fine bucket.
+        pending_ns: durations that the histogram lacks.
+    """
+
+    second: int
+    sums: tuple[int, ...]
+    failures: dict[str, int]
+    reasons: dict[str, int]
+    sizes: dict[int, tuple[int, int, int, int]]
+    total: Counts
+    total_sum_ns: int
+    pending_ns: list[int]
+
+
+class TotalsSnapshots:
+    """The totals before the first event of each of the last seconds.
+
+    Figures of the last seconds are differences of totals: no event is counted twice, and a batch pays one comparison. A model
+    with a request a second pays for a snapshot with each of them.
 
     Not thread-safe: its owner's lock guards it.
 
     Attributes:
-        second: of the last copy, on the monotonic clock.
+        second: of the last snapshot, on the monotonic clock.
     """
 
-    __slots__ = ("_snapshots_by_second", "second")
+    __slots__ = ("_snapshots", "second")
 
     def __init__(self) -> None:
-        self._snapshots_by_second: deque[tuple[int, Totals]] = deque(maxlen=SECONDS)
+        self._snapshots: deque[_Snapshot] = deque(maxlen=SECONDS)
         self.second = -1
 
-    def put(self, second: int, totals: Totals) -> None:
+    def put(self, second: int, totals: Totals, pending_ns: list[int]) -> None:
         """Store the totals before the first event of a second.
 
         Args:
             second: on the monotonic clock.
-            totals: a copy, which must not change.
+            totals: the totals, which are copied.
+            pending_ns: times of requests that its histogram `total` lacks; copied too.
         """
-        self._snapshots_by_second.append((second, totals))
+        total = totals.phases["total"]
+        snapshot = _Snapshot(
+            second,
+            _sums(totals),
+            dict(totals.failures),
+            dict(totals.reasons),
+            {
+                rows: (size.count, size.assemble_ns, size.compute_ns, size.split_ns)
+                for rows, size in totals.sizes.items()
+            },
+            total.fine.copy(),
+            total.sum_ns,
+            pending_ns.copy(),
+        )
+        self._snapshots.append(snapshot)
         self.second = second
 
     def recent(self, now_ns: int, totals: Totals) -> RecentTotals:
@@ -393,37 +263,41 @@ class TotalsSnapshots:
             totals: present totals; a copy, which must not change.
         """
         now_s = now_ns / NS_PER_S
-        for second, earlier in self._snapshots_by_second:
-            if second > now_s - SECONDS:
-                return RecentTotals(max(now_s - second, 1e-3), _difference(totals, earlier))
+        for snapshot in self._snapshots:
+            if snapshot.second > now_s - SECONDS:
+                return RecentTotals(max(now_s - snapshot.second, 1e-3), _difference(totals, snapshot))
         return RecentTotals(float(SECONDS), Totals(last_ms=totals.last_ms))
 
 
-def _difference(now: Totals, earlier: Totals) -> Totals:
+_sums: Callable[[Totals], tuple[int, ...]] = attrgetter(*Totals.SUMS)
+
+
+def _difference(now: Totals, earlier: _Snapshot) -> Totals:
     sizes: dict[int, SizeTotals] = {}
     for rows, size in now.sizes.items():
-        before = earlier.sizes.get(rows, SizeTotals())
-        if size.count > before.count:
+        count, assemble_ns, compute_ns, split_ns = earlier.sizes.get(rows, (0, 0, 0, 0))
+        if size.count > count:
             sizes[rows] = SizeTotals(
-                size.count - before.count,
-                size.assemble_ns - before.assemble_ns,
-                size.compute_ns - before.compute_ns,
-                size.split_ns - before.split_ns,
+                size.count - count,
+                size.assemble_ns - assemble_ns,
+                size.compute_ns - compute_ns,
+                size.split_ns - split_ns,
             )
     difference = Totals(
-        failures=Counter(now.failures) - earlier.failures,
+        failures=Counter(now.failures) - Counter(earlier.failures),
         last_ms=now.last_ms,
         sizes=sizes,
-        reasons=Counter(now.reasons) - earlier.reasons,
+        reasons=Counter(now.reasons) - Counter(earlier.reasons),
     )
-    for name in Totals.SUMS:
-        setattr(difference, name, getattr(now, name) - getattr(earlier, name))
-    pairs = [(difference.phases[phase], now.phases[phase], earlier.phases[phase]) for phase in difference.phases]
-    pairs.append((difference.first_response, now.first_response, earlier.first_response))
-    pairs.append((difference.inter_response, now.inter_response, earlier.inter_response))
-    for histogram, last, first in pairs:
-        histogram.fine = last.fine - first.fine
-        histogram.sum_ns = last.sum_ns - first.sum_ns
+    for name, value, before in zip(Totals.SUMS, _sums(now), earlier.sums, strict=True):
+        setattr(difference, name, value - before)
+    before_total = Histogram(earlier.total.copy())
+    before_total.sum_ns = earlier.total_sum_ns
+    before_total.observe(earlier.pending_ns)
+    total = difference.phases["total"]
+    total.fine, total.sum_ns = (
+        now.phases["total"].fine - before_total.fine, now.phases["total"].sum_ns - before_total.sum_ns
+    )  # fmt: skip
     return difference
 
 
@@ -496,7 +370,7 @@ class Recorder:
         with self._lock:
             totals = self._totals
             if second > self._snapshots.second:
-                self._snapshots.put(second, self._copy())
+                self._snap(second)
             totals.busy_ns += batch.busy_ns
             totals.shape_changes += shape != self._shape
             self._shape = shape
@@ -545,7 +419,7 @@ class Recorder:
         with self._lock:
             totals = self._totals
             if second > self._snapshots.second:
-                self._snapshots.put(second, self._copy())
+                self._snap(second)
             totals.requests += 1
             totals.rows += rows
             totals.executions += 1
@@ -577,7 +451,7 @@ class Recorder:
         with self._lock:
             totals = self._totals
             if second > self._snapshots.second:
-                self._snapshots.put(second, self._copy())
+                self._snap(second)
             totals.requests += 1
             totals.rows += rows
             totals.queue_ns += queue_ns
@@ -626,7 +500,7 @@ class Recorder:
         with self._lock:
             totals = self._totals
             if second > self._snapshots.second:
-                self._snapshots.put(second, self._copy())
+                self._snap(second)
             totals.cache_hits += 1
             totals.cache_hit_ns += lookup_ns
             totals.cached_ns += total_ns
@@ -694,7 +568,7 @@ class Recorder:
         second = self._clock() // NS_PER_S
         with self._lock:
             if second > self._snapshots.second:
-                self._snapshots.put(second, self._copy())
+                self._snap(second)
             self._totals.failures[reason] += 1
             self._totals.failure_ns += time_ns
             if answered_ns is not None:
@@ -758,6 +632,11 @@ class Recorder:
         with self._lock:
             return self._snapshots.recent(now_ns, self._copy())
 
+    def _snap(self, second: int) -> None:
+        """Store the totals before the first event of a second."""
+        self._collect_failures()
+        self._snapshots.put(second, self._totals, self._total_ns)
+
     def _copy(self) -> Totals:
         """Copy the totals; pending durations are sorted into the histograms first."""
         self._collect_failures()
@@ -793,5 +672,5 @@ class Recorder:
         weights[2 * requests : 2 * requests + 3 * batches].reshape(3, batches)[:] = of_batches[3]
         phases = ("queue", "total", "assemble", "compute", "split", "decode", "encode")
         counts = (requests, requests, batches, batches, batches, responses, responses)
-        _observe([self._totals.phases[phase] for phase in phases], counts, values_ns, weights)
+        observe_each([self._totals.phases[phase] for phase in phases], counts, values_ns, weights)
         self._queue_ns, self._total_ns, self._batches_ns = [], [], []

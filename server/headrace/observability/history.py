@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from headrace.core.clock import NS_PER_S
+from headrace.core.clock import NS_PER_S, stepwise
 
 PERIOD_NS = 5 * NS_PER_S
 LENGTH = 120
@@ -45,7 +45,7 @@ class RequestHistory:
 
     A version that is loaded again keeps its ring, one that is unloaded loses it.
 
-    Thread-safety: `sample` runs on one thread and replaces the rings; `rates` may run on any other.
+    Thread-safety: `sample` runs on one thread at a time and replaces the rings; `rates` may run on any other.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class RequestHistory:
         elapsed_s = max(now_ns - self._sampled_ns, 1) / NS_PER_S
         series: dict[tuple[str, str], _Series] = {}
         rates = {}
-        for name, version, source in sources:
+        for name, version, source in stepwise(sources):
             recorder = source.recorder
             ring = self._series.get((name, version)) or _Series(recorder)
             if ring.recorder is not recorder:

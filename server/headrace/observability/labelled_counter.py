@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Sequence
 
 from headrace.core.limits import Cells
 
@@ -65,8 +65,8 @@ class LabelledCounter:
             else:
                 self._cells[index] += by
 
-    def items(self) -> list[tuple[tuple[str, ...], int]]:
-        """Return the label values and count of every combination, sorted; of shared ones those that have been counted."""
+    def items(self) -> ItemsView[tuple[str, ...], int]:
+        """Return the label values and count of every combination; of shared ones those that have been counted."""
         with self._lock:
             counts = dict(self._counts)
             if self._totals is None:
@@ -78,7 +78,7 @@ class LabelledCounter:
             for values, count in shared:
                 if count:
                     counts[values] = counts.get(values, 0) + count
-            return sorted(counts.items())
+            return counts.items()
 
 
 # Global counters: one process is one server, and the code that counts is far from where a counter could be passed in.

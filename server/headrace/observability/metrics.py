@@ -22,10 +22,10 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from headrace.core.clock import NS_PER_S, pause
+from headrace.core.clock import NS_PER_S, pause, stepwise
 from headrace.core.telemetry import TritonMetrics
-from headrace.observability.counters import FIRST_NATIVE, SCHEMA, ZERO_S, Exemplar, Histogram
 from headrace.observability.custom_metrics import CustomMetrics
+from headrace.observability.histograms import FIRST_NATIVE, SCHEMA, ZERO_S, Exemplar, Histogram
 from headrace.observability.metrics_models import CpuCollector, ModelCollector, ScrapedModels
 from headrace.observability.metrics_server import (
     GpuCollector,
@@ -35,7 +35,7 @@ from headrace.observability.metrics_server import (
     ServerCollector,
     ServerFacts,
 )
-from headrace.observability.metrics_table import Durations, classic_buckets, stepwise
+from headrace.observability.metrics_table import Durations, SampleStream, classic_buckets
 from headrace.observability.metrics_traffic import HasTrafficRows, TrafficCollector
 
 _PROTOBUF = "application/vnd.google.protobuf"
@@ -49,8 +49,6 @@ _VALUES = {"gauge": 2, "counter": 3, "summary": 4, "unknown": 3}
 _HISTOGRAM = 7
 # Up to this many empty native buckets in a row take fewer bytes than the start of a new span.
 _GAP = 2
-# The text of this many samples and one takes some hundred microseconds.
-_STEP_MASK = 63
 
 
 def expose(registry: CollectorRegistry, accept: str, consume: bool = False) -> tuple[str, bytes]:
@@ -93,12 +91,13 @@ def _page(registry: CollectorRegistry, openmetrics: bool, consume: bool) -> byte
             name += "_total" if kind == "counter" else ""
             kind = "counter" if kind == "unknown" else kind
         lines = [f"# HELP {name} {text}\n# TYPE {name} {kind}\n"]
-        samples = metric.samples if consume else list(metric.samples)
-        samples.reverse()
-        while samples:  # each is freed here, and each label below: some hundred thousand at once would be one long step
-            sample = samples.pop()
-            if not len(samples) & _STEP_MASK:
-                pause()
+        is_stream = isinstance(metric.samples, SampleStream)
+        samples = metric.samples if is_stream else _taken(metric.samples if consume else list(metric.samples))
+        for sample in samples:
+            pause()
+            if is_stream:  # of labels that no other metric has
+                lines.append(f"{sample.name}{_label_text(sample.labels)} {_go_text(sample.value)}\n")
+                continue
             key = tuple(sample.labels.items())
             written = labels.get(key)
             if written is None:
@@ -110,9 +109,15 @@ def _page(registry: CollectorRegistry, openmetrics: bool, consume: bool) -> byte
         parts.append(b"# EOF\n")
     while labels:
         labels.popitem()
-        if not len(labels) & _STEP_MASK:
-            pause()
+        pause()
     return b"".join(parts)
+
+
+def _taken(samples: list[Sample]) -> Iterator[Sample]:
+    """Yield samples and remove them: to free some hundred thousand at once would be one long step."""
+    samples.reverse()
+    while samples:
+        yield samples.pop()
 
 
 def _go_text(value: float) -> str:

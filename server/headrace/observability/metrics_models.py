@@ -16,20 +16,13 @@ from weakref import WeakKeyDictionary
 
 from prometheus_client.metrics_core import Metric
 
-from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
+from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns, stepwise
 from headrace.core.request import ModelLoad, SequenceFigures
 from headrace.core.telemetry import TritonMetrics
 from headrace.core.tensor import ModelSpec
 from headrace.observability import metrics_table as table
-from headrace.observability.counters import (
-    TIMES,
-    Counts,
-    Histogram,
-    Recorder,
-    StepTotal,
-    Totals,
-    quantiles_ns,
-)
+from headrace.observability.counters import TIMES, Recorder, StepTotal, Totals
+from headrace.observability.histograms import Counts, Histogram, quantiles_ns
 
 # Upper bounds in milliseconds, Triton's defaults.
 FIRST_RESPONSE_MS = (100.0, 500.0, 2000.0, 5000.0)
@@ -93,7 +86,7 @@ class TritonModels:
             if name.endswith("_us") and not self._options.counter_latencies:
                 continue
             counter = table.TRITON[name].unknown()
-            for row in table.stepwise(rows):
+            for row in stepwise(rows):
                 counter.add_sample(counter.name, _labels(row), read(row.totals))
             yield counter
         yield _failures(rows)
@@ -104,10 +97,10 @@ class TritonModels:
         yield from _triton_caches([row for row in rows if row.has_cache], self._options)
 
     def _summaries(self, rows: Sequence[Row]) -> Iterator[Metric]:
-        recent = [self._windows.recent(row.recorder, row.totals.phases) for row in table.stepwise(rows)]
+        recent = [self._windows.recent(row.recorder, row.totals.phases) for row in stepwise(rows)]
         for phase, family in table.TRITON_SUMMARY.items():
             summary = family.any_summary()
-            for row, fine in table.stepwise(zip(rows, recent, strict=True)):
+            for row, fine in stepwise(zip(rows, recent, strict=True)):
                 labels, histogram = _labels(row), row.totals.phases[phase]
                 quantiles = self._options.summary_quantiles
                 for quantile, value_ns in zip(quantiles, quantiles_ns(fine[phase], quantiles), strict=True):
@@ -221,7 +214,7 @@ def _labels(row: Row) -> dict[str, str]:
 
 def _failures(rows: Sequence[Row]) -> Metric:
     family = table.TRITON_FAILURE.unknown()
-    for row in table.stepwise(rows):
+    for row in stepwise(rows):
         counts = dict.fromkeys(_ALL_REASONS, 0)
         for reason, count in row.totals.failures.items():
             counts[REASONS.get(reason, "OTHER")] += count
@@ -233,7 +226,7 @@ def _failures(rows: Sequence[Row]) -> Metric:
 def _first_response(rows: Sequence[Row]) -> Metric:
     """Collect the time to the first response. It is the total time of a request with one response."""
     family = table.TRITON_FIRST_RESPONSE.histogram()
-    for row in table.stepwise(rows):
+    for row in stepwise(rows):
         histogram = row.totals.first_response if row.is_decoupled else row.totals.phases["total"]
         buckets: list[tuple[str, float]] = [
             (str(bound), histogram.count_to(int(bound * NS_PER_MS))) for bound in FIRST_RESPONSE_MS
@@ -384,7 +377,7 @@ class ModelCollector(table.ScrapeCollector):
                 source.spec.padded is not None,
                 source.spec.decoupled,
             )
-            for labels, source in table.stepwise(sources)
+            for labels, source in stepwise(sources)
         ]
         yield from _latencies(rows)
         yield from _counts(rows)
@@ -423,7 +416,7 @@ _Sources = list[tuple[list[str], ScrapedModel]]
 def _latencies(rows: Sequence[Row]) -> Iterator[Metric]:
     for phase in TIMES:
         family = table.PHASE_SECONDS[phase].durations()
-        for row in table.stepwise(rows):
+        for row in stepwise(rows):
             family.add(row.labels, row.totals.phases[phase])
         yield family
 
@@ -431,7 +424,7 @@ def _latencies(rows: Sequence[Row]) -> Iterator[Metric]:
 def _responses(rows: Sequence[Row]) -> Iterator[Metric]:
     """Collect the times of responses of decoupled models."""
     first, inter = table.FIRST_RESPONSE.durations(), table.INTER_RESPONSE.durations()
-    for row in table.stepwise(rows):
+    for row in stepwise(rows):
         first.add(row.labels, row.totals.first_response)
         inter.add(row.labels, row.totals.inter_response)
     yield from (first, inter)
@@ -441,7 +434,7 @@ def _counts(rows: Sequence[Row]) -> Iterator[Metric]:
     requests, inferred = table.REQUESTS.counter(), table.ROWS.counter()
     failures, batches, busy = table.FAILURES.counter(), table.BATCHES.counter(), table.BUSY.counter()
     inline_runs, inline_disabled = table.INLINE_RUNS.counter(), table.INLINE_DISABLED.counter()
-    for labels, totals in ((row.labels, row.totals) for row in table.stepwise(rows)):
+    for labels, totals in ((row.labels, row.totals) for row in stepwise(rows)):
         requests.add_metric(labels, totals.successes)
         inferred.add_metric(labels, totals.rows)
         busy.add_metric(labels, totals.busy_ns / NS_PER_S)
@@ -464,7 +457,7 @@ def _padding(rows: Sequence[Row]) -> Iterator[Metric]:
 
 def _batch_sizes(rows: Sequence[Row]) -> Metric:
     family = table.BATCH_ROWS.histogram()
-    for row in table.stepwise(rows):
+    for row in stepwise(rows):
         sizes = sorted(row.totals.sizes.items())
         buckets: list[tuple[str, float]] = []
         for power in range(11):
@@ -480,7 +473,7 @@ def _load(sources: _Sources) -> Iterator[Metric]:
     wait, drain, capacity = table.PREDICTED_WAIT.gauge(), table.DRAIN.gauge(), table.CAPACITY.gauge()
     objective, late = table.OBJECTIVE.gauge(), table.LATE.counter()
     server_depth = server_in_flight = server_wait_ns = 0
-    for labels, source in table.stepwise(sources):
+    for labels, source in stepwise(sources):
         load = source.load()
         if not source.calls:  # the load of a pipeline is that of the models that it calls
             server_depth += load.depth
@@ -511,7 +504,7 @@ def _sequences(sources: _Sources) -> Iterator[Metric]:
     live, slots, used = table.SEQUENCES.gauge(), table.SEQUENCE_SLOTS.gauge(), table.SEQUENCE_SLOTS_USED.gauge()
     backlog = table.SEQUENCE_BACKLOG.gauge()
     ends, refusals = table.SEQUENCE_ENDS.counter(), table.SEQUENCE_REFUSALS.counter()
-    for labels, source in table.stepwise(sources):
+    for labels, source in stepwise(sources):
         figures = source.sequence_figures
         if figures is None:
             continue
@@ -526,7 +519,7 @@ def _sequences(sources: _Sources) -> Iterator[Metric]:
 
 def _lives(sources: _Sources) -> Iterator[Metric]:
     alive, configured, restarts = table.INSTANCES.gauge(), table.INSTANCES_WANTED.gauge(), table.RESTARTS.counter()
-    for labels, source in table.stepwise(sources):
+    for labels, source in stepwise(sources):
         alive.add_metric(labels, source.alive)
         configured.add_metric(labels, 0 if source.evicted else source.policy.instances)
         restarts.add_metric(labels, source.restarts)
@@ -535,7 +528,7 @@ def _lives(sources: _Sources) -> Iterator[Metric]:
 
 def _processes(sources: _Sources) -> Iterator[Metric]:
     up, restarts = table.PROCESS_UP.gauge(), table.PROCESS_RESTARTS.counter()
-    for labels, source in table.stepwise(sources):
+    for labels, source in stepwise(sources):
         process_status = source.process_status
         if process_status is not None:
             up.add_metric(labels, process_status.up)
@@ -545,7 +538,7 @@ def _processes(sources: _Sources) -> Iterator[Metric]:
 
 def _profiles(sources: _Sources) -> Metric:
     family = table.PROFILE.gauge()
-    for labels, source in table.stepwise(sources):
+    for labels, source in stepwise(sources):
         for size, median_ns, p95_ns in source.latency_table.summary():
             family.add_metric([*labels, str(size), "0.5"], median_ns / NS_PER_US)
             family.add_metric([*labels, str(size), "0.95"], p95_ns / NS_PER_US)
@@ -555,7 +548,7 @@ def _profiles(sources: _Sources) -> Metric:
 def _steps(sources: _Sources) -> Iterator[Metric]:
     requests, wasted = table.STEP_REQUESTS.counter(), table.STEP_WASTED.counter()
     seconds = table.STEP_SECONDS.durations()
-    for labels, source in table.stepwise(sources):
+    for labels, source in stepwise(sources):
         for name, total in source.steps().items():
             outcomes = {
                 "ok": total.requests - total.cached - total.fallbacks,
@@ -580,7 +573,7 @@ def _caches(sources: _Sources) -> Iterator[Metric]:
     size, entries, enabled = table.CACHE_BYTES.gauge(), table.CACHE_ENTRIES.gauge(), table.CACHE_ENABLED.gauge()
     up = table.CACHE_REDIS_UP.gauge()
     lookups, writes = table.CACHE_REDIS_LOOKUPS.counter(), table.CACHE_REDIS_WRITES.counter()
-    for labels, source in table.stepwise(sources):
+    for labels, source in stepwise(sources):
         if source.cache is None:
             continue
         report: Mapping[str, Any] = source.cache.report()
@@ -603,12 +596,12 @@ def _triton_caches(rows: Sequence[Row], options: TritonMetrics) -> Iterator[Metr
         if name.endswith("_duration") and not options.counter_latencies:
             continue
         counter = table.TRITON_CACHE[name].unknown()
-        for row in table.stepwise(rows):
+        for row in stepwise(rows):
             counter.add_sample(counter.name, _labels(row), read(row.totals))
         yield counter
     for name, family in table.TRITON_CACHE_SUMMARY.items() if options.summary_latencies else ():
         summary, count = family.any_summary(), _CACHE_COUNTERS["num_hits" if name == "hit" else "num_misses"]
-        for row in table.stepwise(rows):
+        for row in stepwise(rows):
             labels = _labels(row)
             summary.add_sample(f"{summary.name}_count", labels, count(row.totals))
             summary.add_sample(f"{summary.name}_sum", labels, _CACHE_COUNTERS[f"{name}_duration"](row.totals))
@@ -625,7 +618,7 @@ _CACHE_COUNTERS: dict[str, Callable[[Totals], float]] = {
 
 def _engines(sources: _Sources) -> Iterator[Metric]:
     info, accuracy = table.ENGINE_INFO.gauge(), table.ENGINE_ACCURACY.gauge()
-    for labels, source in table.stepwise(sources):
+    for labels, source in stepwise(sources):
         parameters = source.spec.parameters
         if "engine.file" not in parameters:
             continue

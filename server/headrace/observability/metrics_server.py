@@ -15,12 +15,12 @@ from typing import ClassVar, Protocol
 import numpy as np
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
-from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
+from headrace.core.clock import NS_PER_S, Clock, monotonic_ns, stepwise
 from headrace.core.ledger import CPU, HOST, Ledger
 from headrace.core.limits import ClientLimits
 from headrace.core.telemetry import GpuReading, LoadCounts, ProcessFigures, StoreStatus
 from headrace.observability import metrics_table as table
-from headrace.observability.counters import FINE_BUCKETS, Counts, Histogram
+from headrace.observability.histograms import FINE_BUCKETS, Counts, Histogram
 from headrace.observability.labelled_counter import (
     BUILDS,
     DROPPED,
@@ -37,8 +37,8 @@ _INTERVAL_S = 0.25
 class States(Protocol):
     """States of all models; see `headrace.repository.registry.Registry`."""
 
-    def states(self) -> Sequence[tuple[str, str, str]]:
-        """Return model, version ("" while the versions are unknown) and state of each."""
+    def states(self) -> Sequence[tuple[str, str, str, bool]]:
+        """Return model, version ("" while the versions are unknown), state, and whether it serves but was never used."""
 
     def ready(self) -> bool:
         """Return True if every model that should be served is ready."""
@@ -135,7 +135,8 @@ class ServerCollector(table.ScrapeCollector):
         ready.add_metric([], facts.states.ready())
         build.add_metric([facts.version, platform.python_version()], 1)
         threads.add_metric([], threading.active_count())
-        yield from (ready, build, threads, _states(facts.states))
+        yield from (ready, build, threads)
+        yield from _states(facts.states.states())
         utilization = table.SERVER_UTILIZATION.gauge()
         if facts.utilization is not None:
             utilization.add_metric([], facts.utilization())
@@ -159,6 +160,24 @@ class ServerCollector(table.ScrapeCollector):
             for values, count in labelled_counter.items():
                 counter.add_metric(values, count)
             yield counter
+
+
+def _states(states: Sequence[tuple[str, str, str, bool]]) -> Iterator[Metric]:
+    """Collect the states and loads of models; of unused ones their state and the failed loads, which alerts watch."""
+    yield table.MODEL_STATE.stream(
+        ([model, version, label], label == state)
+        for model, version, state, is_unused in states
+        for label in ((state,) if is_unused else _STATES)
+    )
+    unused, used = set[str](), set[str]()
+    for model, _, _, is_unused in stepwise(states):
+        (unused if is_unused else used).add(model)
+    yield table.MODEL_LOADS.stream(
+        ([model, result], count)
+        for (model, result), count in LOADS.items()
+        # The load with which an unused model began to serve is no news; all that follows it is.
+        if result == "failed" or count > (result == "loaded") or model not in unused or model in used
+    )
 
 
 def _limit_metrics(client_limits: Sequence[ClientLimits]) -> Iterator[Metric]:
@@ -194,19 +213,10 @@ def _process_metrics(processes: Sequence[ProcessFigures]) -> Iterator[Metric]:
     yield from (up, cpu, memory, starts, connections)
 
 
-def _states(states: States) -> Metric:
-    family = table.MODEL_STATE.gauge()
-    for model, version, state in states.states():
-        for label in _STATES:
-            family.add_metric([model, version, label], label == state)
-    return family
-
-
 # In the order in which a version passes them; see `headrace.repository.registry.State`.
 _STATES = ("UNKNOWN", "LOADING", "READY", "UNAVAILABLE", "UNLOADING", "UNLOADED")
 _LABELLED_COUNTERS: tuple[tuple[table.Family, LabelledCounter], ...] = (
     (table.ERRORS, ERRORS),
-    (table.MODEL_LOADS, LOADS),
     (table.ENGINE_BUILDS, BUILDS),
     (table.STORE_SYNCS, STORE_SYNCS),
     (table.STORE_BYTES, STORE_BYTES),

@@ -7,19 +7,20 @@ A family's name is the one that Prometheus stores: that of a counter ends in `_t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as OpenMetricsExemplar
+from prometheus_client.samples import Sample
 
-from headrace.core.clock import NS_PER_S, pause
-from headrace.observability.counters import BUCKETS_S, Exemplar, Histogram
+from headrace.core.clock import NS_PER_S
+from headrace.observability.histograms import BUCKETS_S, Exemplar, Histogram
 
 Kind = Literal["counter", "gauge", "histogram", "summary"]
 MODEL = ("model", "version")
@@ -32,16 +33,6 @@ class ScrapeCollector(Collector):
     def describe(self) -> Iterable[Metric]:
         """Return nothing, so that the registry does not collect."""
         return ()
-
-
-T = TypeVar("T")
-
-
-def stepwise(items: Iterable[T]) -> Iterator[T]:
-    """Yield items, with a pause between two if other threads wait for the interpreter: there may be thousands of models."""
-    for item in items:
-        yield item
-        pause()
 
 
 class Durations(HistogramMetricFamily):
@@ -60,6 +51,25 @@ class Durations(HistogramMetricFamily):
         self.natives.append((labels, histogram))
         buckets = [_sample(bucket) for bucket in classic_buckets(histogram)]
         self.add_metric(labels, buckets, histogram.sum_ns / NS_PER_S)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStream:
+    """Samples that are made while the page is rendered: tens of thousands at once would start the garbage collector.
+
+    Attributes:
+        name: of the samples.
+        labels: names of the labels.
+        rows: label values and value of each sample; read once.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    rows: Iterable[tuple[Sequence[str], float]]
+
+    def __iter__(self) -> Iterator[Sample]:
+        for values, value in self.rows:
+            yield Sample(self.name, dict(zip(self.labels, values, strict=True)), value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +118,16 @@ class Family:
     def unknown(self) -> Metric:
         """Return a counter without the suffix `_total`, without series, for `add_sample`."""
         return Metric(self.name, self.text, "unknown")
+
+    def stream(self, rows: Iterable[tuple[Sequence[str], float]]) -> Metric:
+        """Return a counter or gauge whose series are read while the page is rendered.
+
+        Args:
+            rows: label values and value of each series.
+        """
+        family = self.counter() if self.kind == "counter" else self.gauge()
+        family.samples = SampleStream(self.name, self.labels, rows)  # type: ignore[assignment]  # is only iterated
+        return family
 
     def any_summary(self) -> Metric:
         """Return a summary with quantiles, without series, for `add_sample`; samples of a series must be adjacent."""
@@ -291,10 +311,14 @@ STORE_BYTES = _stores("headrace_repository_downloaded_bytes_total", "Bytes downl
 
 _models = _Section("Models", MODEL)
 READY = _models("headrace_ready", "1 while /v2/health/ready answers 200.", labels=())
-MODEL_STATE = _models("headrace_model_state", "1 for the current state of a version, 0 for the other states.", "state")
+MODEL_STATE = _models(
+    "headrace_model_state",
+    "1 for the current state of a version, 0 for the other states; without them while it is unused.",
+    "state",
+)
 MODEL_LOADS = _models(
     "headrace_model_loads_total",
-    "Loads and unloads by result: loaded, reloaded, unloaded, failed.",
+    "Loads and unloads by result: loaded, reloaded, unloaded, failed; only the last of a model that was never used.",
     labels=("model", "result"),
     when="once a model has been loaded",
 )

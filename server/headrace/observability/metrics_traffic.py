@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from prometheus_client.metrics_core import Metric
 
+from headrace.core.clock import stepwise
 from headrace.observability import metrics_table as table
 
 STATES = ("stable", "canary", "shadow", "idle", "undone", "not_ready")
@@ -59,7 +60,7 @@ class TrafficCollector(table.ScrapeCollector):
         routed, undone = table.TRAFFIC_ROUTED.counter(), table.TRAFFIC_UNDONE.counter()
         shadow, rows = table.SHADOW_REQUESTS.counter(), table.SHADOW_ROWS.counter()
         agreeing, difference = table.SHADOW_AGREEING_ROWS.counter(), table.SHADOW_MAX_DIFFERENCE.gauge()
-        for row in table.stepwise(self._traffic.rows()):
+        for row in stepwise(self._traffic.rows()):
             labels = [row.model, row.version]
             share.add_metric(labels, row.share)
             routed.add_metric(labels, row.routed)

@@ -75,6 +75,9 @@ class VersionCloser:
         with self._lock:
             self._closing.add(closing)
             self._counts[handle.spec.name, handle.spec.version] += 1
+        if handle.is_unused and not handle.in_flight:  # nothing to wait for: thousands of threads would take seconds
+            self._run(closing)
+            return
         try:
             thread.start()
         except RuntimeError as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -95,8 +96,8 @@ class CachedModel:
 class GpuModelCache:
     """LRU cache of model versions in the memory of all GPUs, and in the budget of host memory.
 
-    Ownership: `_lock` guards `_requests`, `_notified`, `_loads`, `_load_error` and the keys of `_models`. `_removal` is its
-    condition and signals removals. `CachedModel` objects belong to the control thread.
+    Ownership: `_lock` guards `_requests`, `_notified`, `_loads`, `_load_error`, `_handles` and the keys of `_models`. `_removal`
+    is its condition and signals removals. `CachedModel` objects belong to the control thread.
 
     Args:
         ledger: memory accounts of the GPUs and the host.
@@ -118,6 +119,7 @@ class GpuModelCache:
         self._lock = threading.Lock()
         self._removal = threading.Condition(self._lock)
         self._models: dict[VersionHandle, CachedModel] = {}
+        self._handles: Counter[tuple[str, str]] = Counter()  # number of `_models`, by model and version
         self._requests: dict[VersionHandle, None] = {}  # in the order of the requests
         self._loads: dict[tuple[str, str], LoadCounts] = {}
         self._notified = False  # `on_wanted` was called, and `serve` has not been since
@@ -143,8 +145,7 @@ class GpuModelCache:
             begun_ns: start of the load, monotonic nanoseconds.
         """
         model = CachedModel(handle, is_pinned, reopen)
-        with self._lock:
-            self._models[handle] = model
+        self._add(model)
         self._record_load(model, account, begun_ns)
 
     def add_evicted(
@@ -157,8 +158,7 @@ class GpuModelCache:
             expected_bytes: memory that it will need, by GPU or of `CPU`.
             reopen: loads it.
         """
-        with self._lock:
-            self._models[handle] = CachedModel(handle, False, reopen, expected_bytes)
+        self._add(CachedModel(handle, False, reopen, expected_bytes))
 
     def make_room(self, error: NoRoom, name: str) -> bool:
         """Evict other versions for a version that is loaded now; versions in use only if there are no others.
@@ -241,7 +241,9 @@ class GpuModelCache:
             self._requests.pop(handle, None)
             if self._models.pop(handle, None) is not None:
                 key = _key(handle)
-                if all(_key(other) != key for other in self._models):
+                self._handles[key] -= 1
+                if not self._handles[key]:
+                    del self._handles[key]
                     self._loads.pop(key, None)
             self._removal.notify_all()
 
@@ -259,6 +261,12 @@ class GpuModelCache:
             return [(model, version, replace(loads)) for (model, version), loads in sorted(self._loads.items())]
 
     # Within, on the control thread
+
+    def _add(self, model: CachedModel) -> None:
+        with self._lock:
+            if model.handle not in self._models:
+                self._handles[_key(model.handle)] += 1
+            self._models[model.handle] = model
 
     def _candidates(self, gpu: int) -> list[CachedModel]:
         """Versions on a GPU that may be evicted at some time."""

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config.manifest import is_artefact_name, read_layers
-from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, allow_pauses, monotonic_ns, pause
+from headrace.core.clock import NS_PER_MS, NS_PER_S, REPORT_STEP_NS, Clock, allow_pauses, monotonic_ns, pause
 from headrace.core.errors import ConfigError, NotFound
 from headrace.core.telemetry import ProcessFigures, StoreStatus
-from headrace.observability.counters import FIRST_NATIVE, SCHEMA, Counts, StepTotal
+from headrace.observability.counters import StepTotal
+from headrace.observability.histograms import FIRST_NATIVE, SCHEMA, Counts
 from headrace.observability.history import PERIOD_NS, RequestHistory
 from headrace.pipelines.graph import Step
 from headrace.pipelines.handle import PipelineHandle
@@ -60,17 +61,26 @@ class ServerOverview:
         self._refresh_task: asyncio.Task[None] | None = None
         self._history = RequestHistory()
         self._timer: asyncio.TimerHandle | None = None
+        self._sample_task: asyncio.Task[None] | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Sample the request counts of all versions periodically, until `stop`."""
-        # Reads two numbers of each version: a millisecond with a thousand versions.
-        self._history.sample(self._registry.counted_sources(), self._clock())
-        self._timer = loop.call_later(PERIOD_NS / NS_PER_S, self.start, loop)
+        self._sample_task = loop.create_task(self._sample(loop))
 
     def stop(self) -> None:
         """End the sampling."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for each in (self._timer, self._sample_task):
+            if each is not None:
+                each.cancel()
+
+    async def _sample(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(PERIOD_NS / NS_PER_S, self.start, loop)
+        # Not on the event loop: thousands of models take some milliseconds.
+        await asyncio.to_thread(self._sample_history)
+
+    def _sample_history(self) -> None:
+        allow_pauses(REPORT_STEP_NS)
+        self._history.sample(self._registry.used_sources(), self._clock())
 
     async def status(self) -> Mapping[str, object]:
         """Return time, readiness, and for every version its state and reason, and its counters and gauges if it serves."""
@@ -120,7 +130,7 @@ class ServerOverview:
             self._refresh_task = None
 
     def _collect(self, now_ns: int) -> Mapping[str, object]:
-        allow_pauses()
+        allow_pauses(REPORT_STEP_NS)
         handles = {(model, version): handle for model, version, handle in self._registry.sources()}
         models = []
         for row in self._registry.index():

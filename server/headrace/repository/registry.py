@@ -10,25 +10,17 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from operator import itemgetter
 from typing import Literal
 
-from headrace.core.clock import NS_PER_MS, NS_PER_US, monotonic_ns, pause
+from headrace.core.clock import pause, stepwise
 from headrace.core.errors import BadRequest, HeadraceError, NotFound, Unavailable
 from headrace.core.model_config import is_version, name_problem
 from headrace.core.traffic_config import Traffic
 from headrace.observability.statistics import to_triton
-from headrace.pipelines.handle import PipelineHandle
-from headrace.pipelines.step_totals import slowest_step
-from headrace.scheduling.bottlenecks import (
-    Bottleneck,
-    LoadSnapshot,
-    find_bottlenecks,
-    find_full_slots,
-    snapshot_figures,
-)
 from headrace.scheduling.sequences.directory import SequenceDirectory
 from headrace.scheduling.version_handle import VersionHandle
 
@@ -224,7 +216,7 @@ class Registry:
         self._numbers: dict[str, set[str]] = {}  # versions with a record, by model
         self._pipelines: dict[str, Serving] = {}  # those of `_serving` that call other models
         self._similar: tuple[Mapping[str, Serving], SimilarNames] = ({}, SimilarNames(()))
-        self._watched: tuple[Mapping[str, Serving], list[VersionHandle]] = ({}, [])
+        self._used: dict[tuple[str, str], VersionHandle] = {}  # those of `_serving` that were loaded or had a request
         self._complete = False
         self.sequences = SequenceDirectory()
 
@@ -323,15 +315,12 @@ class Registry:
         loaded later counts when its load has ended. A server without models is ready.
         """
         serving = self._serving
-        watched_of, watched = self._watched
-        if watched_of is not serving:
-            # A pipeline is as ready as its models, one of which may be unloaded on purpose.
-            watched = [each for model in serving.values() for each in model.handles.values() if not each.calls]
-            self._watched = (serving, watched)
         if not self._complete or not all(
             handle.evicted  # first, as thousands may be
+            # A pipeline is as ready as its models, one of which may be unloaded on purpose.
+            or handle.calls
             or (handle.ready and ((process_status := handle.process_status) is None or process_status.up))
-            for handle in watched
+            for _, _, handle in self.used_sources()
         ):
             return False
         if serving and self._ready_when == "any":
@@ -360,19 +349,23 @@ class Registry:
             for version, handle in serving.handles.items()
         ]
 
-    def counted_sources(self) -> Iterable[tuple[str, str, VersionHandle]]:
-        """Return `sources` without versions that were never loaded and had no request: thousands of series of zeros."""
-        return [
-            (name, version, handle)
-            for name, serving in self._serving.items()
-            for version, handle in serving.handles.items()
-            if not handle.is_cold or handle.used_ns
-        ]
-
-    def states(self) -> Sequence[tuple[str, str, str]]:
-        """Return name, version and state of every known version; the version is "" before a model's versions are known."""
+    def used_sources(self) -> Iterable[tuple[str, str, VersionHandle]]:
+        """Return `sources` without versions that were never loaded and had no request: of thousands, some may be in use."""
         with self._lock:
-            return [(name, version, record.state.name) for (name, version), record in sorted(self._records.items())]
+            return [(*key, handle) for key, handle in self._used.items()]
+
+    def states(self) -> Sequence[tuple[str, str, str, bool]]:
+        """Return name, version and state of every known version, and whether it serves but is not in `used_sources`.
+
+        The version is "" before a model's versions are known.
+        """
+        with self._lock:  # only for the copy: the event loop takes it too
+            records, used = list(self._records.items()), set(self._used)
+        states = []
+        for key, record in stepwise(sorted(records, key=itemgetter(0))):
+            state = record.state
+            states.append((*key, state.name, state is State.READY and key not in used))
+        return states
 
     # For the control thread
 
@@ -515,12 +508,18 @@ class Registry:
         with self._lock:
             all_serving = dict(self._serving)
             before = all_serving.pop(name, None)
+            for version in () if before is None else before.handles:
+                self._used.pop((name, version), None)
             traffic = None
             if serving is not None and serving.handles:
                 ordered = dict(sorted(serving.handles.items(), key=lambda item: int(item[0])))
                 traffic = self._traffic_in_force(name, serving.traffic)
                 all_serving[name] = replace(serving, handles=ordered, traffic=traffic)
                 for version, handle in ordered.items():
+                    if handle.is_unused:
+                        handle.on_first_use = partial(self._set_used, name, version, handle)
+                    if not handle.is_unused:  # not otherwise: another thread may use it between the two lines
+                        self._used[name, version] = handle
                     record = self._record(name, version, State.LOADING)
                     remark = serving.remarks.get(version, "")
                     if record.state is State.LOADING:
@@ -542,6 +541,12 @@ class Registry:
             if traffic is not None or (before is not None and before.traffic is not None):
                 self.on_traffic(name, traffic)
         self.on_published()
+
+    def _set_used(self, name: str, version: str, handle: VersionHandle) -> None:
+        with self._lock:
+            serving = self._serving.get(name)
+            if serving is not None and serving.handles.get(version) is handle:
+                self._used[name, version] = handle
 
     def _traffic_in_force(self, name: str, configured: Traffic | None) -> Traffic | None:
         """Return the traffic that a request has set, unless the configuration has changed since; called with the lock."""
@@ -658,135 +663,3 @@ class Registry:
             "" if version.isdecimal() else f"failed to get model version from specified version string '{version}', "
         )
         return f": {number}it has {available}"
-
-
-def explain(registry: Registry, model: str, version: str = "") -> dict[str, object]:
-    """Return the bottlenecks of a version, most important first, and the figures of the last seconds; thread-safe.
-
-    Args:
-        registry: registry of the versions.
-        model: name of the model.
-        version: version number or label; "" is the latest.
-
-    Returns:
-        name, version, limit (one word), summary (a sentence), findings (kind, explanation, cure, setting and
-        expected of each) and numbers.
-
-    Raises:
-        NotFound, Unavailable: see `Registry.lease`.
-    """
-    handle = registry.lease(model, version)
-    try:
-        snapshot = LoadSnapshot(
-            handle.recorder.recent(),
-            handle.policy,
-            handle.latency_table,
-            handle.alive,
-            handle.depth,
-            handle.spec.max_batch_size > 0,
-            handle.evicted,
-        )
-        load = handle.load(by_level=False)
-        figures: dict[str, object] = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}
-        if isinstance(handle, PipelineHandle):
-            bottlenecks, figures["steps"] = _find_slowest_step(registry, handle)
-        else:
-            bottlenecks = [*_off_gpu(handle), *find_bottlenecks(snapshot)]
-        sequences = handle.sequence_figures
-        if sequences is not None and (full := find_full_slots(sequences, handle.policy)) is not None:
-            bottlenecks.insert(0, full)
-        first = bottlenecks[0]
-        document: dict[str, object] = {
-            "name": model,
-            "version": handle.spec.version,
-            "limit": first.kind,
-            "summary": f"{first.explanation}; cure: {first.cure}" if first.cure else first.explanation,
-            "findings": [asdict(bottleneck) for bottleneck in bottlenecks],
-            "numbers": snapshot_figures(snapshot) | figures,
-        }
-        if handle.cache is not None:
-            document["cache"] = dict(handle.cache.report())
-        if handle.padding is not None:
-            document["padding"] = dict(handle.padding)
-        if sequences is not None:
-            document["sequences"] = sequences._asdict()
-        if (traffic := registry.traffic_report(model)) is not None:
-            document["traffic"] = dict(traffic)
-        return document
-    finally:
-        handle.release()
-
-
-def _longest_step(handle: PipelineHandle) -> str:
-    """Return which step would take the longest by the latency tables of its models; "" while they are unmeasured."""
-    now_ns = monotonic_ns()
-    costs_ns: dict[str, int] = {}
-    for step in handle.graph.steps:
-        member = handle.member(step)
-        costs_ns[step.name] = 0 if member is None else member.predict_ns(1, 0, now_ns).compute_ns
-    longest = max(costs_ns, key=lambda name: costs_ns[name])
-    if not costs_ns[longest]:
-        return ""
-    return (
-        f"; by the latency tables step '{longest}' takes the longest: {costs_ns[longest] / NS_PER_MS:.3g} ms of "
-        f"{sum(costs_ns.values()) / NS_PER_MS:.3g} ms compute for one row"
-    )
-
-
-def _find_slowest_step(
-    registry: Registry, handle: PipelineHandle
-) -> tuple[list[Bottleneck], dict[str, Mapping[str, float]]]:
-    """Return the step that takes the longest with the bottlenecks of its model, and the mean times of each step."""
-    recent = {name: step for name, step in handle.step_totals.recent(monotonic_ns()).items() if step.count}
-    if not recent:
-        return [
-            Bottleneck("idle", f"no request has run through the steps in the last seconds{_longest_step(handle)}")
-        ], {}
-    figures: dict[str, Mapping[str, float]] = {
-        name: {
-            "requests": step.count,
-            "total_us": round(step.total_ns / step.count / NS_PER_US, 1),
-            "compute_us": round(step.compute_ns / step.count / NS_PER_US, 1),
-        }
-        for name, step in recent.items()
-    }
-    slowest = slowest_step(recent)
-    times = figures[slowest]
-    step = next(step for step in handle.graph.steps if step.name == slowest)
-    explanation = (
-        f"step '{slowest}' (model {step.model}) takes {times['total_us'] / 1e3:.3g} ms of each request, "
-        f"{times['compute_us'] / 1e3:.3g} ms of it compute; the steps together take "
-        f"{sum(each['total_us'] for each in figures.values()) / 1e3:.3g} ms"
-    )
-    bottlenecks = [Bottleneck("slowest_step", explanation)]
-    if registry.serving(step.model, step.version) is not None:
-        findings = explain(registry, step.model, step.version)["findings"]
-        assert isinstance(findings, list)
-        inner = [Bottleneck(**finding) for finding in findings]
-        bottlenecks += [replace(each, explanation=f"step '{slowest}': {each.explanation}") for each in inner]
-        bottlenecks[0] = replace(
-            bottlenecks[0], cure=inner[0].cure, setting=inner[0].setting, expected=inner[0].expected
-        )
-    return bottlenecks, figures
-
-
-def _off_gpu(handle: VersionHandle) -> list[Bottleneck]:
-    """Return a bottleneck if the CPU serves a version although a GPU is present or requested, or the second GPU runtime instead
-    of TensorRT; else empty.
-    """
-    second = handle.spec.parameters.get("headrace.not_on_tensorrt")
-    if second:
-        explanation = f"ONNX Runtime's CUDA provider runs it on the GPU, not TensorRT, which is faster: {second}"
-        return [Bottleneck("not_on_tensorrt", explanation, 'see docs/gpu.md, "ONNX Runtime\'s CUDA provider"')]
-    reason = handle.spec.parameters.get("headrace.not_on_gpu")
-    if not reason:
-        return []
-    explanation = f"{handle.spec.parameters.get('headrace.runtime')} runs it on the CPU, not on the GPU: {reason}"
-    return [
-        Bottleneck(
-            "not_on_gpu",
-            explanation,
-            'see docs/gpu.md, "Which runtime serves a model"; a model that TensorRT refuses needs the extra gpu-onnx',
-            "optimization.precision",
-        )
-    ]

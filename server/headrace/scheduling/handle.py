@@ -73,7 +73,7 @@ class ModelHandle(VersionHandle):
     ) -> None:
         bound_ns = policy.inline_bound_ns
         super().__init__(spec, policy, recorder, table := LatencyTable(bound_ns), clock)
-        self._mailbox, self._on_wanted, self.is_cold = mailbox, on_wanted, model is None
+        self._mailbox, self._on_wanted, self.is_unused = mailbox, on_wanted, model is None
         self._scheduler = self._create_scheduler(policy, clock, mailbox)
         undelivered = recorder.record_undelivered
         sequencer = Sequencer(undelivered) if policy.preserve_ordering else None
@@ -387,6 +387,10 @@ class ModelHandle(VersionHandle):
             levels=levels,
         )
 
+    def queue_load(self, now_ns: int) -> tuple[int, int]:
+        """See the base class; takes a tenth of the time of `load`, as every response has these figures."""
+        return self._scheduler.depth, self._admission.wait_ns(self.policy.default_level - 1, now_ns)
+
     def overload(self, now_ns: int) -> OverloadFigures | None:
         """Return figures for rejections in front-end processes.
 
@@ -482,7 +486,8 @@ class ModelHandle(VersionHandle):
             self._restore_requested = False
         try:
             is_restored = self._instance_group.restore(model, warm_up)
-            self.is_cold = self.is_cold and not is_restored
+            if is_restored:
+                self._set_used()
             return is_restored
         finally:
             if self._instance_group.evicted and self._scheduler.depth:
@@ -511,7 +516,15 @@ class ModelHandle(VersionHandle):
             mismatch,
         )
 
+    def _set_used(self) -> None:
+        if self.is_unused:
+            self.is_unused = False
+            callback, self.on_first_use = self.on_first_use, None  # which refers to this handle
+            if callback is not None:
+                callback()
+
     def _request_restore(self) -> None:
+        self._set_used()
         with self._lock:
             is_repeated, self._restore_requested = self._restore_requested, True
         if not is_repeated:

@@ -99,7 +99,8 @@ class VersionHandle(ABC):
     Attributes:
         used_ns: monotonic time of the latest request; 0 before the first.
         closing: True once the version is closing and accepts no leases.
-        is_cold: True before the first load of a version that begins evicted.
+        is_unused: True before the first load of a version that begins evicted, and before its first request.
+        on_first_use: called once when that ends, by the thread that ends it; must not wait.
         serial: number of the handle, unique in this process.
         digest: digest of all that decides its responses, equal in other processes; "" if unknown. Set before the version is
             published.
@@ -120,7 +121,8 @@ class VersionHandle(ABC):
     ) -> None:
         self.spec, self.policy, self.recorder, self.latency_table = spec, policy, recorder, latency_table
         self.used_ns = self.announced_rows = 0
-        self.serial, self.digest, self.is_cold = next(_serials), "", False
+        self.serial, self.digest, self.is_unused = next(_serials), "", False
+        self.on_first_use: Callable[[], None] | None = None
         self.callee_revision: Callable[[], int] | None = None
         self.infer: Callable[[InferRequest], LoopCompletion] = self.compute
         self._cache: RequestCache | None = None
@@ -281,6 +283,11 @@ class VersionHandle(ABC):
     @abstractmethod
     def load(self, by_level: bool = True) -> ModelLoad:
         """Return the load of the version; also of each priority level if `by_level`."""
+
+    def queue_load(self, _now_ns: int) -> tuple[int, int]:
+        """Return the number of queued requests and the predicted wait in nanoseconds, as `load` does."""
+        load = self.load(by_level=False)
+        return load.depth, load.wait_ns
 
     @property
     @abstractmethod

@@ -131,6 +131,10 @@ class RoutedHandle:
         """See `Handle`."""
         return self.handle.load(by_level)
 
+    def queue_load(self, now_ns: int) -> tuple[int, int]:
+        """See `Handle`."""
+        return self.handle.queue_load(now_ns)
+
     def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
         """Count a failed request, as an error of the version if the server is at fault."""
         self.handle.record_failure(error, received_ns, answered)

@@ -349,4 +349,4 @@ def test_concurrent_threads_share_one_counter() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert counter.items() == [(("http", "overloaded"), 20_000)]
+    assert list(counter.items()) == [(("http", "overloaded"), 20_000)]

@@ -62,6 +62,9 @@ class Handle:
     def load(self, by_level: bool = True) -> ModelLoad:
         return ModelLoad(3, 5, 4, 2, 1, 1_500, 9_000, 100.0, 0, ())
 
+    def queue_load(self, _now_ns: int) -> tuple[int, int]:
+        return 3, 1_500
+
     def release(self) -> None:
         self._models.leases -= 1
 

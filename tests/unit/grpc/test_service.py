@@ -84,6 +84,9 @@ class Model:
     def load(self, by_level: bool = True) -> ModelLoad:
         return ModelLoad(3, 5, 4, 2, 1, 1_500, 9_000, 100.0, 0, ())
 
+    def queue_load(self, _now_ns: int) -> tuple[int, int]:
+        return 3, 1_500
+
     def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
         self.failures.append(error)
 

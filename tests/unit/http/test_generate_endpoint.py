@@ -76,6 +76,10 @@ class Handle:
     def load(self, by_level: bool = True) -> ModelLoad:
         return LOAD
 
+    def queue_load(self, _now_ns: int) -> tuple[int, int]:
+        load = self.load()
+        return load.depth, load.wait_ns
+
     def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
         self.failures.append(error)
 

@@ -89,6 +89,10 @@ class Handle:
         self.loads += 1
         return LOAD
 
+    def queue_load(self, _now_ns: int) -> tuple[int, int]:
+        load = self.load()
+        return load.depth, load.wait_ns
+
     def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
         assert received_ns > 0
         self.failures.append(error)

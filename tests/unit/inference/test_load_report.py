@@ -41,6 +41,10 @@ class Version:
         self.loads += 1
         return self.load_figures
 
+    def queue_load(self, _now_ns: int) -> tuple[int, int]:
+        load = self.load()
+        return load.depth, load.wait_ns
+
 
 class Measured:
     """A meter with versions, counts and a clock of the test."""

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from headrace.core.clock import NS_PER_S
-from headrace.observability.counters import BUCKETS_S, FIRST_NATIVE, SCHEMA, ZERO_S, Histogram
+from headrace.observability.histograms import BUCKETS_S, FIRST_NATIVE, SCHEMA, ZERO_S, Histogram
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -21,11 +21,15 @@ def test_counts_of_many_threads_are_exact() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert counter.items() == [(("grpc", "too_large"), 20_000), (("http", "never"), 0), (("http", "too_large"), 20_000)]
+    assert sorted(counter.items()) == [
+        (("grpc", "too_large"), 20_000),
+        (("http", "never"), 0),
+        (("http", "too_large"), 20_000),
+    ]
 
 
 def test_declaring_again_forgets_nothing() -> None:
     counter = LabelledCounter("limit")
     counter.count("body")
     counter.declare("body")
-    assert counter.items() == [(("body",), 1)]
+    assert list(counter.items()) == [(("body",), 1)]

@@ -12,7 +12,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from headrace.core.clock import NS_PER_S
 from headrace.core.request import BatchTimes, ModelLoad
 from headrace.core.tensor import ModelSpec
-from headrace.observability.counters import FIRST_NATIVE, BatchRecord, Recorder
+from headrace.observability.counters import BatchRecord, Recorder
+from headrace.observability.histograms import FIRST_NATIVE
 from headrace.observability.metrics import OPENMETRICS, PROTOBUF, MetricsPage, expose
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily

@@ -12,7 +12,8 @@ from headrace.core import errors
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.request import BatchTimes
 from headrace.core.telemetry import TritonMetrics
-from headrace.observability.counters import BUCKETS_S, BatchRecord, Histogram, Recorder, quantiles_ns
+from headrace.observability.counters import BatchRecord, Recorder
+from headrace.observability.histograms import BUCKETS_S, Histogram, quantiles_ns
 from headrace.observability.metrics_models import FIRST_RESPONSE_MS, REASONS, CpuCollector, Row, TritonModels
 from prometheus_client.metrics_core import Metric
 

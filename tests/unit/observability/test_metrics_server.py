@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 from headrace.core.clock import NS_PER_S
 from headrace.core.limits import ClientLimits, Limits
 from headrace.observability.labelled_counter import LOADS
-from headrace.observability.metrics import MetricsPage
+from headrace.observability.metrics import PROTOBUF, MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
 from prometheus_client.parser import text_string_to_metric_families
 
 
 class States:
-    def states(self) -> list[tuple[str, str, str]]:
-        return [("broken", "", "UNAVAILABLE"), ("m", "3", "READY")]
+    def __init__(self, *unused: str) -> None:
+        self._unused = unused
+
+    def states(self) -> list[tuple[str, str, str, bool]]:
+        used = [("broken", "", "UNAVAILABLE", False), ("m", "3", "READY", False)]
+        return used + [(name, "1", "READY", True) for name in self._unused]
 
     def ready(self) -> bool:
         return False
@@ -51,6 +56,47 @@ def test_the_page_has_the_facts_of_the_server() -> None:
     states = {key[1:]: value for key, value in values.items() if key[0] == "headrace_model_state"}
     assert len(states) == 2 * 6
     assert {key for key, value in states.items() if value} == {("broken", "UNAVAILABLE", ""), ("m", "READY", "3")}
+
+
+def test_an_unused_model_has_few_series() -> None:
+    LOADS.declare_each(("rests", result) for result in ("loaded", "reloaded", "unloaded", "failed"))
+    LOADS.count("rests", "loaded")
+    page = MetricsPage(list, facts=ServerFacts(States("rests"), "1", LoopLag()))
+
+    def series() -> dict[tuple[str, ...], float]:
+        return {key: value for key, value in samples(page).items() if "rests" in key}
+
+    assert series() == {
+        ("headrace_model_state", "rests", "READY", "1"): 1,
+        ("headrace_model_loads_total", "rests", "failed"): 0,
+    }
+    LOADS.count("rests", "reloaded")
+    assert series()["headrace_model_loads_total", "rests", "reloaded"] == 1
+    for accept in ("application/openmetrics-text", PROTOBUF):
+        assert page.render(accept)[1].count(b"rests") == 3
+    used = MetricsPage(list, facts=ServerFacts(States(), "1", LoopLag()))
+    assert samples(used)["headrace_model_loads_total", "rests", "loaded"] == 1
+
+
+def test_a_page_of_thousands_of_unused_models_starts_no_garbage_collection() -> None:
+    names = [f"parked{number}" for number in range(20_000)]
+    page = MetricsPage(list, facts=ServerFacts(States(*names), "1", LoopLag()))
+    page.render()
+    collections: list[str] = []
+
+    def observe(phase: str, _: object) -> None:
+        collections.append(phase)
+
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(50_000, *threshold[1:])  # of the server
+    gc.callbacks.append(observe)
+    try:
+        assert page.render()[1].count(b"parked") == 20_000
+    finally:
+        gc.callbacks.remove(observe)
+        gc.set_threshold(*threshold)
+    assert not collections
 
 
 def test_without_tls_there_is_no_certificate() -> None:

@@ -44,7 +44,7 @@ def test_old_samples_are_excluded() -> None:
     assert {rows: size.count for rows, size in recent_totals.sizes.items()} == {4: 5, 8: 5}
     assert recent_totals.sizes[8].compute_ns == 5 * 10 * NS_PER_MS
     assert (recent_totals.reasons, recent_totals.failures) == ({"full": 10}, {"overloaded": 10})
-    assert recent_totals.phases["queue"].count == 20
+    assert recent_totals.phases["total"].count == 20
     assert recent_totals.phases["total"].quantile_s(0.99) == pytest.approx(0.016, rel=0.1)
     assert recorder.totals().requests == 60
 

@@ -13,8 +13,9 @@ from headrace.backends import onnxruntime_cuda
 from headrace.config.model_folder import read_model_folder
 from headrace.config.serving_plan import CUDA_RUNTIME, GpuRuntime, ServingPlan, serving_plan
 from headrace.core.errors import ConfigError, Finding, Unavailable, Unsupported
+from headrace.repository.explanation import explain
 from headrace.repository.reconciler import Reconciler
-from headrace.repository.registry import Registry, explain
+from headrace.repository.registry import Registry
 
 from tests.support.control_thread import index, infer_values, put, run, same, until
 from tests.support.cuda_provider import FakeProvider, install_provider

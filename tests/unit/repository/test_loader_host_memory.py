@@ -15,9 +15,10 @@ from headrace.core.ledger import CPU
 from headrace.core.request import InferRequest
 from headrace.observability.metrics import MemoryCollector
 from headrace.repository import accounted_model
+from headrace.repository.explanation import explain
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.reconciler import ControlPolicy, Reconciler
-from headrace.repository.registry import Registry, explain
+from headrace.repository.registry import Registry
 from prometheus_client import CollectorRegistry
 
 from tests.support.control_thread import EXPLICIT, X, index, infer_values, put, run, same, until
@@ -75,6 +76,8 @@ def test_models_answer_metadata_without_a_load_and_are_loaded_by_requests(reposi
     async def check(_: Reconciler, registry: Registry) -> None:
         assert index(registry) == dict.fromkeys([("a", "1"), ("b", "1"), ("c", "1")], UNLOADED)
         assert registry.ready()
+        assert not registry.used_sources()
+        assert registry.states() == [(name, "1", "READY", True) for name in "abc"]
         handle = registry.serving("a", "")
         assert handle is not None
         assert handle.ready
@@ -87,6 +90,8 @@ def test_models_answer_metadata_without_a_load_and_are_loaded_by_requests(reposi
         assert models.ledger.reserved_bytes(CPU) == 2 * size
         await infer_value(registry, "b", 2)
         assert loads == ["a", "b"]
+        assert [(name, version) for name, version, _ in registry.used_sources()] == [("a", "1"), ("b", "1")]
+        assert registry.states() == [(name, "1", "READY", name == "c") for name in "abc"]
         await infer_value(registry, "c", 3)
         await until(lambda: index(registry) == {("a", "1"): EVICTED, ("b", "1"): READY, ("c", "1"): READY})
         assert models.ledger.reserved_bytes(CPU) == 2 * size
@@ -94,6 +99,7 @@ def test_models_answer_metadata_without_a_load_and_are_loaded_by_requests(reposi
         await until(lambda: index(registry)[("a", "1")] == READY)
         counts = {name: (each.count, each.on_demand, each.evictions) for name, _, each in models.loads()}
         assert counts == {"a": (2, 2, 1), "b": (1, 1, 1), "c": (1, 1, 0)}
+        assert {name for name, _, _ in registry.used_sources()} == {*"abc"}, "also those that are evicted"
 
     run(repository, check, ALL, gpu_model_cache=models)
     assert models.ledger.reserved_bytes(CPU) == 0

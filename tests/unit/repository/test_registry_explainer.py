@@ -10,7 +10,7 @@ import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import QuotaExceeded
 from headrace.core.quota import Quota
-from headrace.repository.registry import explain
+from headrace.repository.explanation import explain
 from headrace.scheduling.policy import RateLimits
 
 from tests.support.fakes import FakeModel, handle, infer_request

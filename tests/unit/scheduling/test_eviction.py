@@ -44,7 +44,8 @@ class Served:
             self.deaths.append,
             on_wanted=self.restore_requests.append,
         )
-        self.handle.start()
+        if model is not None:
+            self.handle.start()
 
     async def evict(self, timeout_s: float = 10) -> bool:
         return await asyncio.to_thread(self.handle.evict, timeout_s)
@@ -131,6 +132,25 @@ async def evict_while_running(served: Served, model: FakeModel) -> tuple[Any, An
     eviction = asyncio.create_task(served.evict())
     await served.until_evicted()
     return running, waiting, eviction
+
+
+@pytest.mark.parametrize("by_request", [True, False])
+def test_the_first_use_is_reported_once(by_request: bool) -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        served, uses = Served(mailbox, None), []
+        served.handle.on_first_use = lambda: uses.append(served.handle.is_unused)
+        assert served.handle.is_unused
+        waiting = served.handle.infer(infer_request(1)) if by_request else None
+        assert uses == [False] * by_request
+        assert await served.restore(FakeModel())
+        if waiting is not None:
+            await waiting
+        await served.evict()
+        assert await served.restore(FakeModel())
+        assert uses == [False]
+        await served.close()
+
+    play(scenario)
 
 
 def test_running_requests_finish_before_eviction_and_queued_ones_reload_the_model() -> None:
