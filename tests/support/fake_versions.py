@@ -90,7 +90,7 @@ class FakeVersion(VersionHandle):
     depth = property(lambda self: 0)
 
     def close(self, timeout_s: float | None) -> bool:
-        self._end_leases()
+        self.end_leases()
         return self._idle.wait(timeout_s)
 
     def evict(self, timeout_s: float) -> bool:

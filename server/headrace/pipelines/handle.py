@@ -667,7 +667,7 @@ class PipelineHandle(VersionHandle):
     def close(self, timeout_s: float | None) -> bool:
         """Wait until the last request is answered, and close the built-in steps; False if one still runs after `timeout_s`."""
         deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
-        self._end_leases()
+        self.end_leases()
         is_idle = self._idle.wait(timeout_s)
         self._close_cache()
         for builtin in self._builtins:

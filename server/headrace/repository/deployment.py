@@ -75,7 +75,7 @@ class VersionCloser:
         with self._lock:
             self._closing.add(closing)
             self._counts[handle.spec.name, handle.spec.version] += 1
-        if handle.is_unused and not handle.in_flight:  # nothing to wait for: thousands of threads would take seconds
+        if handle.is_unused and handle.end_leases():  # nothing to wait for: thousands of threads would take seconds
             self._run(closing)
             return
         try:

@@ -440,7 +440,7 @@ class ModelHandle(VersionHandle):
             False if a batch still ran after `timeout_s`: its requests got an error, and its memory is not freed.
         """
         deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
-        self._end_leases()
+        self.end_leases()
         self._instance_group.disable_death_callbacks()
         self._idle.wait(timeout_s)
         self._close_cache()

@@ -170,11 +170,16 @@ class VersionHandle(ABC):
         if self._leases == 0 and self._holds == 0:
             self._idle.set()
 
-    def _end_leases(self) -> None:
-        """Accept no more leases but under a `hold`; `_idle` is set once all leases and holds have ended."""
+    def end_leases(self) -> bool:
+        """Accept no more leases but under a `hold`, before a `close`.
+
+        Returns:
+            True if there are neither leases nor holds: nothing that `close` waits for but what runs and is queued.
+        """
         with self._lock:
             self.closing = True
             self._set_idle()
+        return self._idle.is_set()
 
     def _close_cache(self) -> None:
         """Remove the entries of the response cache, once no request is in flight."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,10 +11,13 @@ import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import NotFound, Unavailable
 from headrace.core.traffic_config import Traffic
+from headrace.observability.counters import Recorder
+from headrace.repository.deployment import VersionCloser
 from headrace.repository.registry import TRANSITIONS, Registry, Serving, State, transition
 from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
-from tests.support.fakes import DEATH, FakeModel, handle, infer_request
+from tests.support.fakes import DEATH, SPEC, FakeModel, handle, infer_request
 
 
 @contextmanager
@@ -286,3 +290,20 @@ def test_a_label_of_a_broken_version_gives_the_reason() -> None:
         with pytest.raises(Unavailable, match="broken"):
             registry.lease("m", "canary")
         registry.lease("m", "stable").release()
+
+
+def test_an_unused_version_is_closed_at_once_unless_another_process_uses_it() -> None:
+    with asyncio.Runner() as runner:
+        mailbox, closed = Mailbox(runner.get_loop()), list[str]()
+        closer = VersionCloser(Registry(), lambda handle: closed.append(threading.current_thread().name))
+        idle, held = (
+            ModelHandle(SPEC, HandlePolicy(batch=BatchPolicy(8)), None, mailbox, Recorder()) for _ in range(2)
+        )
+        closer.begin(idle)
+        assert closed == [threading.current_thread().name]
+        assert held.hold()
+        closer.begin(held)
+        assert len(closed) == 1
+        held.end_hold()
+        assert closer.wait(10)
+        assert closed[1:] == ["drain fake/1"]
