@@ -298,11 +298,11 @@ class Registry:
     def index(self) -> Sequence[Mapping[str, object]]:
         """Return name, version, state and reason of every known version."""
         with self._lock:  # only for the copy: the event loop takes it too
-            records = list(self._records.items())
+            records = [(*key, record.state, record.reason) for key, record in self._records.items()]
         rows = []
-        for (name, version), record in stepwise(sorted(records, key=itemgetter(0))):
-            state = record.state.triton_name
-            rows.append({"name": name, "version": version, "state": state, "reason": record.reason})
+        for name, version, state, reason in sorted(records, key=itemgetter(0, 1)):
+            rows.append({"name": name, "version": version, "state": state.triton_name, "reason": reason})
+            pause()
         return rows
 
     def ready(self) -> bool:
