@@ -19,7 +19,7 @@ NS_PER_S = 1_000_000_000
 # Time between two pauses of a thread. The event loop waits so long for the interpreter after each call that released it.
 _STEP_NS = 1_500_000
 REPORT_STEP_NS = 50_000
-"""Steps of reports, which nobody waits for: with pauses they take two to three times as long."""
+"""Steps of reports about all models: with pauses they take two to three times as long, and delay requests less."""
 # The shortest wait of Linux is about 0.06 ms longer. After a wait of 0 the thread would have the interpreter lock again before
 # another thread wakes.
 _PAUSE_S = 20e-6
