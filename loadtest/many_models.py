@@ -193,7 +193,7 @@ class Client:
     async def _call(self, request: bytes) -> None:
         begun = time.perf_counter()
         connection = await self._idle.get()
-        if connection.transport.is_closing():  # the server closes those that rest for a minute
+        if connection.transport.is_closing():  # the server closes idle connections
             connection = await self._connect()
         status = await connection.send(request)
         self._latencies_us.append((time.perf_counter() - begun) * 1e6)

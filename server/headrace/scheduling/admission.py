@@ -439,7 +439,7 @@ class AdmissionController:
             rows: rows of the request.
         """
         if not (announced or self.queue.waiting_rows) and self._has_idle_instance():
-            return 0  # without the costs, which a single caller's requests would be the only ones to need
+            return 0  # before the costs are read: nothing else would rebuild them for a single caller
         costs = self.cost_model.current
         free_ns = self._free_ns(costs, now_ns) if costs is not None else ()
         if costs is None or not free_ns:

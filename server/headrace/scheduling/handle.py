@@ -388,7 +388,7 @@ class ModelHandle(VersionHandle):
         )
 
     def queue_load(self, now_ns: int) -> tuple[int, int]:
-        """See the base class; takes a tenth of the time of `load`, as every response has these figures."""
+        """See the base class; without the other figures of `load`, since responses have only these two."""
         return self._scheduler.depth, self._admission.wait_ns(self.policy.default_level - 1, now_ns)
 
     def overload(self, now_ns: int) -> OverloadFigures | None:
