@@ -45,8 +45,10 @@ PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # The tests start some hundred processes: without bytecode files each of them would compile every module that it imports.
 check test test-slow test-gpu test-ray: export PYTHONDONTWRITEBYTECODE =
 
-test: $(VENV)/.dev models ## every test that needs no GPU, in parallel, without the slow ones
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+# Each test runs in one of `check`, `test` and `test-slow`.
+ARCHITECTURE = tests/test_architecture.py
+test: $(VENV)/.dev models ## every test that needs no GPU, in parallel, without those of `check` and `test-slow`
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not timing" --deselect $(ARCHITECTURE)
 
 # KServe's SDK, in an environment of its own.
 $(VENV)/.kserve: requirements/kserve.lock | $(BIN)/python
@@ -61,8 +63,10 @@ $(VENV)/.manifests: requirements/manifests.lock $(VENV)/.dev | $(BIN)/python
 	$(BIN)/python -m tests.support.manifest_wheels
 	@touch $@
 
-test-slow: $(VENV)/.dev $(VENV)/.kserve $(VENV)/.manifests models ## the tests marked slow
-	$(BIN)/python -m pytest $(PARALLEL) -m slow
+# Only files with tests that measure time are collected for the second run.
+test-slow: $(VENV)/.dev $(VENV)/.kserve $(VENV)/.manifests models ## tests marked slow, then those marked timing, alone
+	@status=0; $(BIN)/python -m pytest $(PARALLEL) -m "slow and not timing" || status=$$?; \
+	  $(BIN)/python -m pytest -n 0 -m timing $$(grep -rlF mark.timing --include="test_*.py" tests) || status=$$?; exit $$status
 
 # Its own lock, on top of the others: Ray has 330 MB, and no other test needs it.
 $(VENV)/.ray: requirements/ray.lock $(VENV)/.dev | $(BIN)/python
@@ -78,11 +82,11 @@ screenshots: $(VENV)/.dev models ## take the pictures of the server's page anew
 test-gpu: $(VENV)/.dev gpu-packages ## what needs an NVIDIA GPU
 	$(BIN)/python -m pytest -vv --durations=15 tests/gpu
 
-check: $(VENV)/.dev models ## format, lint, types, architecture, unit and simulation tests
+check: $(VENV)/.dev ## format, lint, types, architecture
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	EXAMPLES_SHARE=0.1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow" tests/test_architecture.py tests/unit tests/sim
+	$(BIN)/python -m pytest $(ARCHITECTURE)
 
 format: $(VENV)/.dev ## let ruff rewrite the code
 	$(BIN)/ruff format .

@@ -7,6 +7,7 @@ import os
 
 import hypothesis
 import pytest
+from _pytest.runner import runtestprotocol
 
 from tests.support.examples import examples
 
@@ -20,6 +21,11 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "headrace")
 SLOW_TIMEOUT_S = 900
 
 COLLECTED = pytest.StashKey[tuple[pytest.Item, ...]]()
+REPEATED = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[REPEATED] = []
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,3 +45,32 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a test that measures time once more if it fails: the machine may have been slow for a moment."""
+    if item.get_closest_marker("timing") is None:
+        return None
+    hook = item.ihook
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    if any(report.failed for report in reports):
+        item.config.stash[REPEATED].append(f"{item.nodeid}: {_last_line(reports)}")
+        item._initrequest()  # type: ignore[attr-defined]  # values of its fixtures are those of the first run
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    for report in reports:
+        hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def _last_line(reports: list[pytest.TestReport]) -> str:
+    return next(str(report.longrepr).strip().splitlines()[-1] for report in reports if report.failed)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Name the tests that ran twice in the last lines of the run."""
+    for name in config.stash[REPEATED]:
+        print(f"ran twice: {name}")

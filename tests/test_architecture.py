@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.conftest import COLLECTED
-
 # --- The rules ---------------------------------------------------------------------------------------------------------
 
 # Who may import whom. The longest matching folder (or file) counts; a room may always import itself, and the standard
@@ -767,32 +765,3 @@ def test_tests_start_no_server_on_the_default_ports() -> None:
 )
 def test_a_server_on_a_default_port_is_reported(words: str, lines: list[int]) -> None:
     assert servers_on_default_ports(f"def start():\n    run({words})\n") == lines
-
-
-SLOW_SHARE = 0.1
-
-
-def too_many_slow(marked: list[bool]) -> str:
-    """An error message if more than `SLOW_SHARE` of the tests are marked `slow`, else "".
-
-    Args:
-        marked: for each collected test, whether it is marked.
-    """
-    slow, most = sum(marked), int(SLOW_SHARE * len(marked))
-    return (
-        f"{slow} of {len(marked)} tests are marked slow, at most {most} may be: make some faster" if slow > most else ""
-    )
-
-
-def test_at_most_a_tenth_of_the_tests_is_slow(request: pytest.FixtureRequest) -> None:
-    items = request.config.stash[COLLECTED]
-    files = set((ROOT / "tests").rglob("test_*.py"))
-    if files != {item.path for item in items}:
-        pytest.skip("only a part of the tests was collected")
-    assert too_many_slow([item.get_closest_marker("slow") is not None for item in items]) == ""
-
-
-@pytest.mark.parametrize(("slow", "fast", "message"), [(0, 9, ""), (1, 9, ""), (1, 8, "1 of 9 tests are marked slow")])
-def test_too_many_slow_tests_are_reported(slow: int, fast: int, message: str) -> None:
-    assert too_many_slow([True] * slow + [False] * fast).startswith(message)
-    assert (too_many_slow([True] * slow + [False] * fast) == "") == (message == "")

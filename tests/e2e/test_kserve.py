@@ -19,6 +19,8 @@ from tests.support.models import affine
 from tests.support.python_models import NAPPING, NAPPING_CONFIG, add_python_model
 from tests.support.serving import COMMAND, HOST, ROOT, Server, free_port, serving
 
+pytestmark = pytest.mark.slow
+
 KSERVE = ROOT / "deploy" / "kserve"
 RUNTIME = KSERVE / "cluster-serving-runtime.yaml"
 SERVICE = KSERVE / "inference-service.yaml"
@@ -103,7 +105,6 @@ def test_the_manifests_agree_with_the_server_and_with_each_other() -> None:
     assert {mount["name"] for mount in one["volumeMounts"]} == volumes
 
 
-@pytest.mark.slow
 @needs_sdk
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_the_sdk_is_answered(mounted: tuple[Server, str], protocol: str) -> None:
@@ -115,7 +116,6 @@ def test_the_sdk_is_answered(mounted: tuple[Server, str], protocol: str) -> None
     assert result == {"live": True, "ready": True, "model": True}
 
 
-@pytest.mark.slow
 @needs_sdk
 @pytest.mark.parametrize("engine", ["fast", "grpcio"])
 def test_the_retries_of_the_sdk_wait_until_the_queue_is_shorter(tmp_path: Path, engine: str) -> None:
@@ -126,7 +126,6 @@ def test_the_retries_of_the_sdk_wait_until_the_queue_is_shorter(tmp_path: Path, 
         assert fail_count(server, "napping") >= 1
 
 
-@pytest.mark.slow
 @needs_sdk
 @pytest.mark.parametrize(
     ("kind", "path"), [("V1alpha1ClusterServingRuntime", RUNTIME), ("V1beta1InferenceService", SERVICE)]

@@ -32,6 +32,8 @@ from tests.support.models import add_model, affine
 from tests.support.serving import HOST, ROOT, Server, free_port, serving
 from tests.support.tools import tool
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = ROOT / "deploy" / "nginx" / "headrace.conf"
 NAME = "inference.example"
 # Just below --max-body-bytes, as FP32 rows of 16 numbers.

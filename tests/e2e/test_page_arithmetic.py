@@ -16,6 +16,8 @@ from PIL import Image
 from tests.support.browser import Page, chromium
 from tests.support.serving import Server
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def page(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:

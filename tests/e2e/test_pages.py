@@ -18,6 +18,8 @@ from tests.support import models
 from tests.support.browser import PHONE, Browser, Page, chromium
 from tests.support.serving import COMMAND, ROOT, Server, serving
 
+pytestmark = pytest.mark.slow
+
 PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
 PAGES = ROOT / "server" / "headrace" / "http" / "page"
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -14,6 +14,8 @@ from tests.support.keys import Keys
 from tests.support.serving import Server, free_port, serving
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Keys]]:

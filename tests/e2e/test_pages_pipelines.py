@@ -16,6 +16,8 @@ from tests.support.browser import DESKTOP, PHONE, Browser, Page, chromium
 from tests.support.models import add_model, add_pipeline
 from tests.support.serving import Server, serving
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "<img src=x onerror=alert(1)>"
 GATED = f"""
 input: [{{name: x, data_type: fp32, dims: [4]}}]

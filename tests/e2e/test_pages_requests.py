@@ -18,6 +18,8 @@ from tests.support.browser import Browser, Page, chromium
 from tests.support.models import add_model, add_pipeline, ensemble_config
 from tests.support.serving import Server, serving
 
+pytestmark = pytest.mark.slow
+
 # Pipelines that read an image file: without and with a batch dimension, and through other pipelines.
 DECODERS = ["classify", "batches", "outer", "outermost"]
 OUTER = """

@@ -41,6 +41,8 @@ from tests.support.serving import HOST, Server, free_port, serving, start
 from tests.support.store_servers import s3_client, s3_environment, s3_server
 from tests.unit.repository.test_gpu_backend import plan_of
 
+pytestmark = pytest.mark.slow
+
 COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
 INT8 = "max_batch_size: 8\noptimization:\n  precision: int8\n  accuracy: {min_top1_agreement: 0.999}\n"
 # Nothing is refused for being late, however busy the machine is.

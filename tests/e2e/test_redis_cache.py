@@ -23,6 +23,8 @@ from tests.support.certificates import Certificates, Pair
 from tests.support.redis_servers import RedisServer, redis_server, wait_for
 from tests.support.serving import ROOT, Server, serving
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:

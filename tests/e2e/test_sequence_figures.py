@@ -122,6 +122,7 @@ def test_explain_names_the_full_slots(server: Server, capsys: pytest.CaptureFixt
     assert "sequences: 2 live; 1 of 1 slots in use; 1 in the backlog" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("waiting")
 def test_the_page_shows_sequences(server: Server, browser: Browser, client: triton.InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException, match="START"):

@@ -141,6 +141,7 @@ def test_dns_rebinding(fast: Attacked) -> None:
     fast.still_serves()
 
 
+@pytest.mark.slow
 def test_a_browser_at_a_rebound_name_reads_nothing(fast: Attacked, browser: Browser) -> None:
     page = browser.open(f"{EVIL}:{fast.server.port}/")
     assert page.statuses(EVIL)[0] == 421
@@ -191,6 +192,7 @@ def test_cross_site_changes(fast: Attacked, browser_headers: dict[str, str], med
     assert state(fast) == before
 
 
+@pytest.mark.slow
 def test_a_page_of_another_origin(fast: Attacked, page: Page) -> None:
     before = state(fast)
     url = fast.server.url
@@ -219,6 +221,7 @@ def test_a_page_of_another_origin(fast: Attacked, page: Page) -> None:
     fast.still_serves()
 
 
+@pytest.mark.slow
 def test_programs_and_own_pages_change_state_as_before(fast: Attacked, browser: Browser) -> None:
     reset = json.dumps({"log_verbose_level": 0}).encode()
     for headers in (
@@ -279,6 +282,7 @@ def infer_from(page: Page, url: str) -> object:
     )
 
 
+@pytest.mark.slow
 def test_cors_of_an_allowed_and_a_refused_origin(tmp_path: Path, browser: Browser, site: int) -> None:
     with attack("fast", tmp_path, "--cors-origin", f"{EVIL}:{site}") as server:
         url = server.server.url

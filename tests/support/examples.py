@@ -1,4 +1,4 @@
-"""Number of examples of property tests: all, or a share in quick runs (`make check`)."""
+"""Number of examples of property tests: all, or a share in `.ci/run` and `make quick`."""
 
 from __future__ import annotations
 

@@ -106,6 +106,7 @@ def options(port: int, certificates: Certificates, **changes: object) -> RedisOp
     return replace(RedisOptions(HOST, port, tls=tls), **changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_largest_value_is_read_over_tls_and_a_larger_one_ends_the_connection(
     certificates: Certificates, tmp_path: Path
 ) -> None:

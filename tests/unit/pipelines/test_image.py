@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import skimage
-import sklearn.datasets
 from headrace.core.errors import BadRequest, TooLarge
 from headrace.pipelines.image import MAX_PIXELS, ImageRecipe, decode, prepare
 from hypothesis import given, settings
@@ -20,7 +19,8 @@ from PIL import Image, ImageOps, ImageSequence
 from tests.support.examples import examples
 
 PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
-SKLEARN = Path(sklearn.datasets.__file__).parent / "images"
+# Of scikit-learn, whose import takes seconds.
+SKLEARN = PHOTOGRAPHS.parents[1] / "sklearn" / "datasets" / "images"
 CHELSEA = PHOTOGRAPHS / "chelsea.png"
 WEBP_KINDS = ["VP8 ", "VP8L", "VP8X"]
 
