@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from importlib.metadata import version
 from urllib.parse import quote
 
 from headrace.core.access import NETWORK_SCOPES, Grant, OpenAccess, Principal
-from headrace.core.clock import monotonic_ns
 from headrace.core.limits import BodyMemory, Cells, ClientLimits
-from headrace.cuda.devices import Nvml
 from headrace.data_plane import DataPlane
 from headrace.grpc.methods import GrpcEngine
 from headrace.http.application import HttpApplication
 from headrace.http.infer_endpoint import Receive, Scope, Send
-from headrace.http.origins import OriginPolicy
-from headrace.inference.load_report import LoadMeter, LoadReports
 from headrace.listen import grpc_engine
-from headrace.observability.metrics import MetricsPage
-from headrace.observability.metrics_server import LoopLag, ServerFacts
-from headrace.repository.overview import ServerOverview
 from headrace.settings import Settings
-from headrace.traffic.router import TrafficRouter
-from headrace.wiring import create_services, open_observer, options_reader
+from headrace.wiring import ServerLimits, Wiring
 
 _CURE = "an embedded server lets no caller change its models or settings: change them in the program that embeds it"
 
@@ -65,8 +56,7 @@ class EmbeddedProtocols:
         settings: settings of the embedded server.
         data_plane: its models.
         bodies: body memory of all protocols.
-        load_meter: measures the load of the server.
-        counts: cells in which the protocols count for the meter.
+        counts: cells in which the protocols count requests for the load of the server.
         loop: its event loop.
 
     Attributes:
@@ -78,67 +68,25 @@ class EmbeddedProtocols:
         settings: Settings,
         data_plane: DataPlane,
         bodies: BodyMemory,
-        load_meter: LoadMeter,
         counts: Cells,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         # The embedding program configures its own logging.
         settings = replace(settings, telemetry=replace(settings.telemetry, request_log="off"))
-        self._settings = settings
-        self._data_plane, self._load_meter = data_plane, load_meter
-        http_limits = ClientLimits(settings.limits, "http", bodies)
-        self._grpc_limits = ClientLimits(settings.limits, "grpc", bodies)
-        tracer, self._observer = open_observer(settings)
-        reader = options_reader(settings, OpenAccess(Principal("", Grant(NETWORK_SCOPES, cure=_CURE))))
-        registry, stores = data_plane.registry, data_plane.stores
-        self._traffic = TrafficRouter(registry, loop, reader.set_routing_headers)
-        self._overview = ServerOverview(
-            registry, settings.model_repository, stores=None if stores is None else stores.status
-        )
-        reports = LoadReports(settings.orca, load_meter.figures, counts)
-        self._services = create_services(
-            settings, data_plane, reader, tracer, self._observer, self._overview, reports, self._traffic
-        )
-        self._lag = LoopLag()
-        page = self._metrics_page(http_limits)
-        self.application = MountedApplication(HttpApplication(self._services, http_limits, page.render, OriginPolicy()))
+        http_limits, grpc_limits = (ClientLimits(settings.limits, protocol, bodies) for protocol in ("http", "grpc"))
+        self._settings, self._grpc_limits = settings, grpc_limits
+        self._wiring = wiring = Wiring(settings, ServerLimits(bodies, http_limits, grpc_limits, None), counts=counts)
+        wiring.open_embedded(OpenAccess(Principal("", Grant(NETWORK_SCOPES, cure=_CURE))))
+        wiring.connect(data_plane, loop)
+        wiring.lag.start(loop)
+        self.application = MountedApplication(wiring.http_application(wiring.metrics_page(None)))
         self._engines: list[GrpcEngine] = []
-        self._start(loop)
-
-    def _metrics_page(self, http_limits: ClientLimits) -> MetricsPage:
-        data_plane, meter = self._data_plane, self._load_meter
-        facts = ServerFacts(
-            states=data_plane.registry,
-            version=version("headrace"),
-            lag=self._lag,
-            client_limits=(http_limits, self._grpc_limits),
-            utilization=lambda: meter.figures(monotonic_ns()).utilization,
-            stores=None if data_plane.stores is None else data_plane.stores.status,
-        )
-        return MetricsPage(
-            data_plane.registry.used_sources,
-            data_plane.gpu_model_cache,
-            facts,
-            Nvml(),
-            self._settings.metrics_config,
-            data_plane.custom_metrics,
-            self._traffic,
-        )
-
-    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        registry, traffic = self._data_plane.registry, self._traffic
-        registry.on_traffic, registry.traffic_report = traffic.publish, traffic.report
-        for name in {name for name, _, _ in registry.sources()}:  # published before the router was created
-            traffic.publish(name, registry.traffic(name))
-        self._services.codec_threads.start()
-        self._overview.start(loop)
-        self._lag.start(loop)
 
     async def listen_grpc(self, host: str, port: int) -> int:
         """Listen for gRPC on one more address; returns the port. Raises OSError if the address is not available."""
         from headrace.grpc.service import grpc_methods
 
-        methods = grpc_methods(self._services, self._settings.limits.max_body_bytes)
+        methods = grpc_methods(self._wiring.services, self._settings.limits.max_body_bytes)
         engine = grpc_engine(self._settings, methods, self._grpc_limits, None)
         chosen = await engine.start(host, port)
         self._engines.append(engine)
@@ -151,11 +99,8 @@ class EmbeddedProtocols:
 
     def stop_timers(self) -> None:
         """Stop the timers on the event loop, and end shadow requests."""
-        self._overview.stop()
-        self._traffic.close()
-        self._lag.stop()
+        self._wiring.stop_timers()
 
     def close(self) -> None:
         """End the threads, after the models are closed; blocks."""
-        self._services.codec_threads.close()
-        self._observer.close()
+        self._wiring.close()

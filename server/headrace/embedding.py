@@ -242,10 +242,7 @@ class Server:
         if self._protocols is None:
             from headrace.embedded_protocols import EmbeddedProtocols
 
-            assert self._load_meter is not None
-            self._protocols = EmbeddedProtocols(
-                self._opened_settings, data_plane, self._bodies, self._load_meter, self._counts, loop
-            )
+            self._protocols = EmbeddedProtocols(self._opened_settings, data_plane, self._bodies, self._counts, loop)
         return self._protocols
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -41,6 +41,7 @@ from headrace.cuda.shared_memory import find_client_memory
 from headrace.data_plane import DataPlane
 from headrace.front_ends.counter_array import CounterArrays
 from headrace.http.application import HttpApplication
+from headrace.http.origins import OriginPolicy
 from headrace.inference.load_report import COUNT_CELLS, LoadMeter, LoadReports
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.services import Services
@@ -172,14 +173,16 @@ class ServerLimits(NamedTuple):
 class Wiring:
     """Connects the parts of a server that need no socket.
 
-    `open` reads the files that the options name, `start` creates the data plane and the threads, `stop` ends them.
+    `open` reads the files that the options name, `start` creates the data plane and the threads, `stop` ends them. An embedded
+    server has a data plane already: `open_embedded` and `connect` take their place, and `stop_timers` and `close` that of `stop`.
 
     Ownership: the event loop.
 
     Args:
         settings: settings of the server.
         limits: limits on clients.
-        model_filter: names of the served models, for each repository that is served in part.
+        model_filter: names of the served models, for each repository that is served in part; None for none.
+        counts: cells in which the protocols count requests for the load meter; None for cells of its own.
 
     Attributes:
         settings: see Args.
@@ -201,10 +204,17 @@ class Wiring:
     traffic: TrafficRouter
     observer: RequestObserver
 
-    def __init__(self, settings: Settings, limits: ServerLimits, model_filter: Mapping[Path, frozenset[str]]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        limits: ServerLimits,
+        model_filter: Mapping[Path, frozenset[str]] | None = None,
+        counts: Cells | None = None,
+    ) -> None:
         self.settings = settings
         self._limits = limits
-        self._model_filter = model_filter
+        self._model_filter = model_filter or {}
+        self._counts: Cells = [0] * COUNT_CELLS if counts is None else counts
         self.lag = LoopLag()
         self.processes: Callable[[], Sequence[ProcessFigures]] | None = None
         self.arrays: CounterArrays | None = None
@@ -221,6 +231,11 @@ class Wiring:
         self._tracer, self.observer = open_observer(settings, self.keys is not None)
         _configure_garbage_collector()
 
+    def open_embedded(self, access: AccessControl) -> None:
+        """Use the rights of an embedded server, instead of `open`; raises ConfigError."""
+        self.origins, self._access = OriginPolicy(), access
+        self._tracer, self.observer = open_observer(self.settings)
+
     def start(self, loop: asyncio.AbstractEventLoop, on_loaded: Callable[[BaseException | None], None]) -> None:
         """Create the data plane and start all threads that requests need later; its reconciler is started by the caller.
 
@@ -231,17 +246,22 @@ class Wiring:
         Raises:
             Unavailable: the system starts no further thread.
         """
-        self.data_plane = DataPlane(self.settings, loop, on_loaded, self._model_filter, self._limits.bodies)
-        registry = self.data_plane.registry
-        reader = options_reader(self.settings, self._access)
-        self.traffic = TrafficRouter(registry, loop, reader.set_routing_headers)
-        registry.on_traffic, registry.traffic_report = self.traffic.publish, self.traffic.report
-        self.services = self._create_services(reader)
-        self._overview.start(loop)
+        self.connect(DataPlane(self.settings, loop, on_loaded, self._model_filter, self._limits.bodies), loop)
         loop.set_default_executor(start_pool(_POOL_THREADS, "headrace-pool"))
-        self.services.codec_threads.start()
         if self.keys is not None:
             self.keys.start(loop)
+
+    def connect(self, data_plane: DataPlane, loop: asyncio.AbstractEventLoop) -> None:
+        """Create the services over the models of a data plane, which may have loaded some, and start their threads."""
+        self.data_plane = data_plane
+        registry, reader = data_plane.registry, options_reader(self.settings, self._access)
+        self.traffic = traffic = TrafficRouter(registry, loop, reader.set_routing_headers)
+        registry.on_traffic, registry.traffic_report = traffic.publish, traffic.report
+        for name in {name for name, _, _ in registry.sources()}:  # published before there was a router
+            traffic.publish(name, registry.traffic(name))
+        self.services = self._create_services(reader)
+        self._overview.start(loop)
+        self.services.codec_threads.start()
 
     def start_timers(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the timers that watch the event loop and the heap."""
@@ -252,16 +272,24 @@ class Wiring:
 
     async def stop(self) -> bool:
         """End all threads and close every model; returns False if a backend still computes after the drain timeout."""
-        self._overview.stop()
-        self.traffic.close()
-        self.lag.stop()
+        self.stop_timers()
         self._heap_trimmer.stop()
         if self.keys is not None:
             self.keys.stop()
         clean = await asyncio.to_thread(self.data_plane.stop, self.settings.drain_timeout_s)
-        await asyncio.to_thread(self.services.codec_threads.close)
-        await asyncio.to_thread(self.observer.close)
+        await asyncio.to_thread(self.close)
         return clean
+
+    def stop_timers(self) -> None:
+        """Stop the timers on the event loop, and end shadow requests."""
+        self._overview.stop()
+        self.traffic.close()
+        self.lag.stop()
+
+    def close(self) -> None:
+        """End the threads of `connect`, after the models are closed; blocks."""
+        self.services.codec_threads.close()
+        self.observer.close()
 
     def refuses_load(self, error: BaseException | None) -> bool:
         """Log why the server may not serve after the initial load; returns False if it may.
@@ -326,68 +354,33 @@ class Wiring:
             processes=self.processes,
             stores=None if stores is None else stores.status,
         )
-        return create_services(
-            settings,
-            self.data_plane,
-            reader,
-            self._tracer,
-            self.observer,
-            self._overview,
-            self._create_load_reports(),
-            self.traffic,
+        # The CUDA driver is started only if clients may register GPU memory.
+        memory = find_client_memory() if settings.allow_client_shm else None
+        cuda, pin = (None, None) if memory is None else (memory.open_ipc, memory.pin)
+        return Services(
+            models=registry,
+            repository=self.data_plane.reconciler,
+            regions=SharedMemoryRegions(settings.allow_client_shm, cuda, pin=pin),
+            traces=self._tracer,
+            observer=self.observer,
+            logs=LogSettings(logging.getLogger("headrace")),
+            overview=self._overview,
+            version=version("headrace"),
+            extensions=extensions(settings, cuda is not None),
+            heartbeat_s=settings.stream_heartbeat_s,
+            explain=partial(explain, registry),
+            name=settings.id,
+            options_reader=reader,
+            load_reports=self._create_load_reports(),
+            traffic=self.traffic,
         )
 
     def _create_load_reports(self) -> LoadReports:
         arrays = self.arrays
-        counts: Cells = [0] * COUNT_CELLS if arrays is None else arrays.own.requests
+        counts: Cells = self._counts if arrays is None else arrays.own.requests
         every: Cells = counts if arrays is None else arrays.summed_requests()
         self.load_meter = LoadMeter(self.data_plane.registry.used_sources, every)
         return LoadReports(self.settings.orca, self.load_meter.figures, counts)
-
-
-def create_services(
-    settings: Settings,
-    data_plane: DataPlane,
-    reader: RequestOptionsReader,
-    tracer: Tracer,
-    observer: RequestObserver,
-    overview: ServerOverview,
-    load_reports: LoadReports,
-    traffic: TrafficRouter,
-) -> Services:
-    """Create the services that protocols call, over the models of a data plane.
-
-    Args:
-        settings: settings of the server.
-        data_plane: registry and models.
-        reader: parser of request options and credentials.
-        tracer: trace settings.
-        observer: traces and logs requests.
-        overview: data of the web page.
-        load_reports: reports for load balancers.
-        traffic: distributes requests over the versions of models.
-    """
-    registry = data_plane.registry
-    # The CUDA driver is started only if clients may register GPU memory.
-    memory = find_client_memory() if settings.allow_client_shm else None
-    cuda, pin = (None, None) if memory is None else (memory.open_ipc, memory.pin)
-    return Services(
-        models=registry,
-        repository=data_plane.reconciler,
-        regions=SharedMemoryRegions(settings.allow_client_shm, cuda, pin=pin),
-        traces=tracer,
-        observer=observer,
-        logs=LogSettings(logging.getLogger("headrace")),
-        overview=overview,
-        version=version("headrace"),
-        extensions=extensions(settings, cuda is not None),
-        heartbeat_s=settings.stream_heartbeat_s,
-        explain=partial(explain, registry),
-        name=settings.id,
-        options_reader=reader,
-        load_reports=load_reports,
-        traffic=traffic,
-    )
 
 
 class Reloads:
