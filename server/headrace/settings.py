@@ -163,67 +163,15 @@ _FALSE = {"0", "false", "no", "off", ""}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of `headrace serve`; every field is an option and an environment variable `HEADRACE_<FIELD>`.
+    """Settings of `headrace serve`; a field is an option and an environment variable `HEADRACE_<FIELD>`.
+
+    `OPTIONS`, `LIMIT_HELP` and `Telemetry` describe the fields that are options; these are none:
 
     Attributes:
-        model_repository: folders with one folder a model.
-        model_name: name of the model behind a path on the command line that is one model; "" for that of the file or folder.
-        stores: folder and URL of each of them that mirrors a store.
-        repository_cache_dir: folder of all mirrors of stores; "" for `repositories` in the state folder.
-        repository_cache_bytes: largest size of all mirrors.
-        id: name of the server in its metadata, as tritonserver's --id.
-        host: address to listen on.
-        http_port: HTTP port; 0 lets the system choose.
-        grpc_port: gRPC port; 0 lets the system choose.
-        grpc_engine: "fast" (Headrace's own HTTP/2), or "grpcio" for one more release.
-        grpc: serve gRPC.
-        metrics_port: port of /metrics; None for the HTTP port.
-        model_control: "none" loads all models at start, "explicit" only `load_model` and those that clients load, "poll"
-            watches the folders.
-        poll_interval_s: time between two scans with model control "poll", in seconds.
-        load_model: models to load at start; "*" is all.
-        strict: refuse to start if a model cannot be served.
-        ready_when: "any": ready while one model serves; "all": while every model that should serve is READY.
-        allow_client_shm: clients may register shared memory.
-        allow_model_override: a load request may contain a configuration and files.
-        allow_python_uploads: they may be code that the server runs.
-        trace_file: file for traces; "" for none.
+        stores: folder and URL of each repository that mirrors a store.
         telemetry: traces, spans and request log; each field is an option of its own.
-        log_format: "text" or "json".
-        client_header: HTTP header and gRPC metadata key with the client's name, in lower case.
-        orca: responses with a load report of Open Request Cost Aggregation: "always", "on-request" or "never".
         limits: limits on clients; most are options of their own.
-        gpu_memory_fraction: share of each GPU's memory for all models together, 0 to 1.
-        host_memory_budget: bytes of host memory for all models that the CPU runs; they are loaded at their first request, and
-            evicted by use. 0: all are loaded at start and stay.
-        profile_s: maximum time to measure each model before it serves, in seconds; 0 measures nothing.
-        inline_bound_us: largest 95th percentile of the compute time, in microseconds, with which a lone request runs on the event
-            loop; 0 for never.
-        state_dir: folder for latency tables and engines, which outlive the process; "" for none.
-        environments_dir: folder for Python environments of models; "" for `environments` in the state folder.
-        model_keys_file: file with minisign public keys: only models signed with one of them are served; "" for none.
-        drain_timeout_s: maximum wait at shutdown for requests in flight, in seconds.
-        keep_alive_timeout_s: time that an HTTP connection stays open between requests, in seconds.
-        stream_heartbeat_s: time without an event after which an event stream (`/generate_stream`) has a comment, in seconds.
-        metrics: record latency histograms and serve /metrics.
-        metrics_config: metrics under Triton's names.
-        tls_cert: certificate chain (PEM) of HTTP and gRPC; "" for no TLS.
-        tls_key: private key of it (PEM).
-        tls_client_ca: CA certificates (PEM) that sign client certificates; "" if clients need none.
-        api_keys_file: YAML file with names, hashed keys and scopes; "" for none.
-        insecure_control: without keys, allow control, logging and trace settings on an address that is not loopback.
-        allowed_host: further names in the header Host; on a loopback address without keys, and if given, others are refused.
-        cors_origin: origins whose web pages may read responses and change state.
-        jwks: file or HTTPS URL with the public keys of JSON web tokens; "" for none.
-        jwt_issuer: `iss` of accepted tokens.
-        jwt_audience: `aud` of accepted tokens.
-        cache_config: the response cache; None for none.
-        front_ends: processes with the sockets and the protocols, in front of one engine process; 0 for one process for all,
-            AUTO for a number by the cores of the machine.
         front_ends_reason: why AUTO chose `front_ends`; "" if it did not.
-        grpc_max_connection_age_s: with front ends, age of a gRPC connection after which its client connects again, so that
-            long-lived connections spread over all front ends, seconds; 0 for no limit.
-        hang_timeout_s: time without an answer of a front-end or engine process after which it is killed and started again.
     """
 
     model_repository: tuple[Path, ...]

@@ -30,13 +30,13 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime as ort
 
 from headrace.backends.base import ExecutionLost, InFlightBatch, ResidentInput
+from headrace.backends.current_device import CurrentDevice
 from headrace.backends.onnxruntime import load_finding, session_options
 from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE
 from headrace.backends.tensorrt.buffers import SHARED_BLOCKS, RowTable, TensorBuffer, fetch_from_peers, gather
@@ -49,9 +49,7 @@ from headrace.cuda.driver import (
     CudaStream,
     DeviceError,
     OutOfDeviceMemory,
-    is_context_usable,
     loaded,
-    primary_context,
 )
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import Allocator, PinnedBuffer
@@ -297,42 +295,20 @@ class CudaModel:
             logger.debug("%s does not read resident rows: %s", self._session.file.name, error)
 
 
-class _CurrentGpu:
-    """Makes the GPU current on a thread; converts errors after which the GPU is unusable to `ExecutionLost`. Stateless."""
+class _CurrentGpu(CurrentDevice):
+    """Converts ONNX Runtime's errors that say that memory is missing."""
 
-    def __init__(self, device: int, name: str) -> None:
-        self._context = primary_context(device)
-        self._device = device
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._context.push()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if not isinstance(error, Exception) or isinstance(error, ConfigError | ModelFailed | OutOfDeviceMemory):
-                return
-            if not is_context_usable():
-                message = f"GPU {self._device} has failed, {self._name} runs there no more"
-                logger.error("%s: %s", message, error)
-                raise ExecutionLost(message) from error
-            if isinstance(error, loaded().Error):
-                raise DeviceError(f"running {self._name} failed on the GPU: {error}") from error
-            if _is_out_of_memory(error):
-                # ONNX Runtime's text has names of nodes only, but clients read this.
-                message = "its arena cannot grow: lower max_batch_size, or raise gpu_mem_limit if it is set"
-                logger.warning("%s: GPU %d: %s: %s", self._name, self._device, message, error)
-                raise OutOfDeviceMemory(f"GPU {self._device} has no memory left for {self._name}, {message}") from error
-        finally:
-            loaded().Context.pop()
+    def convert(self, error: Exception) -> None:
+        """Raise OutOfDeviceMemory if ONNX Runtime's text says so: such errors have no type of their own."""
+        if _is_out_of_memory(error):
+            # ONNX Runtime's text has names of nodes only, but clients read this.
+            message = "its arena cannot grow: lower max_batch_size, or raise gpu_mem_limit if it is set"
+            logger.warning("%s: GPU %d: %s: %s", self._name, self._device, message, error)
+            raise OutOfDeviceMemory(f"GPU {self._device} has no memory left for {self._name}, {message}") from error
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return True for ONNX Runtime's errors that say that memory is missing; they have no type of their own."""
-    text = str(error).lower()
-    return not isinstance(error, HeadraceError) and any(words in text for words in _NO_MEMORY)
+    return any(words in str(error).lower() for words in _NO_MEMORY)
 
 
 class _Slot:

@@ -18,6 +18,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -118,6 +119,40 @@ def create_process_folder(parent: Path, prefix: str) -> tuple[Path, int]:
     descriptor = os.open(folder / _PROCESS_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     return folder, descriptor
+
+
+class SharedFolder:
+    """Folder with one model, removed with its last reference; the creator has the first one. Thread-safe.
+
+    Args:
+        repository: the folder; only the user of this process may read it.
+        name: name of the model.
+        remove: removes the folder.
+
+    Attributes:
+        repository: see Args.
+        path: the model's folder in it.
+    """
+
+    def __init__(self, repository: Path, name: str, remove: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._references = 1
+        self._remove = remove
+        self.repository = repository
+        self.path = repository / name
+
+    def acquire(self) -> None:
+        """Add a reference."""
+        with self._lock:
+            self._references += 1
+
+    def release(self) -> None:
+        """Drop a reference; the last one removes the folder."""
+        with self._lock:
+            self._references -= 1
+            if self._references:
+                return
+        self._remove()
 
 
 def _remove_stale_folders(parent: Path, prefix: str) -> None:

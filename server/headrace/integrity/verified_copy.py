@@ -13,11 +13,12 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from headrace.config.documents import refuse
-from headrace.config.files import create_process_folder
+from headrace.config.files import SharedFolder, create_process_folder
 from headrace.core.errors import ConfigError
 from headrace.integrity.checksums import (
     CHECKSUMS,
@@ -36,7 +37,7 @@ _PREFIX = "headrace-verified-"
 _WRITE = "write it with `headrace checksums write MODEL`"
 
 
-class VerifiedCopy:
+class VerifiedCopy(SharedFolder):
     """Copy of a model's folder, removed with its last reference. Thread-safe.
 
     Args:
@@ -46,31 +47,12 @@ class VerifiedCopy:
         checksums: content of its `SHA256SUMS`.
 
     Attributes:
-        repository: see Args.
-        path: the model's folder in it.
         checksums: see Args.
     """
 
     def __init__(self, store: _CopyStore, repository: Path, name: str, checksums: bytes) -> None:
-        self._store = store
-        self._lock = threading.Lock()
-        self._references = 1
-        self.repository = repository
-        self.path = repository / name
+        super().__init__(repository, name, partial(store.remove, repository))
         self.checksums = checksums
-
-    def acquire(self) -> None:
-        """Add a reference."""
-        with self._lock:
-            self._references += 1
-
-    def release(self) -> None:
-        """Drop a reference; the last one removes the folder."""
-        with self._lock:
-            self._references -= 1
-            if self._references:
-                return
-        self._store.remove(self.repository)
 
 
 class _CopyStore:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace.config.documents import Document, refuse, to_triton_json
+from headrace.config.files import SharedFolder
 from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
 from headrace.config.serving_plan import ServingPlan, requests_tensorrt, sample_fingerprints
 from headrace.core.clock import NS_PER_S, monotonic_ns
@@ -148,7 +149,7 @@ class ModelSource:
     path: Path
     repository: Path
     config: Document | None = None
-    private: PrivateFolder | VerifiedCopy | None = None
+    private: SharedFolder | None = None
     is_lazy: bool = False
 
     @property
@@ -179,7 +180,7 @@ class _Version:
     handle: VersionHandle
     signature: _Signature
     plan: ServingPlan
-    private: PrivateFolder | VerifiedCopy | None
+    private: SharedFolder | None
 
     def release_files(self) -> None:
         """Drop the reference to the files of the version; called when the handle is closed."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import tempfile
-import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from headrace.config.documents import Document
+from headrace.config.files import SharedFolder
 from headrace.config.model_folder import DATA_FOLDERS, filename_problem
 from headrace.core.errors import BadRequest, TooLarge, Unavailable
 
@@ -79,7 +79,7 @@ def _label_files(config: Document) -> Iterable[str]:
             yield name
 
 
-class PrivateFolder:
+class PrivateFolder(SharedFolder):
     """Temporary folder with the uploaded files of one model; removed with its last reference. Thread-safe.
 
     Args:
@@ -88,21 +88,14 @@ class PrivateFolder:
 
     Raises:
         Unavailable: the files cannot be stored.
-
-    Attributes:
-        repository: the folder; only the user of this process may read it.
-        path: the model's folder in it.
     """
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
-        self._lock = threading.Lock()
-        self._references = 1
         try:
             self._folder = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
         except OSError as error:
             raise _cannot_store(error) from error
-        self.repository = Path(self._folder.name)
-        self.path = self.repository / name
+        super().__init__(Path(self._folder.name), name, self._folder.cleanup)
         try:
             for path, content in files.items():
                 target = self.path / path
@@ -112,19 +105,6 @@ class PrivateFolder:
         except OSError as error:
             self._folder.cleanup()
             raise _cannot_store(error) from error
-
-    def acquire(self) -> None:
-        """Add a reference."""
-        with self._lock:
-            self._references += 1
-
-    def release(self) -> None:
-        """Drop a reference; the last one removes the folder."""
-        with self._lock:
-            self._references -= 1
-            if self._references:
-                return
-        self._folder.cleanup()
 
 
 def _cannot_store(error: OSError) -> Unavailable:

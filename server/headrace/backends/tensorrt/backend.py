@@ -19,12 +19,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from headrace.backends.base import ExecutionLost, InFlightBatch, InputRefused
+from headrace.backends.base import InFlightBatch, InputRefused
+from headrace.backends.current_device import CurrentDevice
 from headrace.backends.tensorrt.buffers import BufferSlot
 from headrace.backends.tensorrt.contexts import (
     BatchViews,
@@ -52,7 +52,7 @@ from headrace.backends.tensorrt.tuning import tune
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom, Reservation
 from headrace.core.tensor import Array, ResidentRows, as_input
-from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, current, is_context_usable, loaded, primary_context
+from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, current
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import Allocator, booked
 
@@ -337,36 +337,6 @@ class _BatchState(NamedTuple):
     views: BatchViews
 
 
-class _CurrentDevice:
-    """Makes the GPU current on a thread; converts errors after which the GPU is unusable to `ExecutionLost`. Stateless."""
-
-    def __init__(self, context: Any, device: int, name: str) -> None:
-        self._trt_context = context
-        self._device = device
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._trt_context.push()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # The error itself is not raised again: its frames form a cycle that would keep streams alive, which must be
-        # freed while the GPU is current.
-        try:
-            if error is None or isinstance(error, OutOfDeviceMemory):
-                return
-            if not isinstance(error, (HeadraceError, loaded().Error)):
-                return
-            if not is_context_usable():
-                message = f"GPU {self._device} has failed, {self._name} runs there no more: {error}"
-                raise ExecutionLost(message) from error
-            if not isinstance(error, HeadraceError):
-                raise DeviceError(f"running {self._name} failed on the GPU: {error}") from error
-        finally:
-            loaded().Context.pop()
-
-
 class TensorRtExecution:
     """One instance; see `headrace.backends.base.PipelinedExecution`. Opened and closed on the instance's thread.
 
@@ -407,7 +377,7 @@ class TensorRtExecution:
         self._batched = placement.max_rows > 0
         self._joined = placement.joined
         self._device = None if kernel is None else placement.device
-        self._on_device = _CurrentDevice(primary_context(placement.device), placement.device, plan.name)
+        self._on_device = CurrentDevice(placement.device, plan.name)
         self.slot_states = DeviceStates(states, plan.allocator, self._on_device) if states.tensors else None
         self._resources = DeviceResources(plan, self._ports, placement, kernel, warn, self.slot_states)
         self._free: deque[BufferSlot] = deque()
