@@ -107,6 +107,21 @@ async def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
         await asyncio.sleep(0.01)
 
 
+async def at_rest(reconciler: Reconciler) -> None:
+    """Wait until the control thread has run all commands; where it watches, until it has acted on every change too."""
+
+    async def scans(count: int) -> None:
+        for _ in range(count):
+            before_ns = reconciler._next_scan_ns
+            await until(lambda before_ns=before_ns: reconciler._next_scan_ns != before_ns)
+
+    if reconciler._control.mode == "poll":
+        await scans(2)  # the first may have begun before the change
+        await until(lambda: not reconciler._watcher.is_changing)
+        await scans(1)
+    await reconciler._run_command(lambda: None)
+
+
 def put(repository: Path, seed: int, version: int = 1, config: str = "") -> None:
     """Replace a version as a careful deployment does: a file beside, then renamed over the old one."""
     folder = add_model(repository.parent / "staging", "m", affine(seed=seed), version=version)

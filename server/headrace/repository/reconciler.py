@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.config.documents import read_config_json
-from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import (
     BadRequest,
     ConfigError,
@@ -174,6 +174,7 @@ class Reconciler:
         control: policy for changes while the server runs.
         builder: command that builds engines, without the model's folder.
         stores: repositories that mirror a store; None without any.
+        clock: returns monotonic nanoseconds, for scans and the settle time.
     """
 
     def __init__(
@@ -185,7 +186,9 @@ class Reconciler:
         control: ControlPolicy | None = None,
         builder: Sequence[str] = BUILDER,
         stores: RepositoryStores | None = None,
+        clock: Clock = monotonic_ns,
     ) -> None:
+        self._clock = clock
         self._selection = selection
         self._stores = stores
         self._registry = registry
@@ -366,7 +369,7 @@ class Reconciler:
                 self._stores.start()
             self._registry.set_complete(True)
             self._on_loaded(None)
-            self._next_scan_ns = monotonic_ns() + self._pause_ns()
+            self._next_scan_ns = self._clock() + self._pause_ns()
             while self._serve_one():
                 self._memory_ns = self._gpu_model_cache.load_requested()
         except BaseException as error:  # reported to the caller: no model is loaded after this
@@ -383,9 +386,9 @@ class Reconciler:
         try:
             command = self._commands.get(timeout=self._wait_s())
         except queue.Empty:
-            if self._control.mode == "poll" and monotonic_ns() >= self._next_scan_ns:
+            if self._control.mode == "poll" and self._clock() >= self._next_scan_ns:
                 self._rescan()
-                self._next_scan_ns = monotonic_ns() + self._pause_ns()
+                self._next_scan_ns = self._clock() + self._pause_ns()
             return True
         if command is None:
             return False
@@ -564,7 +567,7 @@ class Reconciler:
         times_ns = [] if self._memory_ns is None else [self._memory_ns]
         if self._control.mode == "poll":
             times_ns.append(self._next_scan_ns)
-        return max(min(times_ns) - monotonic_ns(), 0) / NS_PER_S if times_ns else None
+        return max(min(times_ns) - self._clock(), 0) / NS_PER_S if times_ns else None
 
     def _pause_ns(self) -> int:
         control, pause_s = self._control, self._control.poll_interval_s
@@ -603,7 +606,7 @@ class Reconciler:
         self._scan_cache.keep({str(model.path) for model in models.values()})
         for name in fingerprints.keys() - self._registry.names():
             self._registry.mark(name, "", State.UNKNOWN)
-        due = self._watcher.update(fingerprints, monotonic_ns())
+        due = self._watcher.update(fingerprints, self._clock())
         for name in due:
             if name not in fingerprints:
                 self._pending.pop(name, None)

@@ -18,7 +18,7 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace.scheduling.handle import ModelHandle
 
-from tests.support.control_thread import EXPLICIT, Check, index, infer_values, put, run, same, until
+from tests.support.control_thread import EXPLICIT, Check, at_rest, index, infer_values, put, run, same, until
 from tests.support.fake_builder import command
 from tests.support.models import add_model, affine
 
@@ -84,7 +84,7 @@ async def settled(registry: Registry) -> None:
 def test_the_engine_serves_when_it_is_built(workshop: Workshop, control: ControlPolicy) -> None:
     workshop.hold()
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
         assert registry.ready()
         assert same(await infer_values(registry), 1)
         await until(lambda: workshop.calls() == ["started"])
@@ -95,7 +95,7 @@ def test_the_engine_serves_when_it_is_built(workshop: Workshop, control: Control
         assert same(await infer_values(registry), 2)
         assert reason_of(registry) == ""
         # A watcher sees the files that the builder has put there; that is no reason to load anything.
-        await asyncio.sleep(4 * POLL.settle_s if control is POLL else 0.1)
+        await at_rest(reconciler)
         assert [is_artefact_name(name) for name in workshop.loads] == [False, True]
         assert reason_of(registry) == ""
         assert workshop.calls() == ["started"]
@@ -181,7 +181,10 @@ def test_unloaded_models_are_not_built(workshop: Workshop) -> None:
         await reconciler.unload("m", False)
         await until(lambda: workshop.calls() == ["started", "stopped"])
         workshop.let_go()
-        await asyncio.sleep(0.1)
+        timer = reconciler._builds._kill_timer
+        await until(lambda: timer is not None and timer.finished.is_set())  # the builder has ended
+        await until(lambda: index(registry)["m", "1"][0] == "UNAVAILABLE")
+        await at_rest(reconciler)
         assert index(registry)["m", "1"][0] == "UNAVAILABLE"
         assert workshop.loads == ["model.onnx"]
 
@@ -232,7 +235,7 @@ def test_uploaded_models_are_not_built(workshop: Workshop) -> None:
         assert "headrace build m" in reason_of(registry)
         await reconciler.load("m", text.replace("{", '{"max_batch_size": 2, ', 1), {})
         assert same(await infer_values(registry), 1)
-        await asyncio.sleep(0.1)
+        await until(lambda: reconciler._builds._current is None and not reconciler._builds._waiting)
         assert workshop.calls() == ["started"]
 
     workshop.run(check)
@@ -310,10 +313,12 @@ def test_no_request_is_lost_during_the_swap_to_the_engine(workshop: Workshop) ->
                     errors.append(error)
                     return
                 answers.append(1 if same(answer, 1) else 2 if same(answer, 2) else 0)
+                await asyncio.sleep(0.001)  # without a pause they take the CPU from the builder, whose priority is low
 
         clients = [asyncio.create_task(client()) for _ in range(8)]
         await settled(registry)
-        await asyncio.sleep(0.2)
+        seen = len(answers)
+        await until(lambda: len(answers) > seen + 4 * len(clients))
         going = False
         await asyncio.gather(*clients)
 
@@ -326,10 +331,22 @@ def test_no_request_is_lost_during_the_swap_to_the_engine(workshop: Workshop) ->
 Act = Callable[[Reconciler], Coroutine[Any, Any, None]]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.3, 0.4, 0.5, 0.6])
-def test_loads_and_unloads_at_any_moment_of_a_build_leave_it_sane(workshop: Workshop, seconds: float) -> None:
+def moment(workshop: Workshop, reconciler: Reconciler, name: str) -> bool:
+    """True once a moment of the first build has come."""
+    states = {
+        "load": True,
+        "process": reconciler._builds._process is not None,
+        "builder": workshop.calls() != [],
+        "engine": any((workshop.repository / "m" / "1").glob("model.*.onnx")),
+        "end": reconciler._builds._current is None and bool(reconciler._builds._outcomes),
+    }
+    return states[name]
+
+
+@pytest.mark.parametrize("name", ["load", "process", "builder", "engine", "end"])
+def test_loads_and_unloads_at_any_moment_of_a_build_leave_it_sane(workshop: Workshop, name: str) -> None:
     async def check(reconciler: Reconciler, registry: Registry) -> None:
-        await asyncio.sleep(seconds)
+        await until(lambda: moment(workshop, reconciler, name))
         await reconciler.load("m", None, {})
         await reconciler.unload("m", False)
         await reconciler.load("m", None, {})
