@@ -1,10 +1,17 @@
-"""Wait for a condition of another thread or process; the limit detects a hang and is no measure of speed."""
+"""Wait for a condition of another thread or process; the limit detects a hang and is no measure of speed.
+
+A test that claims that nothing more happens waits for more turns of the loop that would do it: `record_calls` and
+`more`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
+
+import pytest
 
 
 class HasEnded(Protocol):
@@ -30,3 +37,44 @@ def until(condition: Callable[[], object], timeout_s: float = 60.0, *, before: H
         assert time.monotonic() < deadline, f"it did not come true within {timeout_s:g} s"
         assert before is None or not before.done(), "it came true too late"
         time.sleep(0.01)
+
+
+async def until_async(condition: Callable[[], Awaitable[object] | object], timeout_s: float = 60.0) -> None:
+    """Wait on an event loop until a condition, which may be awaitable, is true; see `until`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        result = condition()
+        if await result if isinstance(result, Awaitable) else result:
+            return
+        assert time.monotonic() < deadline, f"it did not come true within {timeout_s:g} s"
+        await asyncio.sleep(0.005)
+
+
+def record_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[tuple[object, ...]]:
+    """Record the calls of a function or method until the end of the test, to wait for the next ones.
+
+    Args:
+        monkeypatch: of the test.
+        owner: module, class or object that has it.
+        name: of the attribute.
+
+    Returns:
+        The positional arguments of each call that has ended.
+    """
+    original: Callable[..., object] = getattr(owner, name)
+    calls: list[tuple[object, ...]] = []
+
+    def recorded(*args: object, **options: object) -> object:
+        try:
+            return original(*args, **options)
+        finally:
+            calls.append(args)
+
+    monkeypatch.setattr(owner, name, recorded)
+    return calls
+
+
+def more(calls: Sequence[object], count: int) -> Callable[[], bool]:
+    """Return a condition that becomes true with that many more calls; see `record_calls`."""
+    total = len(calls) + count
+    return lambda: len(calls) >= total

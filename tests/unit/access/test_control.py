@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -15,11 +14,14 @@ import pytest
 from headrace.access import control, keys_file
 from headrace.access.control import KeyAccess
 from headrace.access.keys_file import key_hash
+from headrace.core import access as core_access
 from headrace.core.access import Principal, Scope, certificate_names
+from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, Forbidden, QuotaExceeded, Unauthenticated
 from headrace.core.model_config import RateLimit
 
 from tests.support.keys import Keys
+from tests.support.waiting import more, record_calls, until_async
 
 
 @pytest.fixture
@@ -123,7 +125,12 @@ def test_a_reload_keeps_the_level_of_quotas(access: KeyAccess, keys: Keys) -> No
         principal.admit("tiny")
 
 
-def test_a_raised_quota_ends_the_wait_of_the_old_one(access: KeyAccess, keys: Keys) -> None:
+def test_a_raised_quota_ends_the_wait_of_the_old_one(
+    access: KeyAccess, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = monotonic_ns()
+    for module in (control, core_access):
+        monkeypatch.setattr(module, "monotonic_ns", lambda: now_ns)
     keys.clients["all"]["quota"] = {"requests_per_s": 0.001, "burst": 1}
     reread(access, keys)
     principal = bearer(access, keys.keys["all"])
@@ -132,7 +139,7 @@ def test_a_raised_quota_ends_the_wait_of_the_old_one(access: KeyAccess, keys: Ke
     reread(access, keys)
     with contextlib.suppress(QuotaExceeded):
         principal.admit("tiny")
-    time.sleep(0.11)
+    now_ns += NS_PER_S // 9
     principal.admit("tiny")
 
 
@@ -220,7 +227,7 @@ def fast_poll(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fast_poll")
 def test_the_thread_follows_the_file_and_keeps_the_keys_of_a_broken_or_missing_one(
-    access: KeyAccess, keys: Keys, caplog: pytest.LogCaptureFixture
+    access: KeyAccess, keys: Keys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "headrace")
 
@@ -239,7 +246,8 @@ def test_the_thread_follows_the_file_and_keeps_the_keys_of_a_broken_or_missing_o
         bearer(access, keys.keys["all"]).admit("tiny")
         os.remove(keys.path)
         await wait("there is no such file")
-        await asyncio.sleep(0.2)
+        polls = record_calls(monkeypatch, control, "file_signature")
+        await until_async(more(polls, 4))
         assert caplog.text.count("there is no such file") == 1, "one line for one change"
         bearer(access, keys.keys["all"]).admit("tiny")
         del keys.clients["all"]

@@ -14,7 +14,7 @@ from headrace.caching import benefit as benefit_module
 from headrace.caching.response_cache import LARGE_BYTES, ResponseCaches, VersionCache, VersionStates
 from headrace.core.cache_config import CacheLimits, ResponseCache
 from headrace.core.cache_options import CacheOptions
-from headrace.core.clock import monotonic_ns
+from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import Cancelled, DeadlineExceeded, ModelFailed, Overloaded, QuotaExceeded
 from headrace.core.model_config import ModelConfig
@@ -306,9 +306,11 @@ def test_a_rejected_request_leaves_nothing_behind() -> None:
 
 def test_responses_expire() -> None:
     async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        now_ns = NS_PER_S
+        cache._clock = lambda: now_ns
         await served.infer(infer_request(1))
         assert (await served.infer(infer_request(1))).cached
-        await asyncio.sleep(0.06)
+        now_ns += 60 * NS_PER_MS
         assert not (await served.infer(infer_request(1))).cached
         assert cache.report()["expirations"] == 1
 

@@ -57,7 +57,7 @@ def test_a_folder_is_locked_without_a_trace(tmp_path: Path) -> None:
     with locked_folder(tmp_path):
         thread = threading.Thread(target=second)
         thread.start()
-        assert not entered.wait(0.1)
+        assert not entered.wait(0.05)
         assert list(tmp_path.iterdir()) == []
     thread.join(10)
     assert entered.is_set()

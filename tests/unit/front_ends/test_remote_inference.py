@@ -28,6 +28,7 @@ from tests.support.front_end_pair import Pair, open_pair, over_grpc, over_http
 from tests.support.grpc_requests import message as grpc_message
 from tests.support.onnx_models import identity_model
 from tests.support.python_models import ADD_SUB, ADD_SUB_CONFIG, ERRORS, ERRORS_CONFIG, add_python_model
+from tests.support.waiting import until_async
 
 BATCHES = "max_batch_size: 8"
 
@@ -203,7 +204,7 @@ def test_every_request_and_failure_is_counted_once(run: Callable[..., Any]) -> N
             totals = handle.recorder.totals()
             return sum(totals.failures.values()) >= 2 and totals.phases["encode"].count >= 3
 
-        await until(all_counted)
+        await until_async(all_counted)
         totals = handle.recorder.scraped_totals()
         assert (totals.successes, totals.rows) == (3, 9)
         assert dict(totals.failures) == {"bad_request": 1, "deadline": 1}
@@ -211,13 +212,6 @@ def test_every_request_and_failure_is_counted_once(run: Callable[..., Any]) -> N
         assert handle.in_flight == 0
 
     run(test)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that becomes true on another thread or in a later turn of the loop."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  # no event: the condition is that of code under test
-            await asyncio.sleep(0.01)
 
 
 def infer_request(handle: Any, rows: np.ndarray[Any, Any]) -> InferRequest:
@@ -253,7 +247,7 @@ def test_a_cancelled_request_is_counted_as_undelivered_or_never_runs(run: Callab
         handle.record_failure(Cancelled("gone"), monotonic_ns())
         handle.release()
         front_end.flush_counts()
-        await until(lambda: bool(local.recorder.totals().failures))
+        await until_async(lambda: bool(local.recorder.totals().failures))
         totals = local.recorder.totals()
         assert (totals.successes, dict(totals.failures)) == (1, {"cancelled": 1})
         assert not front_end.in_flight
@@ -277,7 +271,7 @@ def test_requests_of_one_turn_are_one_group_and_counted_one_by_one(run: Callable
         handle.release()
         totals = local.recorder.totals()
         assert (totals.successes, totals.rows) == (10, 14)
-        await until(lambda: not local.in_flight)
+        await until_async(lambda: not local.in_flight)
 
     run(test)
 
@@ -302,7 +296,7 @@ def test_large_tensors_go_through_the_arena_and_leave_it(run: Callable[..., Any]
         await asyncio.gather(*(one(number) for number in range(1, 14)))
         assert front_end.arena_bytes_in_use >= 0
         handle.release()
-        await until(lambda: front_end.arena_bytes_in_use == 0)
+        await until_async(lambda: front_end.arena_bytes_in_use == 0)
 
     run(test)
 
@@ -337,11 +331,11 @@ def test_large_requests_of_one_turn_are_one_group_whose_rows_stay_in_their_slots
             assert front_end.in_flight == groups
             for completion, each in zip(completions, rows, strict=True):
                 np.testing.assert_allclose((await completion).outputs["LOGITS"], each[:, :, 0, 0], rtol=1e-5)
-            await until(lambda: front_end.arena_bytes_in_use == 0)
+            await until_async(lambda: front_end.arena_bytes_in_use == 0)
         handle.release()
         totals = local.recorder.totals()
         assert (totals.successes, totals.rows) == (6 + 3 + 5 + 19, 6 + 6 + 7 + 19)
-        await until(lambda: not local.in_flight)
+        await until_async(lambda: not local.in_flight)
 
     run(test)
 
@@ -383,7 +377,7 @@ def test_a_front_end_that_ends_releases_the_slots_of_its_groups(run: Callable[..
             with pytest.raises((Unavailable, Cancelled)):
                 await completion
         handle.release()
-        await until(lambda: not local.in_flight)
+        await until_async(lambda: not local.in_flight)
         await pair.attach(0)
         handle = front_end.lease("means", "")
         again = [infer_request(handle, picture(number)) for number in range(3)]
@@ -393,7 +387,7 @@ def test_a_front_end_that_ends_releases_the_slots_of_its_groups(run: Callable[..
             np.testing.assert_allclose((await completion).outputs["LOGITS"], np.full((1, 3), number), rtol=1e-5)
         handle.release()
         del again, request, requests
-        await until(lambda: front_end.arena_bytes_in_use == 0)
+        await until_async(lambda: front_end.arena_bytes_in_use == 0)
 
     run(test)
 
@@ -492,7 +486,7 @@ def test_the_engine_reads_and_writes_shared_memory_of_clients(run: Callable[...,
                     assert written[0] == written[1]
                     assert any(written[0]) == (status == 200 and target is not None)
         front_end.flush_counts()
-        await until(lambda: sum(handle.recorder.totals().failures.values()) == 12)
+        await until_async(lambda: sum(handle.recorder.totals().failures.values()) == 12)
         # The output that is larger than its range was computed, by both.
         totals = handle.recorder.scraped_totals()
         assert totals.successes == 8
@@ -530,7 +524,7 @@ def test_without_an_engine_requests_are_refused_and_served_again_later(run: Call
         handle.release()
         local = pair.plane.registry.serving("affine", "")
         assert local is not None
-        await until(lambda: not local.in_flight)
+        await until_async(lambda: not local.in_flight)
         pair.apply_table()
         await pair.attach(0)
         again = front_end.lease("affine", "")
@@ -550,7 +544,7 @@ def test_a_replaced_version_serves_the_requests_that_leased_it(run: Callable[...
         pair.apply_table()
         assert not front_end.serves("affine", "")
         closing = asyncio.create_task(asyncio.to_thread(local.close, 30.0))
-        await until(lambda: local.closing)
+        await until_async(lambda: local.closing)
         assert isinstance(await old.infer(infer_request(old, ROWS)), InferResponse)
         assert not closing.done()
         old.release()
@@ -573,7 +567,7 @@ def test_a_front_end_that_ends_frees_versions_and_cancels_requests(run: Callable
                 await each
         local = pair.plane.registry.serving("errors", "")
         assert local is not None
-        await until(lambda: not local.in_flight)
+        await until_async(lambda: not local.in_flight)
         totals = local.recorder.totals()
         assert totals.successes + sum(totals.failures.values()) == 3
 

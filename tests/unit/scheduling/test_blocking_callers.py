@@ -20,9 +20,11 @@ from headrace.observability.counters import Recorder
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.pipeline import _SHORT_BYTES
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy
+from headrace.scheduling.scheduler import Scheduler
 
 from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline
 from tests.support.fakes import SPEC, FakeModel, infer_request
+from tests.support.waiting import record_calls, until
 
 
 class Watched(FakePipeline):
@@ -284,22 +286,23 @@ def test_a_deadline_applies_even_if_the_device_hangs(handles: Make, threads: Thr
 @pytest.mark.parametrize("demote", [False, True])
 @pytest.mark.parametrize("deadline", [0, 60 * NS_PER_S])
 def test_overdue_requests_are_refused_or_served_last(
-    handles: Make, threads: ThreadPoolExecutor, demote: bool, deadline: int
+    handles: Make, threads: ThreadPoolExecutor, demote: bool, deadline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expired = record_calls(monkeypatch, Scheduler, "expire")
     model = Watched(manual=True, depth=2)
-    queue_policy = LevelPolicy(queue_timeout_ns=50_000_000, demote_on_timeout=demote)
+    queue_policy = LevelPolicy(queue_timeout_ns=60 * NS_PER_S, demote_on_timeout=demote, timeout_override=True)
     handle = handles(model, BatchPolicy(1), queue_policy=queue_policy)
     asleep(handle)
     ahead = [later(threads, handle, 1)]
     model.wait_for("finishing 0")
     ahead.append(later(threads, handle, 2))
     model.wait_for("launch 1")
-    late = later(threads, handle, 3, deadline_ns=deadline and monotonic_ns() + deadline)
+    deadline_ns = deadline and monotonic_ns() + deadline
+    late = later(threads, handle, 3, deadline_ns=deadline_ns, queue_timeout_ns=20_000_000)
     if not demote:
         assert isinstance(late.exception(10), QueueTimeout)
     else:
-        waiting(handle, 1)
-        threading.Event().wait(0.1)
+        until(lambda: expired)
         assert not late.done()
     model.let_go()
     assert [each.result(10) for each in ahead] == [2, 4]

@@ -23,8 +23,10 @@ from headrace.core.errors import (
     Unsupported,
 )
 from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits
+from headrace.scheduling.scheduler import Scheduler
 
 from tests.support.fakes import DEATH, POISON, FakeModel, handle, infer_request
+from tests.support.waiting import record_calls, until_async
 
 Scenario = Callable[[Mailbox, FakeModel], Coroutine[Any, Any, None]]
 
@@ -223,15 +225,17 @@ def test_the_queue_policy_s_timeout_is_not_the_deadline() -> None:
     play(scenario)
 
 
-def test_requests_delayed_by_the_queue_policy_are_served_last() -> None:
+def test_requests_delayed_by_the_queue_policy_are_served_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    expired = record_calls(monkeypatch, Scheduler, "expire")
+
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        queue_policy = LevelPolicy(queue_timeout_ns=20_000_000, demote_on_timeout=True)
+        queue_policy = LevelPolicy(queue_timeout_ns=60_000_000_000, demote_on_timeout=True, timeout_override=True)
         served = handle(mailbox, model, batch=BatchPolicy(1), queue_policy=queue_policy)
         model.gate.clear()
         running = served.infer(infer_request(1))
         await wait_started(model)
-        late = served.infer(infer_request(2))
-        await asyncio.sleep(0.06)
+        late = served.infer(infer_request(2, queue_timeout_ns=10_000_000))
+        await until_async(lambda: expired)
         fresh = served.infer(infer_request(3))
         model.gate.set()
         for completion in (running, late, fresh):

@@ -258,7 +258,7 @@ def test_the_queue_timeout_is_the_shorter_one_and_no_deadline_replaces_it(
             model.gate.set()
         else:
             answer = asyncio.ensure_future(_awaited(second))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)  # more than the shorter timeout
             assert not answer.done()
             model.gate.set()
             assert (await answer).outputs["y"].tolist() == [[2, 2]]

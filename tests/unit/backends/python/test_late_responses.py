@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from headrace.core.errors import BatchLost, Cancelled, HeadraceError, ModelFaile
 from headrace.core.request import InferResponse
 
 from tests.support.decoupled_models import decoupled_handle, decoupled_spec, open_decoupled, stream_request
+from tests.support.waiting import until_async
 
 # The first value of a request says what happens to it.
 CODE = """
@@ -69,15 +69,6 @@ class TritonPythonModel:
         elif action == 6:
             sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("late", 4)), flags=FINAL)
 """
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until a condition is true."""
-    for _ in range(6000):
-        if await condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come true")
 
 
 class Model:
@@ -156,7 +147,7 @@ def test_errors_of_the_only_response(tmp_path: Path) -> None:
         async def has_both() -> bool:
             return (await model.ask(0))[0] == 2
 
-        await until(has_both)
+        await until_async(has_both)
         completion = model.start(0)
         texts = str((await completion).parameters["errors"])
         assert "exactly one response. Write model_transaction_policy" in texts
@@ -183,6 +174,6 @@ def test_a_late_request_is_cancelled_or_lost(tmp_path: Path, ends: bool) -> None
         async def is_seen() -> bool:
             return bool((await model.ask(0))[1])
 
-        await until(is_seen)
+        await until_async(is_seen)
 
     play(tmp_path, scenario)

@@ -41,6 +41,7 @@ from tests.support.decoupled_models import (
     open_decoupled,
     stream_request,
 )
+from tests.support.waiting import more, record_calls, until_async
 
 Answers = list[Any]
 
@@ -89,7 +90,7 @@ class Client:
 
 async def settled(completion: LoopCompletion) -> None:
     """Wait until a completion is settled, beside its reader."""
-    await until(lambda: completion.is_settled)
+    await until_async(lambda: completion.is_settled)
 
 
 async def read(completion: LoopCompletion, stream: ResponseStream) -> tuple[Answers, InferResponse | HeadraceError]:
@@ -107,17 +108,6 @@ async def ended(completion: LoopCompletion) -> InferResponse | HeadraceError:
         return await completion
     except HeadraceError as error:
         return error
-
-
-async def until(condition: Callable[[], Awaitable[object] | object]) -> None:
-    async def wait() -> None:
-        while True:
-            result = condition()
-            if await result if isinstance(result, Awaitable) else result:
-                return
-            await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(wait(), 60)
 
 
 def play(
@@ -154,7 +144,7 @@ def test_square_and_its_empty_stream(tmp_path: Path) -> None:
             assert isinstance(end, InferResponse)
             assert end.outputs == {}
             assert end.times is not None
-        await until(lambda: client.handle.recorder.totals().successes == 5)
+        await until_async(lambda: client.handle.recorder.totals().successes == 5)
         totals = client.handle.recorder.totals()
         assert (totals.first_response.count, totals.inter_response.count) == (3, 133)
         assert totals.rows == 5
@@ -214,7 +204,7 @@ def test_a_sender_that_is_dropped_ends_its_request_with_an_error(tmp_path: Path,
         assert answers == counted(number)
         assert isinstance(end, ModelFailed)
         assert "dropped the response sender" in str(end)
-        await until(lambda: client.handle.recorder.totals().executions)
+        await until_async(lambda: client.handle.recorder.totals().executions)
 
     play(tmp_path, scenario)
 
@@ -237,7 +227,7 @@ def test_a_response_after_the_final_flag_is_an_error_in_the_model(tmp_path: Path
         answers, end = await client.ask(8, 0)
         assert answers == [[1]]
         assert isinstance(end, InferResponse)
-        await until(lambda: has_errors(client, 2))
+        await until_async(lambda: has_errors(client, 2))
         _numbers, texts = await client.state()
         assert texts.count("after the final flag") == 2
 
@@ -277,7 +267,7 @@ def test_inputs_outlive_their_batch(tmp_path: Path) -> None:
 def test_a_slow_reader_blocks_its_own_sender_only(tmp_path: Path) -> None:
     async def scenario(client: Client) -> None:
         completion, stream = client.start(1, 500)
-        await until(lambda: is_blocked(client))
+        await until_async(lambda: is_blocked(client))
         assert stream.sent == 64
         assert await has_sent(client, 64), "the 65th send has not returned"
         assert (await client.ask(2, 300))[0] == counted(300), "other requests go on"
@@ -286,7 +276,7 @@ def test_a_slow_reader_blocks_its_own_sender_only(tmp_path: Path) -> None:
         for number in range(8):
             assert shown(stream.take()) == [number]
             stream.consumed()
-        await until(lambda: stream.sent == 72)
+        await until_async(lambda: stream.sent == 72)
         answers, end = await read(completion, stream)
         assert answers == counted(500)[8:]
         assert isinstance(end, InferResponse)
@@ -298,7 +288,7 @@ def test_a_slow_reader_bounds_the_bytes(tmp_path: Path) -> None:
     async def scenario(client: Client) -> None:
         elements = 500_000  # 2 MB each: two are allowed
         completion, stream = client.start(12, elements)
-        await until(lambda: is_blocked(client))
+        await until_async(lambda: is_blocked(client))
         assert stream.sent == 2
         assert await has_sent(client, 2)
         answers, end = await read(completion, stream)
@@ -306,7 +296,7 @@ def test_a_slow_reader_bounds_the_bytes(tmp_path: Path) -> None:
         assert isinstance(end, InferResponse)
         # Larger than the bound: alone.
         completion, stream = client.start(12, 1_500_000)
-        await until(lambda: stream.sent == 1)
+        await until_async(lambda: stream.sent == 1)
         assert [len(answer) for answer in (await read(completion, stream))[0]] == [1_500_000] * 4
 
     play(tmp_path, scenario)
@@ -315,19 +305,19 @@ def test_a_slow_reader_bounds_the_bytes(tmp_path: Path) -> None:
 def test_the_model_sees_a_cancelled_request(tmp_path: Path) -> None:
     async def scenario(client: Client) -> None:
         completion, stream = client.start(6, 2)
-        await until(lambda: stream.sent == 2)
+        await until_async(lambda: stream.sent == 2)
         completion.abandon()
         assert isinstance(await ended(completion), Cancelled)
-        await until(lambda: is_cancelled(client, 1))
+        await until_async(lambda: is_cancelled(client, 1))
         # A blocked sender goes on, and its responses are dropped.
         completion, stream = client.start(1, 100)
-        await until(lambda: stream.sent == 64)
+        await until_async(lambda: stream.sent == 64)
         completion.abandon()
-        await until(lambda: has_sent(client, 102))
+        await until_async(lambda: has_sent(client, 102))
         assert stream.sent == 64
         connection = client.model._processes[0].connection
         assert connection is not None
-        await until(lambda: connection.open.count == 0)
+        await until_async(lambda: connection.open.count == 0)
 
     play(tmp_path, scenario)
 
@@ -337,9 +327,9 @@ def test_a_cancellation_does_not_wait_for_the_next_look(tmp_path: Path, monkeypa
 
     async def scenario(client: Client) -> None:
         completion, stream = client.start(6, 2)
-        await until(lambda: stream.sent == 2)
+        await until_async(lambda: stream.sent == 2)
         completion.abandon()
-        await until(lambda: is_cancelled(client, 1))
+        await until_async(lambda: is_cancelled(client, 1))
 
     play(tmp_path, scenario)
 
@@ -365,7 +355,7 @@ def test_a_deadline_ends_an_open_request(tmp_path: Path) -> None:
         answers, end = await client.ask(6, 2, deadline_ns=now_ns + 5000 * NS_PER_MS, id="late")
         assert answers == counted(len(answers))
         assert isinstance(end, DeadlineExceeded)
-        await until(lambda: is_cancelled(client, 1))
+        await until_async(lambda: is_cancelled(client, 1))
 
     play(tmp_path, scenario)
 
@@ -374,7 +364,7 @@ def test_the_end_of_a_process_fails_its_open_requests(tmp_path: Path) -> None:
     async def scenario(client: Client) -> None:
         waiting = [client.start(15, 0) for _ in range(3)]
         for _completion, stream in waiting:
-            await until(lambda stream=stream: stream.sent == 1)
+            await until_async(lambda stream=stream: stream.sent == 1)
         answers, end = await client.ask(5, 3)
         assert answers == counted(3), "what was sent before the end arrives"
         assert isinstance(end, BatchLost)
@@ -407,16 +397,18 @@ def test_the_end_of_a_process_within_execute(tmp_path: Path) -> None:
 ACTION_IN_EXECUTE = (25, 3)
 
 
-def test_open_requests_are_bounded(tmp_path: Path) -> None:
+def test_open_requests_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = record_calls(monkeypatch, OpenRequests, "wait_below")
+
     async def scenario(client: Client) -> None:
         kept = [client.start(15, 0) for _ in range(2)]
         for _completion, stream in kept:
-            await until(lambda stream=stream: stream.sent == 1)
+            await until_async(lambda stream=stream: stream.sent == 1)
         waiting = client.start(16, 0)
-        await asyncio.sleep(0.3)
+        await until_async(more(waits, 2))  # the instance has waited for room in vain
         assert client.handle.depth == 1, "the third request stays in the queue"
         kept[0][0].abandon()
-        await asyncio.sleep(0.2)
+        await until_async(more(waits, 2))  # the instance has waited for room in vain
         assert client.handle.depth == 1, "the model has not ended it"
         assert not waiting[0].is_settled
         waiting[0].abandon()
@@ -437,9 +429,9 @@ def test_closing_waits_for_open_requests(tmp_path: Path) -> None:
     async def scenario(client: Client) -> None:
         completion, stream = client.start(10, 5)
         opened = client.start(15, 0)
-        await until(lambda: opened[1].sent == 1)
+        await until_async(lambda: opened[1].sent == 1)
         closing = asyncio.get_running_loop().run_in_executor(None, client.handle.close, None)
-        await until(lambda: client.handle.closing)
+        await until_async(lambda: client.handle.closing)
         assert not closing.done()
         opened[0].abandon()
         connection = client.model._processes[0].connection
@@ -456,7 +448,7 @@ def test_closing_waits_for_open_requests(tmp_path: Path) -> None:
 def test_closing_with_a_limit_fails_open_requests(tmp_path: Path) -> None:
     async def scenario(client: Client) -> None:
         completion, stream = client.start(15, 0)
-        await until(lambda: stream.sent == 1)
+        await until_async(lambda: stream.sent == 1)
         await asyncio.to_thread(client.handle.close, 0.1)
         answers, end = await read(completion, stream)
         assert answers == [[1]]
@@ -499,10 +491,10 @@ class TritonPythonModel:
 def test_a_model_that_waits_for_its_reader_does_not_hang(tmp_path: Path) -> None:
     async def scenario(client: Client) -> None:
         completion, stream = client.start(22, 200)
-        await until(lambda: stream.sent == 64)
+        await until_async(lambda: stream.sent == 64)
         connection = client.model._processes[0].connection
         assert connection is not None
-        await until(lambda: connection.open.is_waiting)
+        await until_async(lambda: connection.open.is_waiting)
         execution, now_ns = client.model.execution(0), monotonic_ns()
         assert execution._progress_limit_ns(connection, now_ns) == now_ns + 60 * NS_PER_S, "the limit begins anew"
         answers, end = await read(completion, stream)
@@ -519,7 +511,7 @@ def test_a_model_that_hangs_is_replaced(tmp_path: Path) -> None:
         answers, end = await client.ask(30, 0)
         assert answers in ([], [[1]])  # a busy machine may be too slow for the first
         assert isinstance(end, BatchLost)
-        await until(lambda: client.model.process_status.restarts == 1)
+        await until_async(lambda: client.model.process_status.restarts == 1)
 
     code = ACTIONS.replace(
         "            if action == 20:\n",
