@@ -16,10 +16,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from headrace.scheduling.latency_table import WINDOW
 
+from tests.support.fork_server import ForkedProcess, ForkServer
 from tests.support.processes import children, processor_s
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +89,7 @@ class Server:
         grpc_port: gRPC port; 0 before the banner is read, and without gRPC.
     """
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     log: Path
     port: int = 0
     grpc_port: int = 0
@@ -197,17 +199,24 @@ def start(
         log: file for what the server prints.
         options: of `headrace serve`; a later `--http-port` or `--grpc-port` takes the place of the free one.
         env: environment variables to add; the test's own HEADRACE_ variables never reach the server.
-        command: what comes before `serve`.
+        command: what comes before `serve`. A fork stands for a new interpreter where both run alike.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     inherited["HEADRACE_STATE_DIR"] = ""  # no test finds what another one left behind
     ports = ["--host", HOST, "--http-port", "0", "--grpc-port", "0"]
     words = [*command, "serve", "--model-repository", str(repository), *ports, *front_ends(), *options]
+    whole = {**inherited, "COLUMNS": "200", **(env or {})}
     with log.open("wb") as stream:
-        process = subprocess.Popen(
-            words, cwd=ROOT, env={**inherited, "COLUMNS": "200", **(env or {})}, stdout=stream, stderr=subprocess.STDOUT
-        )
+        if sys.platform == "linux" and _fork_server().can_start(command, whole):
+            return Server(_fork_server().start(words, ROOT, whole, stream), log)
+        process = subprocess.Popen(words, cwd=ROOT, env=whole, stdout=stream, stderr=subprocess.STDOUT)
     return Server(process, log)
+
+
+@cache
+def _fork_server() -> ForkServer:
+    """The fork server of this process."""
+    return ForkServer()
 
 
 @contextmanager
