@@ -8,7 +8,7 @@ PIP    = $(if $(wildcard $(VENV)/lib/python3*/site-packages/pip),$(BIN)/python -
 REPOSITORY ?= model_repository
 
 .DEFAULT_GOAL := help
-.PHONY: help serve gpu-packages models test check format bench bench-gpu load soak lock docs clean test-slow test-gpu test-ray tools screenshots image-test dist site fuzz
+.PHONY: help serve gpu-packages models test check lint quick format bench bench-gpu load soak lock docs clean test-slow test-gpu test-ray tools screenshots image-test dist site fuzz
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -43,12 +43,12 @@ serve: gpu-packages models ## install, build the demo models, serve on http://12
 WORKERS ?= logical
 PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # The tests start some hundred processes: without bytecode files each of them would compile every module that it imports.
-check test test-slow test-gpu test-ray: export PYTHONDONTWRITEBYTECODE =
+check quick test test-slow test-gpu test-ray: export PYTHONDONTWRITEBYTECODE =
 
 # Each test runs in one of `check`, `test` and `test-slow`.
 ARCHITECTURE = tests/architecture
 test: $(VENV)/.dev models ## every test that needs no GPU, in parallel, without those of `check` and `test-slow`
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not timing" --ignore $(ARCHITECTURE)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not timing" --deselect $(ARCHITECTURE)
 
 # KServe's SDK, in an environment of its own.
 $(VENV)/.kserve: requirements/kserve.lock | $(BIN)/python
@@ -82,11 +82,17 @@ screenshots: $(VENV)/.dev models ## take the pictures of the server's page anew
 test-gpu: $(VENV)/.dev gpu-packages ## what needs an NVIDIA GPU
 	$(BIN)/python -m pytest -vv --durations=15 tests/gpu
 
-check: $(VENV)/.dev ## format, lint, types, architecture
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: lint ## format, lint, types, architecture
 	$(BIN)/python -m pytest $(ARCHITECTURE)
+
+quick: lint ## what `check` does, and the unit tests of changed packages and of those that import them
+	EXAMPLES_SHARE=0.1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow and not timing" $(ARCHITECTURE) \
+	  $$($(BIN)/python -m tests.support.quick)
 
 format: $(VENV)/.dev ## let ruff rewrite the code
 	$(BIN)/ruff format .

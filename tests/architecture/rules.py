@@ -259,14 +259,14 @@ def _covers(prefix: str, name: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
 
-def _dotted(path: str) -> str:
+def dotted(path: str) -> str:
     """The dotted name of a file or folder; `server` and `engines` are source roots, not packages."""
     return re.sub(r"^(server|engines)/(?=headrace)", "", path).removesuffix(".py").replace("/", ".")
 
 
 def _package(path: str) -> str:
     """The dotted package a file's relative imports start from."""
-    return _dotted(PurePosixPath(path).parent.as_posix())
+    return dotted(PurePosixPath(path).parent.as_posix())
 
 
 def imported(path: str, source: str) -> Iterator[tuple[int, str]]:
@@ -294,7 +294,7 @@ def _imports(path: str, source: str) -> Iterator[tuple[int, str]]:
         return
     room = max(rooms, key=len)
     rules = ROOMS[room]
-    own = _dotted(room)
+    own = dotted(room)
     ours = ["headrace" if name == "*" else name for name in rules.get("ours", "").split()]
     third = " ".join([rules.get("third", ""), *(more for file, more in EXTRA.items() if fnmatch(path, file))])
     for line, name in imported(path, source):
@@ -551,7 +551,7 @@ def refused_prose(source: str) -> list[tuple[int, str]]:
 def module_findings() -> dict[str, Findings]:
     """The findings in the product's modules, by dotted name."""
     return {
-        _dotted(path): findings
+        dotted(path): findings
         for path, findings in all_findings().items()
         if below(path, "server engines") and not path.endswith("__init__.py")
     }
