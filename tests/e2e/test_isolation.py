@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import add_model, affine
-from tests.support.processes import alive, children, eventually, isolated_children, stop
+from tests.support.processes import alive, children, isolated_children, stop
 from tests.support.serving import Server, serving, start
+from tests.support.waiting import until
 
 BODY = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1.0] * 16}]}).encode()
 
@@ -40,7 +41,7 @@ def test_a_killed_process_is_replaced_and_everything_else_serves_on(repository: 
         os.kill(child, signal.SIGKILL)
         assert answer(server, "within")[0] == 200
         assert answer(server, "apart") == answer(server, "within")
-        eventually(lambda: ready(server) == 200)
+        until(lambda: ready(server) == 200)
         assert isolated_children(server.process.pid) != [child]
         page = server.request("GET", "/metrics")[2].decode()
         assert 'headrace_model_process_restarts_total{model="apart",version="1"} 1.0' in page
@@ -67,7 +68,7 @@ def test_processes_end_with_a_server_that_is_killed(repository: Path, tmp_path: 
     finally:
         server.process.kill()
         server.process.wait()
-    eventually(lambda: not alive(child))
+    until(lambda: not alive(child))
 
 
 def test_ctrl_c_and_sigterm_to_all_of_them_end_in_order(repository: Path, tmp_path: Path) -> None:

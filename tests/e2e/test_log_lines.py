@@ -20,8 +20,9 @@ from tritonclient.utils import InferenceServerException
 
 from tests.e2e.conftest import CONTRADICTING
 from tests.support.models import add_model, affine, row_sums
-from tests.support.processes import eventually, isolated_children
+from tests.support.processes import isolated_children
 from tests.support.serving import COMMAND, HOST, ROOT, Server, front_ends, serving
+from tests.support.waiting import until
 
 BODY = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1.0] * 16}]}).encode()
 ISO_8601 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
@@ -79,7 +80,7 @@ def test_every_line_of_a_servers_life_is_json(tmp_path: Path, engine: str) -> No
         assert server.request("POST", "/v2/models/absent/infer", BODY)[0] == 404
         (child,) = isolated_children(server.process.pid)
         os.kill(child, signal.SIGKILL)
-        eventually(lambda: server.request("POST", "/v2/models/apart/infer", BODY)[0] == 200)
+        until(lambda: server.request("POST", "/v2/models/apart/infer", BODY)[0] == 200)
         assert server.request("POST", "/v2/repository/models/good/load")[0] == 200
         assert server.request("POST", "/v2/repository/models/wrong/load")[0] >= 400
         assert server.request("POST", "/v2/repository/models/good/unload")[0] == 200

@@ -19,8 +19,8 @@ from tritonclient.utils import InferenceServerException
 
 from tests.support import models
 from tests.support.grpc_requests import Collector, tensor
-from tests.support.processes import eventually
 from tests.support.serving import COMMAND, HOST, ROOT, Server, look_quick, serving, start
+from tests.support.waiting import until
 
 X = np.ones((2, 16), np.float32)
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -48,14 +48,14 @@ class Log:
         self._from = len(self._lines())
 
     def wait(self, count: int = 1) -> list[dict[str, Any]]:
-        eventually(lambda: len(self._lines()) >= self._from + count)
+        until(lambda: len(self._lines()) >= self._from + count)
         log_lines = [json.loads(line) for line in self._lines()[self._from :]]
         assert len(log_lines) == count, log_lines
         return log_lines
 
     def clear_behind(self, request_id: str) -> None:
         """Forget everything up to this request, once it is there."""
-        eventually(lambda: any(json.loads(line)["id"] == request_id for line in self._lines()))
+        until(lambda: any(json.loads(line)["id"] == request_id for line in self._lines()))
         self.clear()
 
     def _lines(self) -> list[str]:

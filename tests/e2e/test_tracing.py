@@ -19,8 +19,8 @@ from tritonclient.utils import InferenceServerException
 from tests.support import models
 from tests.support.grpc_requests import Collector, tensor
 from tests.support.otlp_receiver import Receiver, attributes, over_grpc, receiving
-from tests.support.processes import eventually
 from tests.support.serving import Server, serving
+from tests.support.waiting import until
 
 X = np.ones((1, 16), np.float32)
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -237,7 +237,7 @@ def test_an_unreachable_receiver_does_not_affect_requests(tmp_path: Path) -> Non
     options = ("--otlp-endpoint", f"http://127.0.0.1:{port}", "--trace-rate", "1")
     with serving(repository(tmp_path), tmp_path, *options) as server:
         assert infer(server, id="lost") == 200
-        eventually(lambda: "spans are lost, they cannot be delivered" in server.text)
+        until(lambda: "spans are lost, they cannot be delivered" in server.text)
         assert 'headrace_telemetry_dropped_total{kind="spans"} 0.0' not in server.request("GET", "/metrics")[2].decode()
         receiver = Receiver()
         with over_grpc(receiver, port):
@@ -246,8 +246,8 @@ def test_an_unreachable_receiver_does_not_affect_requests(tmp_path: Path) -> Non
                 assert infer(server, id="found") == 200
                 return bool(receiver.named("infer affine"))
 
-            eventually(is_delivered)
-            eventually(lambda: "spans are delivered again" in server.text)
+            until(is_delivered)
+            until(lambda: "spans are delivered again" in server.text)
         assert server.text.count("spans are lost") == 1
         assert "Traceback" not in server.text
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.support.models import add_model, add_pipeline, affine, ensemble_config, scores
-from tests.support.processes import eventually, isolated_children, stop
+from tests.support.processes import isolated_children, stop
 from tests.support.serving import Server, serving
+from tests.support.waiting import until
 
 FP32 = "TYPE_FP32"
 ISOLATED = "isolation: process\nisolation_timeout_s: 1.5\nmax_batch_size: 8\n"
@@ -56,12 +57,12 @@ def test_a_killed_process_fails_its_step_and_comes_back(server: Server) -> None:
         )
         assert status in (200, 500, 503)
     assert infer(server, "safe")[0] == 200
-    eventually(lambda: infer(server, "pair")[0] == 200)
-    eventually(lambda: is_ready(server, "pair"))
+    until(lambda: infer(server, "pair")[0] == 200)
+    until(lambda: is_ready(server, "pair"))
 
 
 def test_a_hanging_step_ends_at_the_deadline_or_at_its_own_limit(server: Server) -> None:
-    eventually(lambda: infer(server, "pair")[0] == 200)
+    until(lambda: infer(server, "pair")[0] == 200)
     (child,) = isolated_children(server.process.pid)
     stop(child)
     begun_s = time.monotonic()
@@ -71,15 +72,15 @@ def test_a_hanging_step_ends_at_the_deadline_or_at_its_own_limit(server: Server)
     assert status in (200, 500, 503)
     assert status == 200 or response["error"].startswith("in ensemble 'pair', step 'apart'"), response
     assert infer(server, "safe")[0] == 200
-    eventually(lambda: infer(server, "pair")[0] == 200)
+    until(lambda: infer(server, "pair")[0] == 200)
 
 
 def test_no_request_is_left_in_flight(server: Server) -> None:
-    eventually(lambda: infer(server, "pair")[0] == 200)
+    until(lambda: infer(server, "pair")[0] == 200)
 
     def idle() -> bool:
         lines = server.request("GET", "/metrics")[2].decode().splitlines()
         values = [line.rpartition(" ")[2] for line in lines if line.startswith("headrace_in_flight{")]
         return len(values) == 5 and set(values) == {"0.0"}
 
-    eventually(idle)
+    until(idle)

@@ -25,8 +25,9 @@ from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support.gpu_marks import gpu_marks
-from tests.support.processes import eventually, isolated_children_of_this_process
+from tests.support.processes import isolated_children_of_this_process
 from tests.support.tensorrt_networks import answers, convolutions, cosine, pictures
+from tests.support.waiting import until
 
 pytestmark = gpu_marks(180)
 
@@ -88,12 +89,12 @@ def test_isolated_batches_overlap_and_survive_a_crash(plan: Path) -> None:
                 )
             (child,) = isolated_children_of_this_process()
             os.kill(child, signal.SIGKILL)
-            eventually(lambda: not model.process_status.up, 30)
+            until(lambda: not model.process_status.up, 30)
         assert right(executions[0].run({"x": batches[1]}), batches[1])
         assert model.process_status.restarts == 2
         for execution in executions:
             execution.close()
-    eventually(lambda: free_bytes() > before - (64 << 20), 30)
+    until(lambda: free_bytes() > before - (64 << 20), 30)
 
 
 def test_overhead_of_the_process_for_each_batch(plan: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from headrace.repository.reconciler import ControlPolicy, ModelSelection, Reconc
 from headrace.repository.registry import Registry
 
 from tests.support.models import add_model, affine
+from tests.support.waiting import until_async
 
 EXPLICIT = ControlPolicy("explicit", allow_override=True)
 X = np.ones((1, 16), np.float32)
@@ -100,24 +100,17 @@ def everything(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
-async def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
 async def at_rest(reconciler: Reconciler) -> None:
     """Wait until the control thread has run all commands; where it watches, until it has acted on every change too."""
 
     async def scans(count: int) -> None:
         for _ in range(count):
             before_ns = reconciler._next_scan_ns
-            await until(lambda before_ns=before_ns: reconciler._next_scan_ns != before_ns)
+            await until_async(lambda before_ns=before_ns: reconciler._next_scan_ns != before_ns)
 
     if reconciler._control.mode == "poll":
         await scans(2)  # the first may have begun before the change
-        await until(lambda: not reconciler._watcher.is_changing)
+        await until_async(lambda: not reconciler._watcher.is_changing)
         await scans(1)
     await reconciler._run_command(lambda: None)
 

@@ -15,7 +15,7 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.support.processes import eventually
+from tests.support.waiting import until
 
 pb: Any = trace_service_pb2
 _METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
@@ -51,7 +51,7 @@ class Receiver:
 
     def wait(self, prefix: str, count: int = 1) -> list[Span]:
         """The spans whose name begins so, once there are `count`."""
-        eventually(lambda: len(self.named(prefix)) >= count)
+        until(lambda: len(self.named(prefix)) >= count)
         result = self.named(prefix)
         assert len(result) == count, [span.name for span in result]
         return result

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from tests.support.waiting import until
 
 
 def children(parent: int) -> list[int]:
@@ -33,19 +33,11 @@ def isolated_children(parent: int) -> list[int]:
     return [child for child in children(parent) if "headrace.backends.process.child" in words(child)]
 
 
-def eventually(true: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Wait until something is true."""
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.01)
-
-
 def stop(process: int) -> None:
     """Stop a process, and wait until all of its threads have stopped: one may run on while another takes the signal."""
     os.kill(process, signal.SIGSTOP)
     threads = Path(f"/proc/{process}/task")
-    eventually(lambda: all(_state_in(thread / "stat")[0] == "T" for thread in threads.iterdir()))
+    until(lambda: all(_state_in(thread / "stat")[0] == "T" for thread in threads.iterdir()))
 
 
 def processor_s(process: int) -> float:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -235,11 +235,7 @@ def test_the_thread_follows_the_file_and_keeps_the_keys_of_a_broken_or_missing_o
         access.start(asyncio.get_running_loop())
 
         async def wait(text: str, count: int = 1) -> None:
-            for _ in range(500):
-                if caplog.text.count(text) >= count:
-                    return
-                await asyncio.sleep(0.01)
-            raise AssertionError(caplog.text)
+            await until_async(lambda: caplog.text.count(text) >= count)
 
         keys.write("clients: {broken")
         await wait("the keys in force stay")
@@ -253,11 +249,7 @@ def test_the_thread_follows_the_file_and_keeps_the_keys_of_a_broken_or_missing_o
         del keys.clients["all"]
         keys.write()
         await wait("reload keys")
-        for _ in range(500):
-            if bearer(access, keys.keys["all"]).grant is None:
-                break
-            await asyncio.sleep(0.01)
-        assert bearer(access, keys.keys["all"]).grant is None
+        await until_async(lambda: bearer(access, keys.keys["all"]).grant is None)
         before = caplog.text.count("reload keys")
         access.reload()
         await wait("reload keys", before + 1)
@@ -270,19 +262,11 @@ def test_the_thread_follows_the_file_and_keeps_the_keys_of_a_broken_or_missing_o
 
 
 @contextlib.asynccontextmanager
-async def followed(access: KeyAccess) -> AsyncIterator[Callable[[Callable[[], bool]], Awaitable[None]]]:
-    """Run the thread of the keys file; yields a function that waits for a condition."""
-
-    async def wait(condition: Callable[[], bool]) -> None:
-        for _ in range(500):
-            if condition():
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("the condition does not hold after 5 s")
-
+async def followed(access: KeyAccess) -> AsyncIterator[None]:
+    """Run the thread of the keys file."""
     access.start(asyncio.get_running_loop())
     try:
-        yield wait
+        yield
     finally:
         access.stop()
 
@@ -303,10 +287,10 @@ def test_a_file_that_cannot_be_read_once_is_read_at_the_next_poll(
 
     async def run() -> None:
         monkeypatch.setattr(keys_file, "open_regular_file", open_later)
-        async with followed(access) as wait:
+        async with followed(access):
             del keys.clients["all"]
             keys.write()
-            await wait(lambda: bearer(access, keys.keys["all"]).grant is None)
+            await until_async(lambda: bearer(access, keys.keys["all"]).grant is None)
 
     asyncio.run(run())
     assert caplog.text.count("the keys in force stay: ") == 1, "one line for one error"
@@ -318,7 +302,7 @@ def test_a_file_that_cannot_be_read_once_is_read_at_the_next_poll(
 @pytest.mark.usefixtures("fast_poll")
 def test_a_change_that_keeps_size_and_modification_time_is_noticed(access: KeyAccess, keys: Keys) -> None:
     async def run() -> None:
-        async with followed(access) as wait:
+        async with followed(access):
             status = os.stat(keys.path)
             text = keys.path.read_text()
             changed = text.replace(key_hash(keys.keys["all"]).hex(), "a" * 64)
@@ -326,7 +310,7 @@ def test_a_change_that_keeps_size_and_modification_time_is_noticed(access: KeyAc
             await asyncio.sleep(0.05)
             keys.path.write_text(changed)  # in place: the same inode and size
             os.utime(keys.path, ns=(status.st_atime_ns, status.st_mtime_ns))
-            await wait(lambda: bearer(access, keys.keys["all"]).grant is None)
+            await until_async(lambda: bearer(access, keys.keys["all"]).grant is None)
 
     asyncio.run(run())
 

@@ -11,6 +11,7 @@ from headrace.bench.http_pool import HttpPool, parse_head, read_chunks
 from headrace.bench.pool import BROKEN, CLOSED, NO_CONNECTION, TIMEOUT, WRONG, Address, Answer, PoolOptions
 
 from tests.support.stub_server import Outcome, Outcomes, Talk, listening, read_request
+from tests.support.waiting import until_async
 
 OK_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
 
@@ -211,10 +212,7 @@ def test_an_idle_connection_that_the_server_closes_is_not_used_again() -> None:
             for _ in range(3):
                 pool.submit(0, time.monotonic())
                 statuses += [each.status for each in await outcomes.take(1)]
-                for _ in range(5000):
-                    if not pool.connections:
-                        break
-                    await asyncio.sleep(0.001)
+                await until_async(lambda: not pool.connections)
             pool.close()
         return statuses
 

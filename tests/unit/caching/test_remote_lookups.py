@@ -27,6 +27,7 @@ from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import RateLimits
 
 from tests.support.fakes import FakeModel, handle, infer_request
+from tests.support.waiting import until_async
 
 
 class FakeStore:
@@ -148,12 +149,12 @@ def test_a_late_lookup_holds_no_inputs() -> None:
         model.batches.clear()
         gc.collect()
         assert store.lookups
-        for _ in range(100):
-            if inputs() is None:
-                break
-            await asyncio.sleep(0.01)  # the instance releases its batch
-            await served.infer(infer_request(5))
-        assert inputs() is None
+
+        async def is_released() -> bool:
+            await served.infer(infer_request(5))  # the instance releases its batch
+            return inputs() is None
+
+        await until_async(is_released)
 
     play(scenario, wait_ms=5)
 

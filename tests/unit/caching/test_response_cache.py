@@ -25,6 +25,7 @@ from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, QueueLimits, RateLimits
 
 from tests.support.fakes import POISON, FakeModel, handle, infer_request
+from tests.support.waiting import until_async
 
 Scenario = Callable[[ModelHandle, VersionCache, FakeModel], Coroutine[Any, Any, None]]
 
@@ -61,11 +62,7 @@ async def wait_started(model: FakeModel) -> None:
 
 async def wait_queued(served: ModelHandle) -> None:
     """Wait until a request is queued."""
-    for _ in range(5000):
-        if served.depth:
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("nothing is queued")
+    await until_async(lambda: served.depth)
 
 
 async def error_of(waiting: Awaitable[object]) -> Exception:
@@ -132,10 +129,8 @@ def test_statistics_count_hits_as_in_triton() -> None:
         for value in (1, 1, 1, 2):
             received_ns = monotonic_ns()
             await served.infer(infer_request(value, rows=3, received_ns=received_ns))
-        for _ in range(2_000):  # the instance records a batch after its requests are answered
-            if served.recorder.totals().executions == 2:
-                break
-            await asyncio.sleep(0.002)
+        # The instance records a batch after its requests are answered.
+        await until_async(lambda: served.recorder.totals().executions == 2)
         document: Any = to_triton("fake", "1", served.recorder.totals())
         statistics = document["inference_stats"]
         assert {name: statistics[name]["count"] for name in statistics} == {

@@ -12,6 +12,7 @@ from headrace.core.request import InferResponse
 from headrace.scheduling.entries import Sequencer
 
 from tests.support.completions import RecordedCompletion
+from tests.support.waiting import until_async
 
 
 def test_the_first_wins_among_racing_threads() -> None:
@@ -126,10 +127,7 @@ def test_a_callback_replaces_the_waiter_and_runs_once() -> None:
         assert calls == []  # never from within `then` or `settle`
         threading.Thread(target=lambda: settle_all([(late, answer), (early, answer)])).start()
         left.abandon()
-        for _ in range(200):
-            await asyncio.sleep(0.005)
-            if len(calls) == 3:
-                break
+        await until_async(lambda: len(calls) == 3)
         assert sorted(calls) == ["early", "late", "left"]
         assert (early.outcome, late.outcome) == (answer, answer)
         assert isinstance(left.outcome, Cancelled)

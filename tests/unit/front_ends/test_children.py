@@ -13,8 +13,8 @@ from headrace.front_ends.channel import Ports, Start
 from headrace.front_ends.children import Child
 from headrace.settings import Settings
 
-from tests.support.control_thread import until
 from tests.support.waiting import until as wait_until
+from tests.support.waiting import until_async
 
 ENDS_AT_ONCE = (sys.executable, "-S", "-c", "raise SystemExit(3)")
 # Reports "ready" and ends when it is drained.
@@ -52,20 +52,20 @@ def test_pauses_grow_until_the_process_serves(monkeypatch: pytest.MonkeyPatch) -
     async def run() -> None:
         watched = Watched()
         watched.child.start()
-        await until(lambda: len(watched.statuses) >= len(PAUSES_S) + 1)
+        await until_async(lambda: len(watched.statuses) >= len(PAUSES_S) + 1)
         assert watched.pauses_s[: len(PAUSES_S) + 1] == [*PAUSES_S, PAUSES_S[-1]]
         assert set(watched.statuses) == {3}
         monkeypatch.setattr(children, "_PROGRAM", SERVES)
-        await until(lambda: watched.child.is_ready)
+        await until_async(lambda: watched.child.is_ready)
         monkeypatch.setattr(children, "_SETTLED_S", 0.0)
         count = len(watched.statuses)
         watched.child.send("drain")
-        await until(lambda: len(watched.statuses) > count)
+        await until_async(lambda: len(watched.statuses) > count)
         assert (watched.statuses[count], watched.pauses_s[count]) == (4, 0.0), "it had served: the next starts at once"
-        await until(lambda: watched.child.is_ready)
+        await until_async(lambda: watched.child.is_ready)
         watched.is_over = True
         watched.child.kill()
-        await until(lambda: len(watched.statuses) > count + 1)
+        await until_async(lambda: len(watched.statuses) > count + 1)
 
     asyncio.run(run())
 
@@ -81,7 +81,7 @@ def test_a_process_that_has_just_ended_can_be_killed(monkeypatch: pytest.MonkeyP
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")  # the loop has not seen its end
         assert not watched.child._is_hung()
         watched.child.kill()
-        await until(lambda: watched.statuses == [3])
+        await until_async(lambda: watched.statuses == [3])
         assert not watched.child.is_running
 
     asyncio.run(run())

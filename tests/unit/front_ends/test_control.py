@@ -10,6 +10,8 @@ from headrace.front_ends.control import MAX_FRAME_BYTES, SIZE, ControlStream, Me
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.waiting import until_async
+
 Messages = list[tuple[int, int, list[Any]]]
 contents = st.lists(
     st.one_of(st.binary(max_size=40), st.text(max_size=20), st.booleans(), st.integers(0, 2**40)), max_size=4
@@ -36,10 +38,7 @@ class Pair:
         self.closed += 1
 
     async def wait_for(self, number: int) -> None:
-        for _ in range(10_000):
-            if len(self.received) >= number or self.closed:
-                return
-            await asyncio.sleep(0.001)
+        await until_async(lambda: len(self.received) >= number or self.closed)
 
 
 @given(st.lists(contents, min_size=1, max_size=5), st.integers(1, 7))
@@ -93,10 +92,7 @@ def test_nothing_is_sent_on_a_closed_stream() -> None:
     async def run() -> None:
         pair = await Pair().open()
         pair.receiver.transport.abort()
-        for _ in range(10_000):
-            await asyncio.sleep(0.001)
-            if not pair.sender.is_open:
-                break
+        await until_async(lambda: not pair.sender.is_open)
         pair.sender.send(MessageKind.BODY, 1, b"")
         await pair.sender.drain()
         assert pair.received == []

@@ -12,7 +12,7 @@ from headrace.front_ends.control import SIZE, Hello, MessageKind, encode
 from headrace.front_ends.meeting import EngineFacts, answer, engine_listener
 from headrace.front_ends.proxy import EngineLink
 
-from tests.support.control_thread import until
+from tests.support.waiting import until_async
 
 HELLO = Hello(b"token", "control", 1, 1, 1)
 
@@ -53,7 +53,7 @@ async def started(condition: Callable[[Engine], bool]) -> AsyncIterator[tuple[En
 
     async def connect_late(*args: Any) -> Any:
         result = await connect(*args)
-        await until(lambda: condition(engine))
+        await until_async(lambda: condition(engine))
         return result
 
     loop.connect_accepted_socket = connect_late  # type: ignore[assignment]
@@ -72,7 +72,7 @@ def test_a_notice_right_after_the_answer_is_acknowledged() -> None:
         async with started(lambda engine: bool(engine.notices)) as (engine, sock):
             content = encode((int(MessageKind.NOTICE), 7, "table", b""))
             sock.send(SIZE.pack(len(content)) + content)
-            await until(lambda: engine.notices == ["table"])
+            await until_async(lambda: engine.notices == ["table"])
             async with asyncio.timeout(60):
                 received = await asyncio.get_running_loop().sock_recv(sock, 100)
             assert received[SIZE.size :] == encode((int(MessageKind.ACK), 7))
@@ -84,12 +84,12 @@ def test_a_notice_right_after_the_answer_is_acknowledged() -> None:
 def test_an_engine_that_ends_right_after_its_answer_is_connected_again() -> None:
     async def run() -> None:
         async with started(lambda engine: bool(engine.lost)) as (engine, sock):
-            await until(lambda: engine.opened == 1)
+            await until_async(lambda: engine.opened == 1)
             sock.close()
-            await until(lambda: engine.lost == 1)
+            await until_async(lambda: engine.lost == 1)
             assert not engine.link.is_up
             with await engine.accept():
-                await until(lambda: engine.opened == 2)
+                await until_async(lambda: engine.opened == 2)
                 assert engine.link.is_up
 
     asyncio.run(run())

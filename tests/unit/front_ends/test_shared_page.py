@@ -28,8 +28,8 @@ from headrace.scheduling.version_handle import OverloadFigures
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.control_thread import until
 from tests.support.examples import examples
+from tests.support.waiting import until_async
 
 NOW = 1000 * MS
 LOAD = ModelLoad(3, 4, 5, 6, 1, 7 * MS, 8 * MS, 9.5, 10, ())
@@ -259,10 +259,10 @@ def test_records_are_written_while_requests_are_in_flight_and_not_when_idle() ->
         for _ in range(1000):
             writer.touch(handle)
         assert handle.loads == 1, "touches write nothing by themselves"
-        await until(lambda: page.load(0, 4).in_flight == 2)
-        await until(lambda: handle.loads >= 5)  # figures change with the time
+        await until_async(lambda: page.load(0, 4).in_flight == 2)
+        await until_async(lambda: handle.loads >= 5)  # figures change with the time
         handle.in_flight = 0
-        await until(lambda: writer._timer is None)
+        await until_async(lambda: writer._timer is None)
         assert page.load(0, 4).in_flight == 0
         count = handle.loads
         await asyncio.sleep(0.03)
@@ -359,12 +359,12 @@ def test_margins_learn_from_rejections_in_front_ends() -> None:
         for _ in range(3):
             VersionFailures(array, 1).count(0, 4, "would_miss", 1)
         writer.touch(handle)
-        await until(lambda: handle.learned)
+        await until_async(lambda: handle.learned)
         assert handle.learned == [(3, 6)]
         handle.figures = None
         writer.touch(handle)
         now_ns += NS_PER_S
-        await until(lambda: page.rejection(0, 4, NOW) is None)
+        await until_async(lambda: page.rejection(0, 4, NOW) is None)
         writer.close()
 
     asyncio.run(run())

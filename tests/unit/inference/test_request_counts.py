@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from headrace.caching.response_cache import LARGE_BYTES, ResponseCaches
 from headrace.core.cache_config import ResponseCache
 from headrace.core.cache_options import CacheOptions
-from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.errors import Cancelled, DeadlineExceeded, HeadraceError, ModelFailed, Overloaded
 from headrace.core.model_config import ModelConfig
@@ -29,7 +27,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from tests.support.access_recorder import AccessRecorder
 from tests.support.fakes import POISON, FakeModel, handle, infer_request
-from tests.unit.grpc.test_service import Call, Streaming, message, until
+from tests.support.waiting import until, until_async
+from tests.unit.grpc.test_service import Call, Streaming, message
 
 Scenario = Callable[[Mailbox, FakeModel], Coroutine[Any, Any, None]]
 HELD = 50.0
@@ -69,10 +68,7 @@ def services(served: ModelHandle) -> Services:
 
 def wait_counted(served: ModelHandle, requests: int) -> None:
     """Block the event loop until the batches of so many requests are counted."""
-    until_ns = monotonic_ns() + 10 * NS_PER_S
-    while served.recorder.totals().requests < requests:
-        assert monotonic_ns() < until_ns
-        time.sleep(0.001)
+    until(lambda: served.recorder.totals().requests >= requests)
 
 
 def counts(served: ModelHandle) -> tuple[int, dict[str, int]]:
@@ -114,7 +110,7 @@ def test_a_call_that_is_cancelled_once_its_request_is_answered() -> None:
         served = handle(mailbox, model)
         model.gate.clear()
         waiting = asyncio.ensure_future(GrpcInference(services(served), 1 << 20).infer(message(), Call()))
-        await until(model.batches.__len__)
+        await until_async(model.batches.__len__)
         model.gate.set()
         wait_counted(served, 1)
         waiting.cancel()
@@ -172,7 +168,7 @@ def test_answered_requests_of_a_stream(case: str, monkeypatch: pytest.MonkeyPatc
         streams = InferStreams(GrpcInference(services(served), 1 << 20), max_bytes=1 << 20)
         serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
         call.sent.put_nowait(message("a"))
-        await until(lambda: len(call.got) == 1)
+        await until_async(lambda: len(call.got) == 1)
         assert call.got[0].error_message
         call.sent.put_nowait(None)
         await serving
@@ -192,7 +188,7 @@ def test_a_stream_that_ends_while_a_response_waits_for_an_earlier_one() -> None:
         held = pb.ModelInferRequest.FromString(message("held"))
         held.raw_input_contents[0] = np.array([HELD, HELD], np.float32).tobytes()
         call.sent.put_nowait(held.SerializeToString())
-        await until(lambda: served.in_flight == 1)
+        await until_async(lambda: served.in_flight == 1)
         assert await asyncio.to_thread(model.started.acquire, timeout=5)
         call.sent.put_nowait(message("answered"))
         await asyncio.to_thread(wait_counted, served, 1)
@@ -218,14 +214,14 @@ def test_a_split_request_that_is_cancelled_before_its_last_part_is_done() -> Non
         served = handle(mailbox, model)
         model.gate.clear()
         waiting = served.infer(infer_request(3, rows=10))
-        await until(lambda: len(model.batches) == 1)
+        await until_async(lambda: len(model.batches) == 1)
         model.gate.set()
-        await until(lambda: len(model.batches) == 2)
+        await until_async(lambda: len(model.batches) == 2)
         await waiting
         model.gate.clear()
         waiting = served.infer(infer_request(4, rows=3 * 8))
         for batches in (3, 4, 5):
-            await until(lambda batches=batches: len(model.batches) == batches)  # type: ignore[misc]
+            await until_async(lambda batches=batches: len(model.batches) == batches)  # type: ignore[misc]
             if batches < 5:
                 model.gate.set()
                 model.gate.clear()
@@ -251,7 +247,7 @@ def test_a_split_request_whose_first_part_fails_after_the_last_is_done() -> None
         with pytest.raises(ModelFailed) as caught:
             await waiting
         failed(served, caught.value)
-        await until(lambda: counts(served) == (0, {"model_failed": 1}))
+        await until_async(lambda: counts(served) == (0, {"model_failed": 1}))
         served.close(5)
 
     play(scenario, Holding())
@@ -284,7 +280,7 @@ def test_a_cached_request_that_is_cancelled_before_its_computed_response_is_pass
         served.cache = ResponseCaches(CacheOptions(1 << 20), mailbox).open(served, config)
         model.gate.clear()
         large = served.infer(infer_request(3, size_bytes=LARGE_BYTES + 1))
-        await until(model.batches.__len__)
+        await until_async(model.batches.__len__)
         model.gate.set()
         wait_counted(served, 1)
         assert large.abandon()

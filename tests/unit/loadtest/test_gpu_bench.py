@@ -28,6 +28,8 @@ from loadtest.gpu.watch import watch
 from loadtest.protocol import HttpRequest
 from loadtest.regions import remove_left
 from loadtest.servers import HOST, ROOT
+from tests.support.processes import alive
+from tests.support.waiting import until
 
 # What a part of the bench does first: find its pipe.
 _PART = "import json, os, sys, time, subprocess\nfd = int(sys.argv[-1])\n"
@@ -124,7 +126,7 @@ def test_a_part_that_hangs_is_killed_with_its_children() -> None:
     reason, ((_, child),), taken_s, _ = run_part(code, 1.0)
     assert "longer than 1 s" in reason
     assert taken_s < 60
-    assert_gone(child)
+    until(lambda: not alive(child))
 
 
 def test_orphaned_children_of_a_part_are_killed() -> None:
@@ -133,19 +135,7 @@ def test_orphaned_children_of_a_part_are_killed() -> None:
     )
     reason, ((_, child),), _, _ = run_part(code, 30)
     assert reason == ""
-    assert_gone(child)
-
-
-def assert_gone(process: int) -> None:
-    for _ in range(100):
-        try:
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return
-        if state == "Z":
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"process {process} is still there")
+    until(lambda: not alive(child))
 
 
 def test_a_checkout_that_is_not_installed_has_a_version_name(tmp_path: Path) -> None:

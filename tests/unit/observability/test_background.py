@@ -9,7 +9,7 @@ from headrace.core.errors import Unavailable
 from headrace.observability.background import BackgroundWorker
 from headrace.observability.labelled_counter import DROPPED
 
-from tests.support.processes import eventually
+from tests.support.waiting import until
 
 KIND = "test"
 
@@ -88,9 +88,9 @@ def test_its_death_is_logged_and_ends_the_work(caplog: pytest.LogCaptureFixture,
     before = dropped()
     background = BackgroundWorker("test-dying", KIND, dying, gather_s=0)
     background.put(1)
-    eventually(lambda: background.failed)
+    until(lambda: background.failed)
     background.put(2)
-    eventually(lambda: dropped() - before == 2)
+    until(lambda: dropped() - before == 2)
     assert background.close(5)
     assert text in caplog.text
 
@@ -104,6 +104,6 @@ def test_work_is_called_again_after_the_returned_delay() -> None:
 
     background = BackgroundWorker("test-again", KIND, work, gather_s=0)
     background.put(1)
-    eventually(lambda: len(calls) == 3)
+    until(lambda: len(calls) == 3)
     assert calls == [1, 0, 0]
     assert background.close(5)

@@ -12,7 +12,7 @@ import threading
 import pytest
 from headrace.observability.output import LINE_INTERVAL_S, LineLimits, OutputQueue, QueuedStream, WaitingWriter
 
-from tests.support.processes import eventually
+from tests.support.waiting import until
 
 
 class Reader:
@@ -228,7 +228,7 @@ print("parent after")
 def test_the_queue_calls_back_after_a_time() -> None:
     queue, called = OutputQueue(), threading.Event()
     queue.call_later(0.01, called.set)
-    eventually(called.is_set)
+    until(called.is_set)
     queue.end()
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import until
+
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 
 from headrace.core.clock import monotonic_ns
@@ -20,8 +22,6 @@ from headrace.observability.spans import SpanWriter, otlp_exporter
 from headrace.observability.tracing import Tracer, TraceSelection
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-
-from tests.support.processes import eventually
 
 NOW = monotonic_ns()
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -97,7 +97,7 @@ def test_a_batch_is_sent_after_its_delay_without_new_spans() -> None:
     exporter_stub = CollectedSpans()
     writer = SpanWriter(exporter_stub, hold_s=0.05)
     writer.put(account(times()), TRACE)
-    eventually(lambda: exporter_stub.named("batch m"))
+    until(lambda: exporter_stub.named("batch m"))
     writer.close()
     assert len(exporter_stub.named("batch m")) == 1
 
@@ -151,7 +151,7 @@ def test_undelivered_spans_are_counted_and_logged_a_single_time(
     writer = SpanWriter(exporter_stub, shown="http://h", hold_s=0)
     for number in range(1, 4):
         writer.put(account(None), TRACE)
-        eventually(lambda expected=number: exporter_stub.exports >= expected)
+        until(lambda expected=number: exporter_stub.exports >= expected)
     assert caplog.text.count("spans are lost") == 1
     exporter_stub.works = True
     with caplog.at_level("INFO"):

@@ -36,6 +36,7 @@ from headrace.scheduling.policy import BatchPolicy, HandlePolicy, RateLimits
 from headrace.scheduling.version_handle import Prediction
 
 from tests.support.fake_versions import FakeMembers, FakeVersion, spec_of
+from tests.support.waiting import until_async
 from tests.unit.pipelines.test_graph import CHAIN, DIAMOND, config, step
 
 NO_CACHE: Any = SimpleNamespace(close=lambda: None)
@@ -540,8 +541,7 @@ def test_a_thread_blocks_until_its_response() -> None:
     async def scenario() -> None:
         case = Case(CHAIN)
         blocked = asyncio.create_task(asyncio.to_thread(case.handle.infer_blocking, request(5)))
-        while not case.a.requests:  # noqa: ASYNC110  # the thread posts it to the loop
-            await asyncio.sleep(0.001)
+        await until_async(lambda: case.a.requests)
         case.a.answer()
         await turns()
         case.b.answer()
@@ -651,10 +651,7 @@ def test_a_defect_does_not_leave_a_blocked_thread_waiting() -> None:
 
         thread = threading.Thread(target=blocked, daemon=True)  # a regression blocks it for ever
         thread.start()
-        for _ in range(2000):
-            if not thread.is_alive():
-                break
-            await asyncio.sleep(0.001)
+        await until_async(lambda: not thread.is_alive())
         assert len(errors) == 1
 
     play(scenario)

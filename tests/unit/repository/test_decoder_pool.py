@@ -18,7 +18,8 @@ from headrace.core.tensor import Array
 from headrace.repository.decoder_pool import DecoderPool, PooledDecoder
 from PIL import Image
 
-from tests.support.processes import eventually, isolated_children_of_this_process, stop
+from tests.support.processes import isolated_children_of_this_process, stop
+from tests.support.waiting import until
 
 RESIZE = {"resize": {"resize_short_side": 8, "crop": [8, 8]}}
 COLOURS = [(value, 255 - value, 7) for value in range(0, 240, 12)]
@@ -62,7 +63,7 @@ def test_steps_share_the_processes_which_end_with_the_last_step() -> None:
         assert set(isolated_children_of_this_process()) == processes
         assert colour_of(decode(first, png((4, 5, 6)))) == (4, 5, 6)
         assert pool.process_status == (True, "", 0)
-    eventually(lambda: not isolated_children_of_this_process())
+    until(lambda: not isolated_children_of_this_process())
     with step(pool) as again:
         assert colour_of(decode(again, png((7, 8, 9)))) == (7, 8, 9)
 
@@ -108,11 +109,11 @@ def test_a_killed_process_is_replaced_and_the_other_one_decodes_meanwhile() -> N
     with step(pool, 2) as decoder:
         killed = isolated_children_of_this_process()[0]
         os.kill(killed, signal.SIGKILL)
-        eventually(lambda: killed not in isolated_children_of_this_process())
+        until(lambda: killed not in isolated_children_of_this_process())
         for colour in COLOURS[:4]:
             assert colour_of(decode(decoder, png(colour))) == colour
-        eventually(lambda: pool.process_status.restarts == 1)
-        eventually(lambda: len(isolated_children_of_this_process()) == 2)
+        until(lambda: pool.process_status.restarts == 1)
+        until(lambda: len(isolated_children_of_this_process()) == 2)
 
 
 def test_the_time_limit_is_that_of_the_step() -> None:

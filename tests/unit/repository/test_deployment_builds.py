@@ -18,9 +18,10 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace.scheduling.handle import ModelHandle
 
-from tests.support.control_thread import EXPLICIT, Check, at_rest, index, infer_values, put, run, same, until
+from tests.support.control_thread import EXPLICIT, Check, at_rest, index, infer_values, put, run, same
 from tests.support.fake_builder import command
 from tests.support.models import add_model, affine
+from tests.support.waiting import until_async
 
 # Each of these starts processes of its own; together they take most of a minute.
 pytestmark = pytest.mark.slow
@@ -77,7 +78,9 @@ def reason_of(registry: Registry) -> str:
 
 async def settled(registry: Registry) -> None:
     """Wait until nothing is being built."""
-    await until(lambda: "usually a minute" not in reason_of(registry) and "queued to be" not in reason_of(registry))
+    await until_async(
+        lambda: "usually a minute" not in reason_of(registry) and "queued to be" not in reason_of(registry)
+    )
 
 
 @pytest.mark.parametrize("control", [EXPLICIT, POLL, ControlPolicy("none")], ids=lambda control: control.mode)
@@ -87,7 +90,7 @@ def test_the_engine_serves_when_it_is_built(workshop: Workshop, control: Control
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         assert registry.ready()
         assert same(await infer_values(registry), 1)
-        await until(lambda: workshop.calls() == ["started"])
+        await until_async(lambda: workshop.calls() == ["started"])
         waits = "building ONNX Runtime INT8, usually a minute or two; the CPU serves meanwhile"
         assert reason_of(registry) == waits
         workshop.let_go()
@@ -165,7 +168,7 @@ def test_new_samples_are_a_new_attempt(workshop: Workshop) -> None:
         await settled(registry)
         (workshop.orders / "fail").unlink()
         (workshop.repository / "m" / "samples.npz").write_bytes(b"x")
-        await until(lambda: len(workshop.calls()) == 2)
+        await until_async(lambda: len(workshop.calls()) == 2)
         await settled(registry)
         assert same(await infer_values(registry), 2)
         assert len(workshop.calls()) == 2
@@ -177,13 +180,13 @@ def test_unloaded_models_are_not_built(workshop: Workshop) -> None:
     workshop.hold()
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
-        await until(lambda: workshop.calls() == ["started"])
+        await until_async(lambda: workshop.calls() == ["started"])
         await reconciler.unload("m", False)
-        await until(lambda: workshop.calls() == ["started", "stopped"])
+        await until_async(lambda: workshop.calls() == ["started", "stopped"])
         workshop.let_go()
         timer = reconciler._builds._kill_timer
-        await until(lambda: timer is not None and timer.finished.is_set())  # the builder has ended
-        await until(lambda: index(registry)["m", "1"][0] == "UNAVAILABLE")
+        await until_async(lambda: timer is not None and timer.finished.is_set())  # the builder has ended
+        await until_async(lambda: index(registry)["m", "1"][0] == "UNAVAILABLE")
         await at_rest(reconciler)
         assert index(registry)["m", "1"][0] == "UNAVAILABLE"
         assert workshop.loads == ["model.onnx"]
@@ -195,10 +198,10 @@ def test_a_model_that_changes_while_it_is_built_gets_another_engine(workshop: Wo
     workshop.hold()
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
-        await until(lambda: workshop.calls() == ["started"])
+        await until_async(lambda: workshop.calls() == ["started"])
         put(workshop.repository, 3)
         await reconciler.load("m", None, {})
-        await until(lambda: workshop.calls() == ["started", "stopped", "started"])
+        await until_async(lambda: workshop.calls() == ["started", "stopped", "started"])
         assert same(await infer_values(registry), 3)
         workshop.let_go()
         await settled(registry)
@@ -211,12 +214,12 @@ def test_the_end_of_a_build_loads_no_other_changed_files(workshop: Workshop) -> 
     workshop.hold()
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
-        await until(lambda: workshop.calls() == ["started"])
+        await until_async(lambda: workshop.calls() == ["started"])
         # The folder is being changed; the watcher, or a load request, signals the end of the change.
         put(workshop.repository, 3)
         workshop.let_go()
-        await until(lambda: bool(list((workshop.repository / "m" / "1").glob("model.*.onnx"))))
-        await until(lambda: "files have changed since: load the model again" in reason_of(registry))
+        await until_async(lambda: bool(list((workshop.repository / "m" / "1").glob("model.*.onnx"))))
+        await until_async(lambda: "files have changed since: load the model again" in reason_of(registry))
         assert same(await infer_values(registry), 1)
         await reconciler.load("m", None, {})
         assert same(await infer_values(registry), 2), "the engine was built from the new file"
@@ -235,7 +238,7 @@ def test_uploaded_models_are_not_built(workshop: Workshop) -> None:
         assert "headrace build m" in reason_of(registry)
         await reconciler.load("m", text.replace("{", '{"max_batch_size": 2, ', 1), {})
         assert same(await infer_values(registry), 1)
-        await until(lambda: reconciler._builds._current is None and not reconciler._builds._waiting)
+        await until_async(lambda: reconciler._builds._current is None and not reconciler._builds._waiting)
         assert workshop.calls() == ["started"]
 
     workshop.run(check)
@@ -274,7 +277,7 @@ def test_the_server_stops_while_something_is_built(workshop: Workshop) -> None:
     workshop.hold()
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        await until(lambda: workshop.calls() == ["started"])
+        await until_async(lambda: workshop.calls() == ["started"])
         assert same(await infer_values(registry), 1)
 
     started = time.monotonic()
@@ -291,7 +294,7 @@ def test_models_come_first_engines_second(workshop: Workshop) -> None:
 
     async def check(_: Reconciler, registry: Registry) -> None:
         assert workshop.loads[:3] == ["model.onnx"] * 3
-        await until(lambda: all(reason == "" for _, reason in index(registry).values()))
+        await until_async(lambda: all(reason == "" for _, reason in index(registry).values()))
         seen.append(len(workshop.calls()))
 
     workshop.run(check, POLL)
@@ -318,7 +321,7 @@ def test_no_request_is_lost_during_the_swap_to_the_engine(workshop: Workshop) ->
         clients = [asyncio.create_task(client()) for _ in range(8)]
         await settled(registry)
         seen = len(answers)
-        await until(lambda: len(answers) > seen + 4 * len(clients))
+        await until_async(lambda: len(answers) > seen + 4 * len(clients))
         going = False
         await asyncio.gather(*clients)
 
@@ -346,7 +349,7 @@ def moment(workshop: Workshop, reconciler: Reconciler, name: str) -> bool:
 @pytest.mark.parametrize("name", ["load", "process", "builder", "engine", "end"])
 def test_loads_and_unloads_at_any_moment_of_a_build_leave_it_sane(workshop: Workshop, name: str) -> None:
     async def check(reconciler: Reconciler, registry: Registry) -> None:
-        await until(lambda: moment(workshop, reconciler, name))
+        await until_async(lambda: moment(workshop, reconciler, name))
         await reconciler.load("m", None, {})
         await reconciler.unload("m", False)
         await reconciler.load("m", None, {})

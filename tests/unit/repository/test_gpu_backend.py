@@ -13,10 +13,11 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from tests.support.control_thread import index, infer_values, put, run, same, until
+from tests.support.control_thread import index, infer_values, put, run, same
 from tests.support.fake_builder import command, publish
 from tests.support.fake_streams import LateCuda
 from tests.support.models import affine
+from tests.support.waiting import until_async
 
 ALL = ControlPolicy("none")
 TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
@@ -177,7 +178,7 @@ def test_an_engine_is_built_while_the_onnx_file_serves_for_a_foreign_plan(
 
     async def check(_: Reconciler, registry: Registry) -> None:
         assert same(await infer_values(registry), 1)
-        await until(lambda: "building it failed: error: no room" in index(registry)["m", "1"][1])
+        await until_async(lambda: "building it failed: error: no room" in index(registry)["m", "1"][1])
 
     run(repository, check, ALL, None, builder)
     assert (orders / "calls").read_text().split()[:4] == ["started", "m", "1", "tensorrt"]
@@ -232,7 +233,7 @@ def test_a_plan_is_built_while_the_onnx_file_serves(trt: Any, tmp_path: Path) ->
 
     async def check(_: Reconciler, registry: Registry) -> None:
         assert same(await infer_values(registry), 1)
-        await until(lambda: "building it failed: error: no room" in index(registry)["m", "1"][1])
+        await until_async(lambda: "building it failed: error: no room" in index(registry)["m", "1"][1])
 
     run(repository, check, ALL, None, builder)
     assert (orders / "calls").read_text().split()[:4] == ["started", "m", "1", "tensorrt"]

@@ -17,9 +17,10 @@ from headrace.repository.explanation import explain
 from headrace.repository.reconciler import Reconciler
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import index, infer_values, put, run, same, until
+from tests.support.control_thread import index, infer_values, put, run, same
 from tests.support.cuda_provider import FakeProvider, install_provider
 from tests.support.fake_streams import LateCuda
+from tests.support.waiting import until_async
 from tests.unit.repository.test_gpu_backend import ALL
 from tests.unit.repository.test_loader_runtime import BATCHES, FP16, KIND_GPU, GpuWorkshop
 
@@ -55,14 +56,14 @@ def test_the_provider_serves_on_the_gpu_until_the_engine_is_built(
 
     async def check(_: Reconciler, registry: Registry) -> None:
         assert same(await infer_values(registry), 1)
-        await until(lambda: workshop.calls() == ["started m 1 tensorrt"])
+        await until_async(lambda: workshop.calls() == ["started m 1 tensorrt"])
         state, reason = index(registry)["m", "1"]
         assert state == "READY"
         assert reason.endswith("GPU 0 serves meanwhile")
         reason = "no engine serves: none is built"
         assert facts(registry) == {"runtime": CUDA_RUNTIME, "device": "GPU 0", "not_on_tensorrt": reason}
         (workshop.orders / "hold").unlink()
-        await until(lambda: index(registry)["m", "1"] == ("READY", ""))
+        await until_async(lambda: index(registry)["m", "1"] == ("READY", ""))
         assert same(await infer_values(registry), 2)
         assert facts(registry) == {"runtime": "tensorrt", "device": "GPU 0"}
 
@@ -77,7 +78,7 @@ def test_the_provider_goes_on_serving_a_model_that_tensorrt_refuses(
     (workshop.orders / "fail").write_text(FAILED)
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        await until(lambda: "failed" in index(registry)["m", "1"][1])
+        await until_async(lambda: "failed" in index(registry)["m", "1"][1])
         assert same(await infer_values(registry), 1)
         assert index(registry)["m", "1"][0] == "READY"
         assert index(registry)["m", "1"][1].endswith(f"building it failed: {FAILED}")
@@ -108,7 +109,7 @@ def test_a_file_that_the_provider_refuses_is_served_as_without_it(
     (workshop.orders / "fail").write_text("no")
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        await until(lambda: "building it failed" in index(registry)["m", "1"][1])
+        await until_async(lambda: "building it failed" in index(registry)["m", "1"][1])
         assert same(await infer_values(registry), 1)
         assert facts(registry)["runtime"] == "onnxruntime"
         assert "no kernel for Unique" in index(registry)["m", "1"][1]
@@ -124,12 +125,12 @@ def test_kind_gpu_that_the_provider_refuses_waits_for_its_engine(
     (workshop.orders / "hold").touch()
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        await until(lambda: workshop.calls() == ["started m 1 tensorrt"])
+        await until_async(lambda: workshop.calls() == ["started m 1 tensorrt"])
         assert index(registry)["m", "1"][0] == "LOADING"
         with pytest.raises(Unavailable):
             registry.lease("m", "")
         (workshop.orders / "hold").unlink()
-        await until(lambda: index(registry)["m", "1"] == ("READY", ""))
+        await until_async(lambda: index(registry)["m", "1"] == ("READY", ""))
         assert same(await infer_values(registry), 2)
 
     workshop.run(check)
@@ -144,7 +145,7 @@ def test_without_the_package_the_failed_build_names_the_extra(
     (workshop.orders / "fail").write_text(FAILED)
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        await until(lambda: index(registry)["m", "1"][0] == "UNAVAILABLE")
+        await until_async(lambda: index(registry)["m", "1"][0] == "UNAVAILABLE")
 
     with caplog.at_level(logging.ERROR):
         workshop.run(check)

@@ -17,9 +17,10 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tests.support.control_thread import EXPLICIT, X, index, infer_values, run, same, until
+from tests.support.control_thread import EXPLICIT, X, index, infer_values, run, same
 from tests.support.fake_streams import LateCuda
 from tests.support.models import add_model, affine
+from tests.support.waiting import until_async
 from tests.unit.repository.test_gpu_backend import plan_of
 
 ALL = ControlPolicy("none")
@@ -75,10 +76,10 @@ def test_all_models_are_ready_and_evicted_ones_load_on_request(repository: Path)
         await infer_value(registry, "c", 3)
         await infer_value(registry, "a", 1)
         # b had not been used for longest.
-        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): EVICTED, ("c", "1"): READY})
+        await until_async(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): EVICTED, ("c", "1"): READY})
         await infer_value(registry, "b", 2)
-        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): EVICTED})
-        await until(lambda: sum(loads.on_demand for _, _, loads in gpu_model_cache.loads()) == 2)
+        await until_async(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): EVICTED})
+        await until_async(lambda: sum(loads.on_demand for _, _, loads in gpu_model_cache.loads()) == 2)
         assert gpu_model_cache.ledger.reserved_bytes(0) == 2 * size
         counts = {name: (loads.count, loads.on_demand, loads.evictions) for name, _, loads in gpu_model_cache.loads()}
         assert counts == {"a": (2, 1, 1), "b": (2, 1, 1), "c": (1, 0, 1)}
@@ -126,7 +127,7 @@ def test_a_model_too_large_for_the_gpu_is_refused_and_the_others_serve_on(reposi
         await infer_value(registry, "a", 1)
         await infer_value(registry, "c", 3)
         # Who made room for the attempt comes back by its first instance, which answers while the second opens.
-        await until(lambda: gpu_model_cache.ledger.reserved_bytes(0) == 2 * size)
+        await until_async(lambda: gpu_model_cache.ledger.reserved_bytes(0) == 2 * size)
 
     run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size))
 
@@ -152,7 +153,7 @@ def test_a_model_that_is_to_stay_stays(repository: Path) -> None:
     async def check(_: Reconciler, registry: Registry) -> None:
         assert index(registry) == {("a", "1"): READY, ("b", "1"): EVICTED, ("c", "1"): READY}
         await infer_value(registry, "b", 2)
-        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): EVICTED})
+        await until_async(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): EVICTED})
 
     run(repository, check, ALL, gpu_memory_fraction=room(2 * size))
 
@@ -178,12 +179,12 @@ def test_loading_and_unloading_move_memory(repository: Path) -> None:
         await reconciler.unload("c", False)
         await reconciler.load("b", None, {})  # as it was: it is loaded by its next request
         await infer_value(registry, "b", 2)
-        await until(lambda: index(registry)["b", "1"] == READY)
+        await until_async(lambda: index(registry)["b", "1"] == READY)
         await reconciler.unload("b", False)
         await reconciler.load("a", None, {})
         await infer_value(registry, "a", 1)
         await reconciler.unload("a", False)
-        await until(lambda: gpu_model_cache.ledger.reserved_bytes(0) == 0)
+        await until_async(lambda: gpu_model_cache.ledger.reserved_bytes(0) == 0)
         assert gpu_model_cache.loads() == []
 
     run(repository, check, EXPLICIT, frozenset(), gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(size))
@@ -198,7 +199,7 @@ def test_an_evicted_model_with_requests_is_unloaded_once_they_are_answered(repos
         await asyncio.sleep(0)
         await reconciler.unload("a", False)
         await answer
-        await until(lambda: index(registry)["a", "1"] == ("UNAVAILABLE", "unloaded"))
+        await until_async(lambda: index(registry)["a", "1"] == ("UNAVAILABLE", "unloaded"))
 
     run(repository, check, EXPLICIT, frozenset("abc"), gpu_memory_fraction=room(size))
 
@@ -216,7 +217,7 @@ def test_a_failed_reload_is_reported_and_retried_later(repository: Path) -> None
         assert "evicted: loading on demand failed" in reason
         await reconciler.load("a", None, {})
         await infer_value(registry, "a", 1)
-        await until(lambda: index(registry)["a", "1"] == READY)
+        await until_async(lambda: index(registry)["a", "1"] == READY)
 
     run(repository, check, EXPLICIT, frozenset("abc"), gpu_memory_fraction=room(size))
 
@@ -278,7 +279,7 @@ def test_metrics_report_the_memory_of_each_model(repository: Path) -> None:
 
     async def check(_: Reconciler, registry: Registry) -> None:
         await infer_value(registry, "a", 1)
-        await until(lambda: index(registry)["a", "1"] == READY)
+        await until_async(lambda: index(registry)["a", "1"] == READY)
         prometheus = CollectorRegistry()
         prometheus.register(MemoryCollector(gpu_model_cache))
         pages.append(generate_latest(prometheus).decode())

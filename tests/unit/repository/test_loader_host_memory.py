@@ -21,8 +21,9 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from prometheus_client import CollectorRegistry
 
-from tests.support.control_thread import EXPLICIT, X, index, infer_values, put, run, same, until
+from tests.support.control_thread import EXPLICIT, X, index, infer_values, put, run, same
 from tests.support.models import add_model, affine
+from tests.support.waiting import until_async
 
 ALL, POLL = ControlPolicy("none"), ControlPolicy("poll", poll_interval_s=0.05, settle_s=0.05)
 READY, EVICTED, UNLOADED = (
@@ -93,10 +94,10 @@ def test_models_answer_metadata_without_a_load_and_are_loaded_by_requests(reposi
         assert [(name, version) for name, version, _ in registry.used_sources()] == [("a", "1"), ("b", "1")]
         assert registry.states() == [(name, "1", "READY", name == "c") for name in "abc"]
         await infer_value(registry, "c", 3)
-        await until(lambda: index(registry) == {("a", "1"): EVICTED, ("b", "1"): READY, ("c", "1"): READY})
+        await until_async(lambda: index(registry) == {("a", "1"): EVICTED, ("b", "1"): READY, ("c", "1"): READY})
         assert models.ledger.reserved_bytes(CPU) == 2 * size
         await infer_value(registry, "a", 1)
-        await until(lambda: index(registry)[("a", "1")] == READY)
+        await until_async(lambda: index(registry)[("a", "1")] == READY)
         counts = {name: (each.count, each.on_demand, each.evictions) for name, _, each in models.loads()}
         assert counts == {"a": (2, 2, 1), "b": (1, 1, 1), "c": (1, 1, 0)}
         assert {name for name, _, _ in registry.used_sources()} == {*"abc"}, "also those that are evicted"
@@ -215,7 +216,7 @@ def test_a_load_request_loads_at_once(repository: Path, loads: list[str]) -> Non
         assert index(registry)[("b", "1")] == EVICTED
         await infer_value(registry, "a", 1)
         await reconciler.unload("a", False)
-        await until(lambda: models.ledger.reserved_bytes(CPU) == 0)
+        await until_async(lambda: models.ledger.reserved_bytes(CPU) == 0)
         await infer_value(registry, "c", 3)
 
     run(repository, check, EXPLICIT, frozenset("a"), gpu_model_cache=models)
@@ -223,13 +224,13 @@ def test_a_load_request_loads_at_once(repository: Path, loads: list[str]) -> Non
 
 def test_polling_replaces_a_resident_model_by_a_loaded_one(repository: Path, loads: list[str]) -> None:
     async def check(_: Reconciler, registry: Registry) -> None:
-        await until(lambda: len(index(registry)) == 3 and registry.serving("a", "") is not None)
+        await until_async(lambda: len(index(registry)) == 3 and registry.serving("a", "") is not None)
         await infer_value(registry, "a", 1)
         for name, seed in (("a", 7), ("b", 8)):
             add_model(repository.parent / "new", name, affine(seed=seed))
             (repository.parent / "new" / name / "1" / "model.onnx").rename(repository / name / "1" / "model.onnx")
         old = registry.serving("b", "")
-        await until(lambda: loads == ["a", "a"] and registry.serving("b", "") is not old)
+        await until_async(lambda: loads == ["a", "a"] and registry.serving("b", "") is not old)
         await infer_value(registry, "a", 7)
         assert loads == ["a", "a"]
         await infer_value(registry, "b", 8)

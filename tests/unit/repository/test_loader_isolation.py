@@ -18,9 +18,10 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
 from tests.support import fragile_backend as fragile
-from tests.support.control_thread import index, infer_values, put, run, same, until
+from tests.support.control_thread import index, infer_values, put, run, same
 from tests.support.models import add_model, identity
 from tests.support.processes import isolated_children_of_this_process
+from tests.support.waiting import until_async
 
 ALL = ControlPolicy("none")
 ISOLATED = "isolation: process\n"
@@ -47,7 +48,7 @@ def test_readiness_is_false_without_a_process(tmp_path: Path, monkeypatch: pytes
     async def check(_: Reconciler, registry: Registry) -> None:
         (child,) = isolated_children_of_this_process()
         os.kill(child, signal.SIGKILL)
-        await until(lambda: not registry.ready())
+        await until_async(lambda: not registry.ready())
         assert same(await infer_values(registry), 1), "it waits for the next process"
         assert registry.ready()
         assert isolated_children_of_this_process() != [child]
@@ -66,10 +67,10 @@ def test_a_reload_swaps_processes(tmp_path: Path) -> None:
         put(repository, 2)
         await reconciler.load("m", None, {})
         assert same(await infer_values(registry), 2)
-        await until(lambda: len(isolated_children_of_this_process()) == 1)
+        await until_async(lambda: len(isolated_children_of_this_process()) == 1)
         assert isolated_children_of_this_process() != before
         await reconciler.unload("m", False)
-        await until(lambda: isolated_children_of_this_process() == [])
+        await until_async(lambda: isolated_children_of_this_process() == [])
 
     run(repository, check)
 

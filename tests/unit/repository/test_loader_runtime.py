@@ -16,10 +16,11 @@ from headrace.repository.gpu_backend import tensorrt_machine
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import Check, index, infer_values, put, run, same, until
+from tests.support.control_thread import Check, index, infer_values, put, run, same
 from tests.support.fake_builder import command, publish
 from tests.support.fake_tensorrt_runtime import MAGIC
 from tests.support.models import affine, read_config_text
+from tests.support.waiting import until_async
 from tests.unit.repository.test_gpu_backend import plan_of
 
 # Each of these starts processes of its own; together they take most of a minute.
@@ -102,7 +103,7 @@ def test_the_cpu_serves_until_the_engine_is_built_then_the_gpu(
 
     async def check(_: Reconciler, registry: Registry) -> None:
         assert same(await infer_values(registry), 1)
-        await until(lambda: workshop.calls() == ["started m 1 tensorrt"])
+        await until_async(lambda: workshop.calls() == ["started m 1 tensorrt"])
         precision = "FP16" if "FP16" in config or "fp16" in config else "FP32"
         text = f"building TensorRT {precision}, usually a minute or two; the CPU serves meanwhile"
         assert index(registry)["m", "1"] == ("READY", text)
@@ -115,9 +116,9 @@ def test_the_cpu_serves_until_the_engine_is_built_then_the_gpu(
         }
         (workshop.orders / "progress").write_text("progress 0.45 timing 8 rows")
         (workshop.orders / "hold").unlink()
-        await until(lambda: f"TensorRT {precision} (45%, timing 8 rows), usually" in index(registry)["m", "1"][1])
+        await until_async(lambda: f"TensorRT {precision} (45%, timing 8 rows), usually" in index(registry)["m", "1"][1])
         (workshop.orders / "progress").unlink()
-        await until(lambda: index(registry)["m", "1"] == ("READY", ""))
+        await until_async(lambda: index(registry)["m", "1"] == ("READY", ""))
         assert same(await infer_values(registry), 2)
         assert facts(registry) == ON_GPU
 
@@ -135,7 +136,7 @@ def test_after_a_failed_build_the_cpu_serves_and_the_reason_is_shown(trt: Any, t
     (workshop.orders / "fail").write_text("no room on the disk")
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        await until(lambda: "failed" in index(registry)["m", "1"][1])
+        await until_async(lambda: "failed" in index(registry)["m", "1"][1])
         assert same(await infer_values(registry), 1)
         assert facts(registry)["not_on_gpu"] == "building its engine failed: no room on the disk"
         assert index(registry)["m", "1"][1].endswith("building it failed: no room on the disk")
@@ -209,14 +210,14 @@ def test_kind_gpu_is_not_ready_until_the_gpu_serves(trt: Any, tmp_path: Path) ->
     (workshop.orders / "hold").touch()
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        await until(lambda: workshop.calls() == ["started m 1 tensorrt"])
+        await until_async(lambda: workshop.calls() == ["started m 1 tensorrt"])
         state, reason = index(registry)["m", "1"]
         assert state == "LOADING"
         assert reason == "building TensorRT FP16, usually a minute or two; requests are refused until then (KIND_GPU)"
         with pytest.raises(Unavailable, match="is being loaded: building TensorRT FP16"):
             registry.lease("m", "")
         (workshop.orders / "hold").unlink()
-        await until(lambda: index(registry)["m", "1"] == ("READY", ""))
+        await until_async(lambda: index(registry)["m", "1"] == ("READY", ""))
         assert same(await infer_values(registry), 2)
         assert facts(registry) == ON_GPU
 
@@ -228,7 +229,7 @@ def test_kind_gpu_is_an_error_if_no_gpu_runtime_can_serve_it(trt: Any, tmp_path:
     (workshop.orders / "fail").write_text("node 'x' has no kernel")
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
-        await until(lambda: index(registry)["m", "1"][0] == "UNAVAILABLE")
+        await until_async(lambda: index(registry)["m", "1"][0] == "UNAVAILABLE")
         with pytest.raises(Unavailable, match=r"cannot be served: .*node 'x' has no kernel"):
             registry.lease("m", "")
         assert registry.failures()
@@ -241,7 +242,7 @@ def test_kind_gpu_with_a_fallback_is_served_by_the_cpu_if_the_build_fails(trt: A
     (workshop.orders / "fail").write_text("no")
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        await until(lambda: "failed" in index(registry)["m", "1"][1])
+        await until_async(lambda: "failed" in index(registry)["m", "1"][1])
         assert same(await infer_values(registry), 1)
 
     workshop.run(check)
@@ -256,9 +257,9 @@ def test_a_reload_for_kind_gpu_serves_the_old_version_until_the_gpu_is_ready(trt
         (workshop.repository / "m" / "config.yaml").write_text(KIND_GPU)
         await reconciler.load("m", None, {})
         assert same(await infer_values(registry), 1)
-        await until(lambda: workshop.calls() == ["started m 1 tensorrt"])
+        await until_async(lambda: workshop.calls() == ["started m 1 tensorrt"])
         (workshop.orders / "hold").unlink()
-        await until(lambda: index(registry)["m", "1"] == ("READY", ""))
+        await until_async(lambda: index(registry)["m", "1"] == ("READY", ""))
         assert same(await infer_values(registry), 2)
 
     run(workshop.repository, check, ControlPolicy("explicit"), frozenset({"m"}), workshop.command)
@@ -269,10 +270,10 @@ def test_a_model_that_waits_for_its_engine_can_be_unloaded(trt: Any, tmp_path: P
     (workshop.orders / "hold").touch()
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
-        await until(lambda: workshop.calls() == ["started m 1 tensorrt"])
+        await until_async(lambda: workshop.calls() == ["started m 1 tensorrt"])
         await reconciler.unload("m", False)
         assert index(registry)["m", "1"] == ("UNAVAILABLE", "unloaded")
-        await until(lambda: workshop.calls()[-1] == "stopped m 1 tensorrt")
+        await until_async(lambda: workshop.calls()[-1] == "stopped m 1 tensorrt")
 
     run(workshop.repository, check, ControlPolicy("explicit"), frozenset({"m"}), workshop.command)
 
@@ -364,7 +365,7 @@ def test_engines_of_a_read_only_folder_are_loaded_from_the_state_folder(trt: Any
     before = sorted(path.name for path in (workshop.repository / "m" / "1").iterdir())
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        await until(lambda: index(registry)["m", "1"] == ("READY", ""))
+        await until_async(lambda: index(registry)["m", "1"] == ("READY", ""))
         assert same(await infer_values(registry), 2)
         assert facts(registry) == ON_GPU
 

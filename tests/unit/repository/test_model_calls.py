@@ -38,6 +38,8 @@ from headrace_model import protocol
 from headrace_model.channel import Frames
 from headrace_model.slots import START, Slot
 
+from tests.support.waiting import until_async
+
 FP32 = protocol.CODES["FP32"]
 
 
@@ -261,11 +263,8 @@ def with_caller(test: Callable[[Caller, OneVersion], Awaitable[None]]) -> None:
 
 
 async def until_called(version: OneVersion, count: int = 1) -> tuple[InferRequest, LoopCompletion]:
-    for _ in range(1000):
-        if len(version.requests) >= count:
-            return version.requests[count - 1]
-        await asyncio.sleep(0.001)
-    raise AssertionError("the call did not arrive")
+    await until_async(lambda: len(version.requests) >= count)
+    return version.requests[count - 1]
 
 
 def test_outputs_that_are_views_of_the_inputs_arrive_unchanged() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from headrace.repository.registry import Registry
 
 from tests.support.control_thread import index, run
 from tests.support.models import add_model, add_pipeline, affine, ensemble_config, identity, scores
+from tests.support.waiting import until_async
 
 FP32 = "TYPE_FP32"
 LABELS = {"labels.txt": "cat\ndog\nowl\nyak\n"}
@@ -211,10 +211,7 @@ def test_requests_in_flight_end_before_an_ensemble_and_its_models_are_closed(tmp
         await reconciler.unload("m", True)
         assert (await waiting).outputs["y"].shape == (1, 4)
         handle.release()
-        for _ in range(200):
-            if index(registry)["m", "1"][0] == "UNAVAILABLE":
-                break
-            await asyncio.sleep(0.01)
+        await until_async(lambda: index(registry)["m", "1"][0] == "UNAVAILABLE")
         assert index(registry)["m", "1"] == ("UNAVAILABLE", "unloaded")
 
     run(tmp_path, check)
@@ -227,17 +224,10 @@ def test_polling_loads_a_changed_ensemble_after_its_changed_models(tmp_path: Pat
     async def check(_: Reconciler, registry: Registry) -> None:
         add_model(tmp_path, "zz_new", affine(), config="max_batch_size: 8")
         add_pipeline(tmp_path, "m", config(first="zz_new"))
-        for _ in range(400):
-            handle = registry.serving("m", "")
-            if handle is not None and "zz_new" in handle.calls:
-                break
-            await asyncio.sleep(0.02)
+        await until_async(lambda: "zz_new" in getattr(registry.serving("m", ""), "calls", ()))
         assert (await infer(registry, "m")).shape == (1, 4)
         shutil.rmtree(tmp_path / "m")
-        for _ in range(400):
-            if registry.serving("m", "") is None:
-                break
-            await asyncio.sleep(0.02)
+        await until_async(lambda: registry.serving("m", "") is None)
         with pytest.raises(HeadraceError):
             registry.lease("m", "")
 

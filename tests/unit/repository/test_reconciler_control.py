@@ -16,8 +16,9 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace.scheduling.handle import ModelHandle
 
-from tests.support.control_thread import index, infer_values, put, run, same, until
+from tests.support.control_thread import index, infer_values, put, run, same
 from tests.support.models import add_model, affine, busy, table_lookup
+from tests.support.waiting import until_async
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_a_model_not_loaded_at_start_is_listed_and_can_be_loaded_and_unloaded(re
         await reconciler.unload("m", True)
         with pytest.raises(Unavailable, match="is not loaded"):
             registry.lease("m", "")
-        await until(lambda: index(registry)["m", "1"] == ("UNAVAILABLE", "unloaded"))
+        await until_async(lambda: index(registry)["m", "1"] == ("UNAVAILABLE", "unloaded"))
         await reconciler.unload("m", False)  # once more is no error
         assert registry.ready()
         await reconciler.load("m", None, {})
@@ -286,7 +287,7 @@ def test_a_request_in_flight_is_answered_before_its_version_ends(repository: Pat
         assert index(registry)["busy", "1"][0] == "READY", "wanted again while the old one drains"
         assert (await waiting).outputs["Y"].tolist() == [20_000]
         handle.release()
-        await until(lambda: not any(thread.name.startswith("drain") for thread in threading.enumerate()))
+        await until_async(lambda: not any(thread.name.startswith("drain") for thread in threading.enumerate()))
         assert index(registry)["busy", "1"] == ("READY", "")
 
     run(repository, check)

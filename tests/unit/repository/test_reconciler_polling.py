@@ -20,8 +20,9 @@ from headrace.repository.reconciler import ControlPolicy, ModelSelection, Reconc
 from headrace.repository.registry import Registry
 from headrace.scheduling.handle import ModelHandle
 
-from tests.support.control_thread import infer_values, until
+from tests.support.control_thread import infer_values
 from tests.support.models import add_model, affine
+from tests.support.waiting import until_async
 
 POLL = ControlPolicy("poll", poll_interval_s=0.1, settle_s=0.6)
 
@@ -45,7 +46,7 @@ class Watched:
         while self.now_ns < end_ns:
             self.now_ns = max(min(self.reconciler._next_scan_ns, end_ns), self.now_ns)
             self.reconciler._post(lambda: None)  # ends the wait of the control thread, which is one of real time
-            await until(lambda: self.now_ns < self.reconciler._next_scan_ns)
+            await until_async(lambda: self.now_ns < self.reconciler._next_scan_ns)
 
     def wait_at_start(self, seconds: float = 0.0) -> bool:
         """Wait of the control thread between the scans of the start."""

@@ -11,8 +11,9 @@ from headrace.core.errors import BadRequest, ConfigError, NotFound
 from headrace.repository.reconciler import Reconciler
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import everything, infer_values, put, run, same, until
+from tests.support.control_thread import everything, infer_values, put, run, same
 from tests.support.models import affine
+from tests.support.waiting import until_async
 
 
 @pytest.fixture
@@ -63,9 +64,9 @@ def test_files_sent_by_the_client_are_stored_in_a_private_folder(repository: Pat
         assert same(await infer_values(registry, "new"), 7)
         await reconciler.load("m", None, {})
         assert same(await infer_values(registry), 1)
-        await until(lambda: len(folders()) == 1)
+        await until_async(lambda: len(folders()) == 1)
         await reconciler.unload("new", False)
-        await until(lambda: not folders())
+        await until_async(lambda: not folders())
         with pytest.raises(NotFound):
             await reconciler.load("new", None, {})
         assert everything(tmp_path) == before, "nothing was written anywhere else"

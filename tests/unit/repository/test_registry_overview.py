@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import orjson
@@ -17,6 +16,7 @@ from headrace.repository.registry import Registry, Serving, State
 from headrace.scheduling.handle import ModelHandle
 
 from tests.support.fakes import infer_request
+from tests.support.waiting import until
 from tests.unit.pipelines.test_run import play, turns
 from tests.unit.pipelines.test_run_branches import YamlCase
 from tests.unit.repository.test_registry import loop_with_handles
@@ -57,8 +57,7 @@ def test_counts_and_gauges_of_serving_models() -> None:
                 await handle.infer(infer_request(1.0, rows=rows, received_ns=monotonic_ns()))
 
         runner.run(infer(model))
-        while model.recorder.totals().requests < 2:  # counted behind the answer
-            time.sleep(0.001)
+        until(lambda: model.recorder.totals().requests >= 2)  # counted behind the answer
         clock = Clock()
         processes = [ProcessFigures("engine", 7, 1.5, 1 << 20, 2, 0)]
         overview = ServerOverview(registry, [], clock, lambda: processes)

@@ -16,9 +16,10 @@ from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import index, infer_values, put, run, same, until
+from tests.support.control_thread import index, infer_values, put, run, same
 from tests.support.fake_builder import command
 from tests.support.models import add_model, affine
+from tests.support.waiting import until_async
 
 ALL, POLL = ControlPolicy("none"), ControlPolicy("poll", poll_interval_s=0.05, settle_s=0.05)
 LISTED = "SHA256SUMS lists"
@@ -123,9 +124,9 @@ def test_the_good_version_serves_on_while_a_load_is_refused(signed: Signed, keys
         await reconciler.load("m", None, {})
         assert same(await infer_values(registry), 2)
         assert refusal(registry) == "READY: "
-        await until(lambda: len(signed.copies()) == 1)
+        await until_async(lambda: len(signed.copies()) == 1)
         await reconciler.unload("m", False)
-        await until(lambda: signed.copies() == [])
+        await until_async(lambda: signed.copies() == [])
 
     run(signed.repository, check, verifier=signed.verifier(keys=keys))
 
@@ -167,10 +168,10 @@ def test_polling_waits_for_the_checksums_of_a_new_version(signed: Signed) -> Non
     async def check(_: Reconciler, registry: Registry) -> None:
         assert same(await infer_values(registry), 1)
         put(signed.repository, 2, version=2)
-        await until(lambda: "m/2/model.onnx: error: is not listed" in index(registry)["m", "1"][1])
+        await until_async(lambda: "m/2/model.onnx: error: is not listed" in index(registry)["m", "1"][1])
         assert same(await infer_values(registry), 1)
         signed.sign()
-        await until(lambda: ("m", "2") in index(registry) and index(registry)["m", "2"] == ("READY", ""))
+        await until_async(lambda: ("m", "2") in index(registry) and index(registry)["m", "2"] == ("READY", ""))
         assert same(await infer_values(registry), 2)
 
     run(signed.repository, check, POLL, verifier=signed.verifier())
@@ -215,7 +216,7 @@ def test_an_engine_is_built_from_the_copy_and_into_it(signed: Signed, tmp_path: 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         await reconciler.load("m", None, {})
         put(signed.repository, 7)  # what the builder must not read
-        await until(lambda: index(registry)["m", "1"] == ("READY", ""))
+        await until_async(lambda: index(registry)["m", "1"] == ("READY", ""))
         assert same(await infer_values(registry), 2)
         (copy,) = signed.copies()
         assert any(path.name.startswith("model.") and path.name != "model.onnx" for path in (copy / "1").iterdir())

@@ -86,13 +86,11 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def asleep(handle: ModelHandle, instances: int = 1) -> None:
     """Return once that many instance threads sleep without a timeout."""
-    while len(handle._scheduler._inline_dispatches) < instances:
-        threading.Event().wait(0.001)
+    until(lambda: len(handle._scheduler._inline_dispatches) >= instances)
 
 
 def waiting(handle: ModelHandle, number: int) -> None:
-    while handle.depth < number:
-        threading.Event().wait(0.001)
+    until(lambda: handle.depth >= number)
 
 
 def first(handle: ModelHandle, request: InferRequest) -> float:
@@ -217,8 +215,7 @@ def test_the_execution_is_not_closed_under_a_caller_that_waits(handles: Make, th
     model.wait_for("finishing 0")
     deadly = later(threads, handle, LOST["launch"])
     assert isinstance(deadly.exception(10), ModelFailed)
-    while any(thread.name == "fake/1#0 finisher" for thread in threading.enumerate()):
-        threading.Event().wait(0.001)
+    until(lambda: "fake/1#0 finisher" not in [thread.name for thread in threading.enumerate()])
     threading.Event().wait(0.05)  # time to close it, if there were no wait
     assert "close" not in model.log
     model.land()
@@ -250,8 +247,7 @@ def test_the_end_waits_for_it(handles: Make, threads: ThreadPoolExecutor, end: s
     own = later(threads, handle, 1)
     model.wait_for("finishing 0")
     ending = threads.submit(getattr(handle, end), 10)
-    while not (handle._scheduler._closed or handle._scheduler._paused):
-        threading.Event().wait(0.001)
+    until(lambda: handle._scheduler._closed or handle._scheduler._paused)
     model.land()
     assert own.result(10) == 2
     assert ending.result(10)
@@ -264,8 +260,7 @@ def test_a_caller_of_an_evicted_model_waits_for_the_restore(handles: Make, threa
     handle._on_wanted = requested.append
     own = later(threads, handle, 1)
     waiting(handle, 1)
-    while not requested:
-        threading.Event().wait(0.001)
+    until(lambda: requested)
     assert handle.restore(Watched())
     assert own.result(10) == 2
 
@@ -313,8 +308,8 @@ def test_overdue_requests_are_refused_or_served_last(
 def test_a_single_caller_uses_one_of_several_instances(handles: Make, blocking: bool) -> None:
     models = [Watched(), Watched(), Watched()]
     handle = handles(Several(*models), instances=3)
-    asleep(handle, 3)
     for value in range(12):
+        asleep(handle, 3)
         if blocking:
             assert first(handle, infer_request(value)) == 2 * value
         else:

@@ -18,6 +18,7 @@ from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import FakePipeline
 from tests.support.fakes import SPEC, FakeModel
+from tests.support.waiting import until_async
 
 
 def request() -> InferRequest:
@@ -35,11 +36,7 @@ def seen(handle: ModelHandle) -> dict[int, int]:
 
 async def settled(handle: ModelHandle, batches: int) -> None:
     """Answers come a moment before they are counted."""
-    for _ in range(1000):
-        if sum(seen(handle).values()) >= batches:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(seen(handle))
+    await until_async(lambda: sum(seen(handle).values()) >= batches)
 
 
 class Meeting(FakeModel):

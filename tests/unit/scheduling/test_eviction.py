@@ -18,6 +18,7 @@ from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import FakePipeline
 from tests.support.fakes import DEATH, SPEC, FakeModel, infer_request
+from tests.support.waiting import until_async
 
 Scenario = Callable[[Mailbox], Coroutine[Any, Any, None]]
 
@@ -51,11 +52,7 @@ class Served:
         return await asyncio.to_thread(self.handle.evict, timeout_s)
 
     async def until_evicted(self) -> None:
-        for _ in range(5000):
-            if self.handle.evicted:
-                return
-            await asyncio.sleep(0.001)
-        raise AssertionError("the version was not evicted")
+        await until_async(lambda: self.handle.evicted)
 
     async def restore(self, model: Any) -> bool:
         return await asyncio.to_thread(self.handle.restore, model)

@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 
 from tests.support.fake_pipeline import FakePipeline
 from tests.support.fakes import DEATH, POISON, SPEC, FakeModel, InstanceKilledError, infer_request
+from tests.support.waiting import until, until_async
 
 BOUND_NS = 200 * NS_PER_US
 
@@ -101,8 +102,7 @@ class Stage:
 
     async def asleep(self, instances: int = 1) -> None:
         """Wait until the instances sleep, and the requests of before are long ago."""
-        while len(self.handle._scheduler._sleepers) < instances:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until_async(lambda: len(self.handle._scheduler._sleepers) >= instances)
         self.clock.now_ns += INLINE_QUIET_NS
         await asyncio.sleep(0)
 
@@ -297,8 +297,7 @@ def test_never_other_backends(model: Callable[[], Any]) -> None:
 
     async def scenario(stage: Stage) -> None:
         for value in range(30):
-            while not stage.handle._scheduler._sleepers:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await until_async(lambda: stage.handle._scheduler._sleepers)
             stage.clock.now_ns += INLINE_QUIET_NS
             assert await stage.one(value) == [[2 * value] * 2]
 
@@ -502,8 +501,7 @@ def test_the_end_waits_for_a_run_on_the_loop(end: str) -> None:
             thread = threading.Thread(target=lambda: done.append(getattr(stage.handle, end)(10)))
             thread.start()
             ending.append(thread)
-            while not (stage.handle._scheduler._closed or stage.handle._scheduler._paused):
-                threading.Event().wait(0.001)
+            until(lambda: stage.handle._scheduler._closed or stage.handle._scheduler._paused)
             assert not stage.model.closed
 
         stage.model.during = begin_end
@@ -535,8 +533,7 @@ def test_reloads_under_lone_requests_lose_none() -> None:
         pending = asyncio.create_task(client())
         while len(closings) < 20:
             goal = answered + 5
-            while answered < goal:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await until_async(lambda goal=goal: answered >= goal)
             before, serving = serving, Stage(Quick(stage.clock), stage.clock, 20 * NS_PER_US)
             models.append(serving.model)
             closings.append(asyncio.create_task(asyncio.to_thread(before.handle.close, 10)))
@@ -586,13 +583,11 @@ def test_a_request_during_a_run_of_another_thread_is_not_lost() -> None:
                 target=lambda: results.append(stage.handle.infer_blocking(stage.request(7)).outputs["y"].tolist())
             )
             thread.start()
-            while not stage.handle.depth:
-                threading.Event().wait(0.001)
+            until(lambda: stage.handle.depth)
 
         stage.model.during = from_another_thread
         assert await stage.one(1) == [[2, 2]]
-        while not results:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until_async(lambda: results)
         assert results == [[[14, 14]]]
         assert stage.model.inline == [True, False]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import time
 import weakref
 from typing import Any
 
@@ -21,6 +20,7 @@ from headrace.scheduling.reshaping import ReshapingExecution
 from tests.support.fake_pipeline import RAISES, FakePipeline
 from tests.support.fakes import FakeModel, infer_request
 from tests.support.resident_rows import HostOwner, resident
+from tests.support.waiting import until_async
 from tests.unit.scheduling.test_handle_pipeline import error_of, play, served
 
 
@@ -179,10 +179,7 @@ def test_an_idle_instance_references_no_request_memory(model: Any) -> None:
                 del values
                 await waiting
                 del waiting
-                end = time.monotonic() + 10
-                while owner() is not None:
-                    assert time.monotonic() < end, f"the memory of a request of {rows} rows is kept"
-                    await asyncio.sleep(0.01)
+                await until_async(lambda owner=owner: owner() is None)
         finally:
             gc.enable()
         await asyncio.to_thread(handle.close, 10)

@@ -19,7 +19,8 @@ from headrace.core.errors import ModelFailed, Unavailable
 
 from tests.support import fragile_backend as fragile
 from tests.support.fragile_backend import fly, pid, values, x_of
-from tests.support.processes import alive, eventually, isolated_children_of_this_process, stop
+from tests.support.processes import alive, isolated_children_of_this_process, stop
+from tests.support.waiting import until
 
 # Each of these starts processes of its own; together they take most of a minute.
 pytestmark = pytest.mark.slow
@@ -96,18 +97,18 @@ def test_a_batch_that_a_dead_process_never_began_is_not_to_blame(load: Load) -> 
     answers: list[list[float]] = []
     pending = threading.Thread(target=lambda: answers.append(values(execution.run(x_of(3)))))
     pending.start()
-    eventually(lambda: model._process.admission._inside)
+    until(lambda: model._process.admission._inside)
     os.kill(child, signal.SIGKILL)
     pending.join(20)
     assert answers == [[6]]
-    eventually(lambda: model.process_status.restarts == 1)
+    until(lambda: model.process_status.restarts == 1)
 
 
 def test_launches_during_the_restart_wait_for_it_and_then_overlap_again(load: Load, tmp_path: Path) -> None:
     model = load("pipelined")
     execution = model.execution(0)
     batch = fly(execution, fragile.EXIT)
-    eventually(lambda: model.process_status.restarts == 1)
+    until(lambda: model.process_status.restarts == 1)
     waiting = fly(execution, 2)
     with pytest.raises(ModelFailed):
         execution.finish(batch)
@@ -138,7 +139,7 @@ def test_the_other_instances_lose_nothing(load: Load, tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     gate = model._process.admission
-    eventually(lambda: len(gate._inside) == 3)
+    until(lambda: len(gate._inside) == 3)
     (tmp_path / "go").touch()
     for thread in threads:
         thread.join(30)
@@ -150,7 +151,7 @@ def test_an_idle_process_that_is_killed_is_replaced(load: Load) -> None:
     model = load()
     execution = model.execution(0)
     os.kill(pid(execution.run(x_of(1))), signal.SIGKILL)
-    eventually(lambda: model.process_status.restarts == 1 and model.process_status.up)
+    until(lambda: model.process_status.restarts == 1 and model.process_status.up)
     assert values(execution.run(x_of(2))) == [4]
 
 
@@ -238,9 +239,9 @@ def test_a_model_that_cannot_be_loaded_again_is_tried_again(
     (tmp_path / "model").write_text("refuse")
     with pytest.raises(ModelFailed):
         execution.run(x_of(fragile.EXIT))
-    eventually(lambda: model.process_status.refusal)
+    until(lambda: model.process_status.refusal)
     assert not model.process_status.up
     (tmp_path / "model").write_text("")
-    eventually(lambda: model.process_status.up)
+    until(lambda: model.process_status.up)
     assert model.process_status.refusal == ""
     assert values(execution.run(x_of(1))) == [2]
