@@ -14,7 +14,6 @@ from loadtest.servers import HOST
 
 MODEL_INFER = "/inference.GRPCInferenceService/ModelInfer"
 MODEL_STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
-ECHO_COUNT = "/loadtest.Echo/Count"
 PREFIX_BYTES = 5
 
 
@@ -58,18 +57,6 @@ def decode_answer(message: bytes) -> dict[str, Array]:
     return outputs
 
 
-def decode_stream_answer(message: bytes) -> dict[str, Array]:
-    """The same for a message of ModelStreamInfer.
-
-    Raises:
-        ValueError: it carries an error, or is no answer.
-    """
-    response = service_pb2.ModelStreamInferResponse.FromString(message)
-    if response.error_message:
-        raise ValueError(response.error_message)
-    return decode_answer(response.infer_response.SerializeToString())
-
-
 def call(port: int, method: str, message: bytes, timeout_s: float = 30.0) -> bytes:
     """One unary call on a fresh channel, by grpcio: the answer's message as it came over the wire.
 
@@ -79,18 +66,3 @@ def call(port: int, method: str, message: bytes, timeout_s: float = 30.0) -> byt
     with grpc.insecure_channel(f"{HOST}:{port}") as channel:
         ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
         return ask(message, timeout=timeout_s)
-
-
-def call_stream(port: int, message: bytes, timeout_s: float = 30.0) -> bytes:
-    """One message through ModelStreamInfer, by grpcio: the one answer's message as it came over the wire.
-
-    Raises:
-        grpc.RpcError: any status but OK.
-        ValueError: not exactly one answer.
-    """
-    with grpc.insecure_channel(f"{HOST}:{port}") as channel:
-        ask: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(MODEL_STREAM_INFER)
-        answers = list(ask(iter([message]), timeout=timeout_s))
-    if len(answers) != 1:
-        raise ValueError(f"{len(answers)} answers to one message")
-    return answers[0]

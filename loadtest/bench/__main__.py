@@ -1,4 +1,4 @@
-"""`python -m loadtest.bench`: Headrace beside its peers, in one command.
+"""`python -m loadtest.bench`: Headrace beside its peers, or with `--against PYTHON` beside another checkout of itself.
 
 Exit status: 0 if every target was met (or `--quick`, whose figures mean little), 1 if one was missed, 2 if a case failed.
 """
@@ -18,20 +18,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import grpc
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from loadtest.bench import h2load, machine, wrk
-from loadtest.bench.cases import CASES
+from loadtest.bench import clients, machine
+from loadtest.bench.cases import CASES, Paired
 from loadtest.bench.inprocess import WrongAnswer
 from loadtest.bench.report import Report, print_report, replace_block, to_json, write_markdown
 from loadtest.bench.results import CaseResult
-from loadtest.bench.session import Bench, Case, Cores
+from loadtest.bench.session import Bench, Case, cores_of
 from loadtest.protocol import Refused
-from loadtest.servers import HEADRACE_COMMAND, ServerFailed
+from loadtest.servers import ServerFailed
 
-FAILURES = (ServerFailed, WrongAnswer, Refused, wrk.LoadFailed, grpc.RpcError, subprocess.CalledProcessError, OSError)
+FAILURES = (ServerFailed, WrongAnswer, Refused, clients.LoadFailed, subprocess.CalledProcessError, OSError)
 OPEN_FILES = 8192
 BUSY_WARNING = 0.1
 
@@ -42,16 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     console = Console()
     usable = machine.usable_cores()
-    for missing, advice in (
-        (not wrk.is_installed(), wrk.HOW_TO_INSTALL),
-        (len(usable) < 2, "the bench needs two cores, one for the server and one for the client"),
-    ):
-        if missing:
-            console.print(advice, style="bold red")
-            return 2
+    too_few = f"the bench needs {options.server_cores + 1} cores, {options.server_cores} for the server and one for the client"
+    for advice in filter(None, (clients.missing(), too_few if len(usable) <= options.server_cores else "")):
+        console.print(advice, style="bold red")
+        return 2
     if options.markdown:
         replace_block(options.markdown.read_text(), "")  # Fails now, not after the measurements.
-    cores = Cores(server=usable[:1], client=usable[1:2])
+    cores = cores_of(usable, options.server_cores)
     # This process draws the progress bar: beside the client, never beside a server that is measured.
     os.sched_setaffinity(0, cores.client)
     _allow_open_files(OPEN_FILES)
@@ -59,13 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if busy > BUSY_WARNING:
         console.print(f"{busy:.0%} of the cores are in use by others: expect noise, ratios included", style="yellow")
     cases = [case for case in CASES if not options.only or case.name in options.only]
-    if not h2load.is_installed() and any(case.name.startswith("grpc-") for case in cases):
-        console.print(f"{h2load.HOW_TO_INSTALL}: they will fail, the others are measured", style="yellow")
+    if options.against:
+        cases = [case for case in cases if isinstance(case, Paired)]
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch, _progress(console) as progress:
         rounds = options.rounds or (1 if options.quick else 5)
         bench = Bench(
             repository=options.model_repository,
-            command=tuple(shlex.split(options.command)),
+            python=options.python,
+            against=options.against,
+            front_ends=options.front_ends,
             rounds=rounds,
             quick=options.quick,
             cores=cores,
@@ -101,10 +99,18 @@ def _parser() -> argparse.ArgumentParser:
         "--markdown", type=Path, metavar="FILE", help="replace the block between the bench markers in a page"
     )
     parser.add_argument(
-        "--command",
-        default=shlex.join(HEADRACE_COMMAND),
-        help="how to start the server, e.g. that of another checkout (default: %(default)s)",
+        "--python", default=sys.executable, metavar="PYTHON", help="interpreter of the Headrace to measure"
     )
+    parser.add_argument(
+        "--against",
+        default="",
+        metavar="PYTHON",
+        help="interpreter of another checkout's environment: compare the two, without other contenders",
+    )
+    parser.add_argument(
+        "--front-ends", type=int, default=0, help="front-end processes of Headrace (default: one process)"
+    )
+    parser.add_argument("--server-cores", type=_positive, default=1, help="cores of a server (default: 1)")
     return parser
 
 

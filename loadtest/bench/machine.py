@@ -24,7 +24,7 @@ def describe(cores: Cores, busy: float) -> dict[str, str]:
     """Processor, cores, how busy it was, memory, system, versions, commit: label to text, in the order to print."""
     packages = ", ".join(f"{name} {package_version(name)}" for name in PACKAGES)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    used = f"{len(cores.both)} used: {cores.server[0]} for servers, {cores.client[0]} for clients"
+    used = f"{len(cores.both)} used: {_list(cores.server)} for servers, {_list(cores.client)} for clients"
     wrk = _first_line(["wrk", "--version"]).split(" Copyright")[0]
     return {
         "processor": processor(),
@@ -37,6 +37,10 @@ def describe(cores: Cores, busy: float) -> dict[str, str]:
         "clients": ", ".join(filter(None, (wrk, _first_line(["h2load", "--version"])))),
         "commit": commit(),
     }
+
+
+def _list(cores: tuple[int, ...]) -> str:
+    return ", ".join(map(str, cores))
 
 
 def busy_share(seconds: float = 1.0) -> float:

@@ -11,19 +11,24 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+import grpc
+from headrace.bench.processor import tree_cpu_s
+
 from loadtest import grpc_protocol, servers
-from loadtest.bench import wrk
+from loadtest.bench.clients import CallLoad, Load, Sample, run_grpc, run_http
 from loadtest.bench.inprocess import Oracle, WrongAnswer
 from loadtest.bench.results import CaseResult
+from loadtest.grpc_protocol import MODEL_INFER
 from loadtest.protocol import Array, HttpRequest, binary_request, decode_answer, send
 from loadtest.servers import HOST, Running, ServerCommand
 
 Measured = TypeVar("Measured")
+_WARM_UP_CALLS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Two cores: one for the server and one for the client, or both for both."""
+    """Cores of servers, and one of the client; or all of them for both."""
 
     server: tuple[int, ...]
     client: tuple[int, ...]
@@ -32,6 +37,11 @@ class Cores:
     def both(self) -> tuple[int, ...]:
         """For cases where the model's own work is what is measured."""
         return (*self.server, *self.client)
+
+
+def cores_of(usable: Sequence[int], servers: int = 1) -> Cores:
+    """Give the first cores to servers, the next one to the client."""
+    return Cores(tuple(usable[:servers]), tuple(usable[servers : servers + 1]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +69,9 @@ class Bench:
 
     Attributes:
         repository: the model repository with the demo models.
-        command: starts Headrace.
+        python: interpreter whose Headrace is measured.
+        against: interpreter of another checkout to compare with; "" for none.
+        front_ends: processes of the server that read requests; 0 for one process.
         rounds: how often each contender is measured in a case.
         quick: short samples, to see that all works; the figures mean little.
         cores: where servers and clients run.
@@ -68,7 +80,9 @@ class Bench:
     """
 
     repository: Path
-    command: tuple[str, ...]
+    python: str
+    against: str
+    front_ends: int
     rounds: int
     quick: bool
     cores: Cores
@@ -105,7 +119,6 @@ class Bench:
         cpus: tuple[int, ...] = (),
         name: str = "headrace",
         options: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
     ) -> AbstractContextManager[Running]:
         """Headrace with its default settings but for these options, serving these models and no other.
 
@@ -114,17 +127,15 @@ class Bench:
             cpus: the cores that it may use; by default the server's.
             name: what reports call it.
             options: of `headrace serve`.
-            env: added to this process's environment.
         """
         for model in models:
             self.model_path(model)
         command = servers.headrace(
             self.repository.resolve(),
             name=name,
-            command=self.command,
+            command=(self.python, "-m", "headrace", "serve"),
             models=models,
-            options=options,
-            env=env,
+            options=(*options, *(("--front-ends", str(self.front_ends)) if self.front_ends else ())),
             cpus=cpus or self.cores.server,
         )
         return self.start(command)
@@ -151,19 +162,26 @@ class Bench:
         question.oracle.check(question.inputs, decode_answer(headers, body))
         return body
 
-    def measure(self, server: Running, load: wrk.Load) -> wrk.Sample:
-        """Put a load on a server for one sample."""
-        self.progress(server.name, load.seconds)
-        return self.load(server, load)
+    def measure(self, server: Running, load: Load | CallLoad) -> Sample:
+        """Put a load on a server for one sample, which has the processor time of the server too."""
+        before_s = tree_cpu_s(server.pid)
+        if isinstance(load, Load):
+            self.progress(server.name, load.seconds)
+            sample = run_http(server.url, load, self.scratch)
+        else:
+            self.progress(server.name, 0.0)
+            sample = run_grpc(server.grpc_port or server.port, load, self.scratch)
+        return replace(sample, server_us=(tree_cpu_s(server.pid) - before_s) * 1e6 / sample.requests)
 
-    def load(self, server: Running, load: wrk.Load) -> wrk.Sample:
-        """The same without a step of progress."""
-        return wrk.run(server.url, load, self.scratch)
-
-    def warm_up(self, server: Running, load: wrk.Load) -> None:
-        """The same load, briefly and uncounted."""
+    def contender(self, server: Running, load: Load | CallLoad, seconds: int) -> Callable[[], Sample]:
+        """Warm a server up; return a function that takes one sample. Calls get the number that fills so many seconds."""
         self.progress(f"warm up {server.name}", 0.0)
-        self.load(server, replace(load, seconds=self.seconds(2)))
+        if isinstance(load, Load):
+            run_http(server.url, replace(load, seconds=self.seconds(2)), self.scratch)
+            return partial(self.measure, server, replace(load, seconds=seconds))
+        self.measure(server, replace(load, calls=_WARM_UP_CALLS))
+        rate = self.measure(server, replace(load, calls=_WARM_UP_CALLS)).requests_per_s
+        return partial(self.measure, server, replace(load, calls=max(_WARM_UP_CALLS, round(rate * seconds))))
 
 
 def answer(server: Running, request: HttpRequest) -> tuple[dict[str, str], bytes]:
@@ -178,21 +196,34 @@ def answer(server: Running, request: HttpRequest) -> tuple[dict[str, str], bytes
     return headers, body
 
 
+def answered_message(port: int, name: str, message: bytes) -> bytes:
+    """Call ModelInfer once by grpcio; return the message of the answer.
+
+    Raises:
+        WrongAnswer: the call failed.
+    """
+    try:
+        return grpc_protocol.call(port, MODEL_INFER, message)
+    except grpc.RpcError as error:
+        detail = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
+        raise WrongAnswer(f"{name} did not answer: {detail}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Case(ABC):
     """Something to measure.
 
     Attributes:
         name: as `--only` takes it.
-        connections: of the client; with HTTP one request is in flight on each.
+        callers: requests in flight.
         contenders: number of samples a round.
         sample_s: length of a sample in seconds.
     """
 
     name: str
-    connections: int
+    callers: int
 
-    contenders: ClassVar[int] = 4
+    contenders: ClassVar[int] = 2
     sample_s: ClassVar[int] = 4
 
     @property
@@ -204,24 +235,13 @@ class Case(ABC):
     def run(self, bench: Bench) -> CaseResult:
         """Check all answers, then measure."""
 
-    def rounds(self, bench: Bench) -> int:
-        """Number of measurements of each contender."""
-        return bench.rounds
-
     def planned_s(self, bench: Bench) -> float:
         """The seconds that the samples take, for the progress bar."""
-        return float(self.contenders * self.rounds(bench) * bench.seconds(self.sample_s))
+        return float(self.contenders * bench.rounds * bench.seconds(self.sample_s))
 
-    def load(self, bench: Bench, *requests: HttpRequest) -> wrk.Load:
+    def load(self, bench: Bench, request: HttpRequest) -> Load:
         """The load of one sample over HTTP."""
-        return wrk.Load(requests, self.connections, bench.seconds(self.sample_s), cpus=bench.cores.client)
-
-    def samples(self, bench: Bench, loads: Mapping[Running, wrk.Load]) -> dict[str, list[wrk.Sample]]:
-        """Warm servers up, then measure them in interleaved rounds; samples by name."""
-        for server, load in loads.items():
-            bench.warm_up(server, load)
-        contenders = {server.name: partial(bench.measure, server, load) for server, load in loads.items()}
-        return interleave(contenders, self.rounds(bench))
+        return Load(request, self.callers, bench.seconds(self.sample_s), cpus=bench.cores.client)
 
 
 def interleave(contenders: Mapping[str, Callable[[], Measured]], rounds: int) -> dict[str, list[Measured]]:

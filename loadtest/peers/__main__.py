@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,10 +30,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loadtest import servers
-from loadtest.bench import machine, wrk
+from loadtest.bench import clients, machine
+from loadtest.bench.clients import Load, LoadFailed, Sample, run_http
 from loadtest.bench.inprocess import Oracle, WrongAnswer
 from loadtest.bench.report import markdown_table, number, replace_block
-from loadtest.bench.session import Cores
+from loadtest.bench.session import Cores, cores_of
 from loadtest.bench.spread import Spread
 from loadtest.onnx_models import onnx_model
 from loadtest.protocol import Array, HttpRequest, binary_request, decode_answer, json_request, send
@@ -57,7 +58,7 @@ class TritonPythonModel:
 """
 CONNECTIONS = (1, 64)
 # Model, connections -> requests/s and p50 in us of each round.
-Samples = dict[tuple[str, int], list[wrk.Sample]]
+Samples = dict[tuple[str, int], list[Sample]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class Session:
                 command += (str(self.scratch / "repository" / IDENTITY / "1" / "model.py"),)
         return ServerCommand(peer.name, command, ready_path="", cpus=cpus, own_group=True)
 
-    def measure(self, peer: Peer, model: str, variant: str) -> dict[int, wrk.Sample]:
+    def measure(self, peer: Peer, model: str, variant: str) -> dict[int, Sample]:
         """Start, check the answer, warm up, measure with each number of connections.
 
         Raises:
@@ -161,9 +162,9 @@ class Session:
             oracle.check(inputs, {"output": peer.answer(*_first_answer(server, request))})
             samples = {}
             for connections in CONNECTIONS:
-                load = wrk.Load((request,), connections, self.seconds, cpus=self.cores.client)
-                wrk.run(server.url, wrk.Load((request,), connections, 1, cpus=self.cores.client), self.scratch)
-                samples[connections] = wrk.run(server.url, load, self.scratch)
+                load = Load(request, connections, self.seconds, cpus=self.cores.client)
+                run_http(server.url, replace(load, seconds=1), self.scratch)
+                samples[connections] = run_http(server.url, load, self.scratch)
             return samples
 
 
@@ -304,7 +305,7 @@ def run(
                     continue
                 try:
                     measured[variant] = session.measure(peer, model, variant)
-                except (servers.ServerFailed, WrongAnswer, wrk.LoadFailed) as error:
+                except (servers.ServerFailed, WrongAnswer, LoadFailed) as error:
                     if peer is HEADRACE:
                         raise
                     failures[peer.name] = str(error).splitlines()[0]
@@ -323,13 +324,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     console = Console()
     usable = machine.usable_cores()
-    if not wrk.is_installed() or len(usable) < 2:
-        console.print(wrk.HOW_TO_INSTALL if len(usable) > 1 else "two cores are needed", style="bold red")
+    if (advice := clients.missing()) or len(usable) < 2:
+        console.print(advice or "two cores are needed", style="bold red")
         return 2
     peers = [peer for peer in PEERS if peer is HEADRACE or not options.only or peer.name in options.only]
     if options.identity:  # the FastAPI handler has no model in Python
         peers = [peer for peer in peers if peer is HEADRACE or peer.script]
-    cores = Cores(server=usable[:1], client=usable[1:2])
+    cores = cores_of(usable)
     busy = machine.busy_share()
     if busy > 0.1:
         console.print(f"{busy:.0%} of the cores are in use: expect noise", style="yellow")

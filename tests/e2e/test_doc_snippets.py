@@ -65,7 +65,6 @@ NOT_RUN = (
     (r"headrace (build|compare) ", "takes minutes; tests/e2e/test_build_command.py"),
     (r"headrace lab conv (?!--list|--reference)", "needs a GPU; tests/unit/engines/lab/test_conv_map.py"),
     (r"headrace lab (memory|overlap)", "needs a GPU; tests/unit/engines/lab/test_memory.py and test_overlap.py"),
-    (r"pytest -s tests/gpu", "needs a GPU"),
 )
 # So that a command takes seconds.
 SHORTER = (

@@ -20,7 +20,7 @@ from headrace.core.tensor import Array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.bench.chained import SMALL, write_repository
+from tests.support.chains import write_chain
 from tests.support.models import add_model, affine, identity, sum_difference, unbatched
 from tests.support.serving import ROOT
 from tests.support.waiting import until
@@ -276,7 +276,7 @@ def test_the_page_has_examples() -> None:
 def test_a_step_computes_on_the_memory_that_the_step_before_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_repository(tmp_path, (SMALL, SMALL, SMALL))
+    write_chain(tmp_path)
     runs: list[tuple[int, int]] = []  # addresses of the input and of the output of a model's run
     run = onnxruntime.InferenceSession.run
 

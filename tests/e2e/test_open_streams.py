@@ -1,11 +1,10 @@
-"""Streams of decoupled models that stay open: keep-alive PINGs, half-closed clients, death of the engine, the bench."""
+"""Streams of decoupled models that stay open: keep-alive PINGs, half-closed clients, death of the engine."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from loadtest.servers import ROOT
 from tests.e2e.test_decoupled_streams import (
     SERVERS,
     TICKER,
@@ -93,23 +91,3 @@ def test_the_death_of_the_engine_is_an_error_in_every_stream(tmp_path: Path) -> 
             assert "the engine process of the server has ended" in str(answer[1])
             assert call.code() is grpc.StatusCode.OK
         until(lambda: server.request("GET", "/v2/models/ticker/ready")[0] == 200)
-
-
-@pytest.mark.parametrize(
-    "words_of_run",
-    [("--streams", "20", "--seconds", "1", "--events", "5"), ("--stalled", "3"), ("--cancel", "--cancels", "2")],
-)
-def test_the_bench_of_events(words_of_run: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "loadtest.bench.events", *words_of_run]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert finished.returncode == 0, finished.stderr
-    result = json.loads(finished.stdout)
-    if "events" in result:
-        assert result["events"] == result["expected_events"] > 0
-        assert result["first_event"]["count"] == result["requests"]
-        assert result["first_event"]["p50_ms"] > 0
-    elif "stalled" in result:
-        # 4 MiB of responses, an event as text, its write buffer, and what an allocator keeps.
-        assert 0 < result["server_mib_each"] < 8
-    else:
-        assert result["reset_to_cancelled"]["count"] == result["end_to_cancelled"]["count"] == 2

@@ -12,8 +12,8 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from loadtest.bench.cases.ragged import text_lengths, texts
 from loadtest.onnx_models import transformer
+from loadtest.protocol import Array
 from tests.support.gpu_marks import gpu_marks
 from tests.support.tensorrt_networks import answers
 
@@ -30,6 +30,19 @@ optimization: {{profiles: [{{shapes: {{ids: [[8], [48], [{LONGEST}]], mask: [[8]
 """
 
 
+def text_lengths(count: int) -> list[int]:
+    """Return log-normal lengths of texts in tokens, median 32, from a fixed seed."""
+    lengths = np.random.default_rng(0).lognormal(np.log(32), 0.6, count)
+    return [int(length) for length in lengths.clip(8, LONGEST - 1)]
+
+
+def texts(lengths: list[int]) -> list[dict[str, Array]]:
+    """Return the inputs of one text of each length."""
+    random = np.random.default_rng(1)
+    ids = [random.integers(1, 1000, (1, length)) for length in lengths]
+    return [{"ids": each, "mask": np.ones_like(each)} for each in ids]
+
+
 def test_padded_answers_are_those_of_texts_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = transformer(layers=2, width=64, heads=2)
     folder = tmp_path / "texts"
@@ -38,7 +51,7 @@ def test_padded_answers_are_those_of_texts_alone(tmp_path: Path, caplog: pytest.
     shapes = (1, 8), (8, 48), (ROWS, LONGEST)
     spec = TargetSpec("fp32", (ShapeRange({"ids": shapes, "mask": shapes}),))
     TensorRtTarget(optimization_level=1).build(model, spec, folder / "1" / "model.plan", silent)
-    inputs = texts(text_lengths(160, longest=LONGEST - 1)) + texts([LONGEST, 97, 8, LONGEST])
+    inputs = texts(text_lengths(160)) + texts([LONGEST, 97, 8, LONGEST])
     expected = [answers(model, each) for each in inputs]
 
     async def run() -> None:

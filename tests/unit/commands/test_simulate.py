@@ -9,7 +9,7 @@ import pytest
 from headrace.__main__ import main
 from headrace.simulation.options import SettingParser, add_arguments
 
-from loadtest.bench.chained import SMALL, write_repository
+from tests.support.chains import write_chain
 from tests.support.onnx_models import write_model
 
 QUICK = ("simulate", "--seconds", "2", "--rate", "500", "--profile", "450+20n")
@@ -165,7 +165,7 @@ def test_a_plot_shows_every_setting_and_the_objective(tmp_path: Path, capsys: py
 
 
 def test_a_pipeline_runs_through_the_queues_of_its_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_repository(tmp_path, (SMALL, SMALL, SMALL))
+    write_chain(tmp_path)
     command = ["simulate", str(tmp_path / "chain"), "--seconds", "4", "--timeout-ms", "40", "--json", "--rate"]
     profile = ["--profile", "first=500,second=4000,third=500"]
     assert main([*command, "4000", *profile]) == 0  # twice what the second step can
@@ -196,7 +196,7 @@ def test_a_pipeline_runs_through_the_queues_of_its_models(tmp_path: Path, capsys
 def test_yaml_pipelines_simulate_built_in_steps_and_fallbacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_repository(tmp_path, (SMALL, SMALL, SMALL))
+    write_chain(tmp_path)
     (tmp_path / "image/1").mkdir(parents=True)
     (tmp_path / "image/config.yaml").write_text(
         "input: [{name: x, data_type: fp32, dims: [16]}]\noutput: [{name: y, data_type: fp32, dims: [16]}]\n"
@@ -214,7 +214,7 @@ def test_yaml_pipelines_simulate_built_in_steps_and_fallbacks(
 
 
 def test_rows_of_a_pipeline_with_each_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_repository(tmp_path, (SMALL, SMALL, SMALL))
+    write_chain(tmp_path)
     (tmp_path / "crops/1").mkdir(parents=True)
     (tmp_path / "crops/config.yaml").write_text(
         "input: [{name: x, data_type: fp32, dims: [-1, 16]}]\noutput: [{name: y, data_type: fp32, dims: [-1, 16]}]\n"
@@ -231,7 +231,7 @@ def test_rows_of_a_pipeline_with_each_run_alone(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_pipeline_with_an_invalid_graph_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_repository(tmp_path, (SMALL, SMALL, SMALL))
+    write_chain(tmp_path)
     config = tmp_path / "chain/config.pbtxt"
     config.write_text(config.read_text().replace('value: "t1" } output_map', 'value: "lost" } output_map'))
     assert main(["simulate", str(tmp_path / "chain"), "--seconds", "1"]) == 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from loadtest.grpc_protocol import decode_answer, decode_stream_answer, framed, infer_message
+from loadtest.grpc_protocol import decode_answer, framed, infer_message
 
 
 def test_requests_carry_raw_contents_in_order() -> None:
@@ -33,14 +33,6 @@ def response() -> service_pb2.ModelInferResponse:
 def test_answers_are_decoded() -> None:
     (y,) = decode_answer(response().SerializeToString()).values()
     np.testing.assert_array_equal(y, [[1, 2]])
-    streamed = service_pb2.ModelStreamInferResponse(infer_response=response())
-    np.testing.assert_array_equal(decode_stream_answer(streamed.SerializeToString())["y"], [[1, 2]])
-
-
-def test_an_error_within_a_stream_is_no_answer() -> None:
-    streamed = service_pb2.ModelStreamInferResponse(error_message="no such model")
-    with pytest.raises(ValueError, match="no such model"):
-        decode_stream_answer(streamed.SerializeToString())
 
 
 def test_contents_without_outputs_are_no_answer() -> None:

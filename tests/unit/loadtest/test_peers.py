@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from loadtest.bench import machine, wrk
+from loadtest.bench import clients, machine
 from loadtest.peers import __main__ as peers
 from tests.support.serving import ROOT
 
@@ -25,12 +25,12 @@ class Scripted:
         self.measured: list[tuple[str, str, str]] = []
         self.models = dict.fromkeys(peers.MODELS)
 
-    def measure(self, peer: peers.Peer, model: str, variant: str) -> dict[int, wrk.Sample]:
+    def measure(self, peer: peers.Peer, model: str, variant: str) -> dict[int, clients.Sample]:
         self.measured.append((peer.name, model, variant))
         if peer.name == self.broken:
-            raise wrk.LoadFailed("no request was answered\nmore")
+            raise clients.LoadFailed("no request was answered\nmore")
         rate = self.rates.get(variant, 100.0)
-        return {count: wrk.Sample(int(rate), 1.0, 1e6 / rate, 0.0, 0.0, 0.0) for count in peers.CONNECTIONS}
+        return {count: clients.Sample(int(rate), rate, 1e6 / rate, 0.0) for count in peers.CONNECTIONS}
 
 
 def test_later_rounds_use_the_faster_variant_in_reverse_order() -> None:
@@ -84,7 +84,7 @@ def test_mlp_has_784_input_features(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not wrk.is_installed() or len(machine.usable_cores()) < 2, reason=wrk.HOW_TO_INSTALL)
+@pytest.mark.skipif(bool(clients.missing()) or len(machine.usable_cores()) < 2, reason="needs wrk, h2load, two cores")
 def test_short_run_beside_a_fastapi_handler(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- peers:begin -->\n<!-- peers:end -->\n")

@@ -1,29 +1,42 @@
-"""The engine process of a server alone, with synthetic front ends that send prepared groups over the real data streams.
+"""Front-end processes: latency of a lone request, and the engine process alone. Linux only.
 
-The program plays the supervisor: it starts the engine process as `headrace serve --front-ends N` does. It plays the front ends
+    python -m loadtest.front_ends lone       one caller: one process, one front end, and a ping-pong of two processes
+    python -m loadtest.front_ends engine     processor time of the engine process for a request, by the size of groups
+
+`lone` compares the latency that a front end adds with a ping-pong over a Unix socket: the least that a second process adds on
+this machine. Rounds alternate, so that what slows the machine slows all three.
+
+`engine` plays the supervisor: it starts the engine process as `headrace serve --front-ends N` does. It plays the front ends
 too: each keeps a number of members in flight, in groups of one size, and sends a group whenever one is answered. No HTTP is
-involved: what is measured is the processor time of the engine process for each request as a function of the group size.
+involved. Processor time depends less on other programs of the machine than rates do. Each figure is that of the cheapest round,
+with the median of all rounds beside it.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import secrets
 import select
 import signal
 import socket
+import statistics
 import struct
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import onnx
+import uvloop
 from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.tensor import ModelSpec
 from headrace.front_ends import frames
@@ -38,8 +51,12 @@ from headrace.front_ends.table import VersionRow, decode_table, model_spec
 from headrace.front_ends.tensors import TensorReader, TensorWriter
 from headrace.settings import Settings
 
+from loadtest.bench.report import markdown_table
+from loadtest.bench.spread import Spread, differences
+from loadtest.load import bench_point, url_of
+from loadtest.onnx_models import onnx_model
 from loadtest.protocol import Array
-from loadtest.servers import pinned
+from loadtest.servers import ROOT, headrace, pinned, running
 
 _PROGRAM = (sys.executable, "-P", "-m", "headrace.front_ends")
 _READ_BYTES = 1 << 20
@@ -479,3 +496,238 @@ async def _until(failure: asyncio.Future[None], seconds: float) -> None:
     done, _ = await asyncio.wait([failure], timeout=seconds)
     for each in done:
         each.result()
+
+
+_MESSAGE = bytes(256)
+
+
+class _Echo(asyncio.Protocol):
+    def __init__(self, ended: asyncio.Future[None]) -> None:
+        self._ended = ended
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's transports are of no common class
+
+    def data_received(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+
+class _Caller(asyncio.Protocol):
+    def __init__(self, seconds: float) -> None:
+        self.times_us: list[float] = []
+        self.ended = asyncio.get_running_loop().create_future()
+        self._seconds = seconds
+        self._end_s = 0.0
+        self._sent_s = 0.0
+        self._received = 0
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._send()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        if self._received < len(_MESSAGE):
+            return
+        now_s = time.perf_counter()
+        if self._end_s:
+            self.times_us.append((now_s - self._sent_s) * 1e6)
+        else:  # the other process has started
+            self._end_s = now_s + self._seconds
+        if now_s < self._end_s:
+            self._send()
+        else:
+            assert self._transport is not None
+            self._transport.close()
+            self.ended.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(ConnectionError("the other process has ended"))
+
+    def _send(self) -> None:
+        assert self._transport is not None
+        self._received = 0
+        self._sent_s = time.perf_counter()
+        self._transport.write(_MESSAGE)
+
+
+def ping_pong_us(seconds: float, cores: tuple[int, ...]) -> float:
+    """Return the median round trip of a small message between two uvloop processes over a Unix socket in microseconds.
+
+    Args:
+        seconds: length of the sample.
+        cores: of both processes.
+    """
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    command = [*pinned(cores), sys.executable, "-m", "loadtest.front_ends", "echo", str(there.fileno())]
+    with there, subprocess.Popen(command, cwd=ROOT, pass_fds=[there.fileno()]):
+        there.close()
+        before = os.sched_getaffinity(0)
+        try:
+            os.sched_setaffinity(0, cores)
+            return statistics.median(uvloop.run(_call(here, seconds)))
+        finally:
+            os.sched_setaffinity(0, before)
+
+
+async def _call(sock: socket.socket, seconds: float) -> list[float]:
+    loop = asyncio.get_running_loop()
+    _, caller = await loop.connect_accepted_socket(lambda: _Caller(seconds), sock)
+    await caller.ended
+    return caller.times_us
+
+
+async def _echo(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    await loop.connect_accepted_socket(lambda: _Echo(ended), sock)
+    await ended
+
+
+@dataclass(frozen=True, slots=True)
+class LoneLatencies:
+    """Medians of the rounds, in microseconds.
+
+    Attributes:
+        one_process, front_end, ping_pong: p50 of each round.
+    """
+
+    one_process: list[float]
+    front_end: list[float]
+    ping_pong: list[float]
+
+    @property
+    def added(self) -> list[float]:
+        """Latency that the second process adds, round by round."""
+        return [front_end - alone for front_end, alone in zip(self.front_end, self.one_process, strict=True)]
+
+
+def measure_lone(options: argparse.Namespace, scratch: Path) -> LoneLatencies:
+    """Measure one caller of the model with and without a front end, and the ping-pong, in turn."""
+    cpus = _cpus(options)
+    result = LoneLatencies([], [], [])
+    with ExitStack() as stack:
+        servers = []
+        for front_ends in (0, 1):
+            name, words = f"{front_ends} front ends", ("--front-ends", str(front_ends))
+            command = headrace(options.repository, name=name, models=(options.model,), options=words, cpus=cpus)
+            servers.append(stack.enter_context(running(command, scratch)))
+        words = ("--concurrency", "1", "--processes", "1", "--warm-up", "0.3")
+        for _ in range(options.rounds):
+            for server, medians in zip(servers, (result.one_process, result.front_end), strict=True):
+                point = bench_point(url_of(server, options.protocol), options.model, *words, seconds=options.seconds)
+                medians.append(point["latency_ms"]["p50"] * 1e3)
+            result.ping_pong.append(ping_pong_us(options.seconds / 2, cpus or tuple(os.sched_getaffinity(0))))
+    return result
+
+
+def _lone(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure_lone(options, Path(folder))
+    rows: list[Sequence[str]] = []
+    for name, values in (
+        ("one process", result.one_process),
+        ("one front end", result.front_end),
+        ("ping-pong of two processes", result.ping_pong),
+    ):
+        rows.append((name, f"{min(values):.0f}", f"{statistics.median(values):.0f}"))
+    print("\n".join(markdown_table(("p50 of one caller", "us, best round", "median round"), rows)))
+    beyond = differences(result.added, result.ping_pong)
+    for name, spread in (("added by the front end", Spread.of(result.added)), ("beyond the ping-pong", beyond)):
+        print(
+            f"{name}: {spread.median:.0f} us (median of {spread.rounds} rounds; {spread.low:.0f} to {spread.high:.0f})"
+        )
+
+
+async def _engine(options: argparse.Namespace) -> None:
+    rows: list[Sequence[str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        repository, model = options.repository, options.model
+        if options.row_bytes:
+            repository, model = Path(folder), _LARGE
+            _write_large_model(repository, options.row_bytes)
+        for front_ends in options.front_ends:
+            async with EngineAlone(repository, model, front_ends, _cpus(options)) as engine:
+                for members in options.members:
+                    samples = await engine.drive(members, options.callers, options.seconds, options.rounds)
+                    best = min(samples, key=lambda sample: sample.total_us)
+                    median = statistics.median(sample.total_us for sample in samples)
+                    figures = (best.total_us, best.loop_us, best.other_us, median)
+                    cells = (*(f"{figure:.2f}" for figure in figures), f"{best.batch_rows:.0f}")
+                    rows.append((str(front_ends), str(members), *cells))
+    head = (
+        "front ends",
+        "members of a group",
+        "us a request",
+        "event loop",
+        "other threads",
+        "median",
+        "rows of a batch",
+    )
+    print("\n".join(markdown_table(head, rows)))
+
+
+_LARGE = "first_bytes"
+
+
+def _write_large_model(repository: Path, row_bytes: int) -> None:
+    """Write a model that returns the first four bytes of each row as FP32, so that nearly all its time is that of the server."""
+    constants = {"start": np.array([0]), "end": np.array([4]), "axis": np.array([1])}
+    nodes = [
+        onnx.helper.make_node("Slice", ["x", "start", "end", "axis"], ["first"]),
+        onnx.helper.make_node("Cast", ["first"], ["y"], to=onnx.TensorProto.FLOAT),
+    ]
+    inputs = {"x": (onnx.TensorProto.UINT8, ("batch", row_bytes))}
+    model = onnx_model(nodes, inputs, {"y": (onnx.TensorProto.FLOAT, ("batch", 4))}, constants)
+    folder = repository / _LARGE / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    (folder.parent / "config.yaml").write_text("max_batch_size: 64\n")
+
+
+def _cpus(options: argparse.Namespace) -> tuple[int, ...] | None:
+    return tuple(options.cpus) if options.cpus else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print a table."""
+    summary = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m loadtest.front_ends", description=summary)
+    commands = parser.add_subparsers(dest="command", required=True)
+    lone, engine, echo = (commands.add_parser(name) for name in ("lone", "engine", "echo"))
+    echo.add_argument("fd", type=int, help="inherited socket of the other process of a ping-pong")
+    for command, rounds, seconds in ((lone, 12, 1.0), (engine, 8, 0.5)):
+        add = command.add_argument
+        add("--repository", type=Path, default=Path("model_repository"))
+        add("--model", default="tiny")
+        add("--rounds", type=int, default=rounds, help="(default: %(default)s)")
+        add("--seconds", type=float, default=seconds, help="of a round (default: %(default)s)")
+        add("--cpus", type=int, nargs="+", help="cores of the measured servers (default: all)")
+    lone.add_argument("--protocol", choices=("http", "grpc"), default="http")
+    add = engine.add_argument
+    add("--front-ends", type=int, nargs="+", default=[1, 6], help="numbers (default: %(default)s)")
+    add("--row-bytes", type=int, default=0, help="size of a row of a model for this run, in place of --model")
+    add("--callers", type=int, default=64, help="of each front end (default: %(default)s)")
+    add("--members", type=int, nargs="+", default=[1, 4, 16, 64], help="(default: %(default)s)")
+    options = parser.parse_args(arguments)
+    match options.command:
+        case "echo":
+            uvloop.run(_echo(socket.socket(fileno=options.fd)))
+        case "lone":
+            _lone(options)
+        case "engine":
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_engine(options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

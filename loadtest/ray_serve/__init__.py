@@ -1,1 +1,0 @@
-"""Headrace in Ray Serve beside Ray Serve's own batching."""
