@@ -1,4 +1,4 @@
-"""Sockets between the server and the process of a Python model instance: `Frames` of batches, and `Messages` of control."""
+"""Sockets between the server and a process that runs a model: `Frames` of batches, and `Messages` of control."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import array
 import json
 import socket
 import struct
+import threading
 from typing import Any, Sequence
 
 from headrace_model.protocol import FRAME_BYTES, HEADER, VERSION, ProtocolError
 
 _LENGTH = struct.Struct("<I")
 _MAX_MESSAGE_BYTES = 64 << 20
-_MAX_DESCRIPTORS = 16
+_MAX_DESCRIPTORS = 64
 
 
 class Frames:
-    """A socket of the type SOCK_SEQPACKET, read and written by one thread; any thread may call `send_now`.
+    """A socket of the type SOCK_SEQPACKET: one thread receives, any thread sends.
 
     Args:
         end: the socket, blocking; owned.
@@ -30,6 +31,16 @@ class Frames:
     def __init__(self, end: socket.socket, max_bytes: int = FRAME_BYTES) -> None:
         self.end = end
         self.buffer = bytearray(max_bytes + 1)
+        self._timeouts_s = (0.0, 0.0)
+
+    def set_timeouts(self, receive_s: float, send_s: float = 0.0) -> None:
+        """Bound each receive and each send in seconds, which then raise BlockingIOError; 0 for no bound."""
+        if (receive_s, send_s) == self._timeouts_s:
+            return
+        self._timeouts_s = receive_s, send_s
+        for option, seconds in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
+            timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
+            self.end.setsockopt(socket.SOL_SOCKET, option, timeval)
 
     def send(self, kind: int, slot: int, number: int, count: int, body: bytes, flags: int = 0) -> None:
         """Send a frame; raises OSError if the other end is closed."""
@@ -62,18 +73,22 @@ class Frames:
             ProtocolError: the frame is too short, too long or of another version.
         """
         buffer = self.buffer
-        if descriptors is None:
-            size = self.end.recv_into(buffer)
-        else:
-            room = socket.CMSG_LEN(_MAX_DESCRIPTORS * 4)
-            size, control, _flags, _address = self.end.recvmsg_into([buffer], room, socket.MSG_CMSG_CLOEXEC)
-            for level, kind, data in control:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    numbers = array.array("i")
-                    numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-                    descriptors.extend(numbers)
+        try:
+            size = self.end.recv_into(buffer) if descriptors is None else self._receive_with(descriptors)
+        except ConnectionResetError:  # it has died with frames unread; those that it has sent are still in the socket
+            return self.receive(descriptors)
         if size and (size < HEADER.size or size >= len(buffer) or buffer[0] != VERSION):
             raise ProtocolError(f"a frame of {size} bytes and version {buffer[0]}")
+        return size
+
+    def _receive_with(self, descriptors: list[int]) -> int:
+        room = socket.CMSG_LEN(_MAX_DESCRIPTORS * 4)
+        size, control, _flags, _address = self.end.recvmsg_into([self.buffer], room, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in control:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                numbers = array.array("i")
+                numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+                descriptors.extend(numbers)
         return size
 
     def close(self) -> None:
@@ -86,7 +101,7 @@ class Frames:
 
 
 class Messages:
-    """A stream socket with JSON messages, each after its length in four bytes.
+    """A stream socket with JSON messages, each after its length in four bytes. One thread receives, any thread sends.
 
     Args:
         end: the socket, blocking; owned.
@@ -95,6 +110,7 @@ class Messages:
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self._received = bytearray()
+        self._sending = threading.Lock()
 
     def fileno(self) -> int:
         """Return the descriptor, for selectors."""
@@ -103,7 +119,8 @@ class Messages:
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; raises OSError if the other end is closed."""
         content = json.dumps(message, separators=(",", ":")).encode("utf-8", "surrogateescape")
-        self.end.sendall(_LENGTH.pack(len(content)) + content)
+        with self._sending:
+            self.end.sendall(_LENGTH.pack(len(content)) + content)
 
     def receive(self) -> dict[str, Any]:
         """Return the next message, waiting for all of it.
@@ -113,19 +130,13 @@ class Messages:
             ProtocolError: the content is no message.
         """
         while True:
-            for message in self.read_available():
+            message = self.next_received()
+            if message is not None:
                 return message
+            self.read_available()
 
-    def read_available(self) -> list[dict[str, Any]]:
-        """Read once from the socket, and return at most one complete message.
-
-        Raises:
-            EOFError: the other end is closed.
-            ProtocolError: the content is no message.
-        """
-        complete = self.next_received()
-        if complete is not None:
-            return [complete]
+    def read_available(self) -> None:
+        """Read once from the socket; `next_received` returns the messages. Raises EOFError if the other end is closed."""
         try:
             data = self.end.recv(1 << 16)
         except ConnectionResetError:
@@ -133,11 +144,9 @@ class Messages:
         if not data:
             raise EOFError
         self._received += data
-        complete = self.next_received()
-        return [] if complete is None else [complete]
 
     def next_received(self) -> dict[str, Any] | None:
-        """Return the next message that is received whole; None if there is none."""
+        """Return the next message that is received whole; None if there is none. Raises ProtocolError."""
         received = self._received
         if len(received) < 4:
             return None

@@ -378,14 +378,10 @@ def run(frames: Frames, control: Messages, calls: int | None, responses: int | N
         control.send({"refused": [order["model"], None, "its environment has another version of headrace_model", ""]})
         return 1
     _limit_memory(order["memory_bytes"])
-    lock = threading.Lock()
 
     def send(message: Message) -> None:
-        with lock:
-            try:
-                control.send(message)
-            except OSError:  # the server is gone, and this process ends soon
-                return
+        with suppress(OSError):  # the server is gone, and this process ends soon
+            control.send(message)
 
     python_backend.runtime.send = send
     if calls is not None:

@@ -7,22 +7,32 @@ when the child dies.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from typing import ClassVar
-from weakref import finalize
+from typing import Any, ClassVar
 
 import numpy as np
+from headrace_model.protocol import DONE, HEADER, RUN, SPILL, SPILLED, ProtocolError
+from headrace_model.slots import SlotLease
 
 from headrace.backends.base import ExecutionLost, InFlightBatch, InputRefused, ProcessStatus
-from headrace.backends.process.child import Message, TensorLayout, end_offset, lay_out_tensors, read_layouts
+from headrace.backends.process.child import LAUNCH, Message
 from headrace.backends.process.supervisor import ChildProcess, ModelProcess
+from headrace.backends.process.tensors import (
+    TensorLayout,
+    decode_layouts,
+    encode_layouts,
+    end_offset,
+    lay_out_tensors,
+    read_tensors,
+    write_tensors,
+)
 from headrace.backends.tensorrt.plan import PlanTensor
 from headrace.core.errors import (
     BadRequest,
@@ -163,23 +173,28 @@ class _Transfer:
     """A batch that is run by the process.
 
     Attributes:
-        order: "run" or "launch".
-        slot: number of its shared memory slot.
-        layouts: its inputs in the slot.
+        lease: use of its slot; None once the slot belongs to the caller's arrays, or to the next batch.
+        slot: the slot.
+        index: number of the slot.
+        body, flags: of its RUN frame.
         child: process that it was sent to; None before.
-        number: message number, repeated in the answer.
-        is_lent: True once its outputs are lent: the slot is free when the last of them is.
+        number: number of the frame, repeated in the answer.
     """
 
-    __slots__ = ("child", "is_lent", "layouts", "number", "order", "slot")
+    __slots__ = ("body", "child", "flags", "index", "lease", "number", "slot")
 
-    def __init__(self, order: str, slot: int, layouts: list[TensorLayout]) -> None:
-        self.order = order
-        self.slot = slot
-        self.layouts = layouts
+    def __init__(self, lease: SlotLease) -> None:
+        self.lease: SlotLease | None = lease
+        self.slot = lease.slot
+        self.index = lease.index
+        self.body, self.flags = b"", 0
         self.child: ChildProcess | None = None
         self.number = 0
-        self.is_lent = False
+
+    def set_inputs(self, layouts: list[TensorLayout], flags: int) -> None:
+        """Encode its frame; raises OSError if there is no memory."""
+        self.body, spilled = self.slot.spill(encode_layouts(layouts), end_offset(layouts))
+        self.flags = flags | spilled
 
 
 class IsolatedExecution:
@@ -216,26 +231,28 @@ class IsolatedExecution:
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Return all outputs; see `headrace.backends.base.Execution.run`."""
-        slot = self._free.pop()  # the one that was used last is in the processor's caches
+        transfer = self._transfer(self._free.pop())  # the slot that was used last is in the processor's caches
         try:
-            transfer = _Transfer("run", slot, self._slots[slot].put(inputs))
-        except BaseException:
-            self._free.append(slot)
-            raise
-        try:
+            transfer.set_inputs(write_tensors(transfer.slot, inputs), 0)
             return self._outcome(transfer)
         finally:
-            if not transfer.is_lent:
-                self._free.append(slot)
+            transfer.lease = None
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """Begin a batch in shared memory."""
-        slot = self._free[0]
-        layouts = lay_out_tensors(like, rows)
-        memory = self._slots[slot]
-        memory.grow(end_offset(layouts))
-        inputs = memory.arrays(layouts)
-        return InFlightBatch(inputs, rows, _Transfer("launch", self._free.popleft(), layouts))
+        transfer = self._transfer(self._free.popleft())
+        try:
+            layouts = lay_out_tensors(like, rows)
+            transfer.slot.reserve(end_offset(layouts))
+            inputs = read_tensors(transfer.slot, layouts)
+            transfer.set_inputs(layouts, LAUNCH)
+        except BaseException:
+            transfer.lease = None
+            raise
+        return InFlightBatch(inputs, rows, transfer)
+
+    def _transfer(self, index: int) -> _Transfer:
+        return _Transfer(SlotLease(self._free, index, self._slots[index]))
 
     def launch(self, batch: InFlightBatch) -> None:
         """Send the batch to the process if it may enter now, else queue it."""
@@ -245,7 +262,7 @@ class IsolatedExecution:
                 if self._unsent or not self._try_send(transfer):
                     self._unsent.append(transfer)
         except BaseException:
-            self._free.append(transfer.slot)
+            transfer.lease = None
             raise
         self._open[transfer] = None
 
@@ -256,11 +273,11 @@ class IsolatedExecution:
             return self._outcome(transfer)
         finally:
             del self._open[transfer]
-            self._free.append(transfer.slot)
+            transfer.lease = None
 
     def discard(self, batch: InFlightBatch) -> None:
         """Free the batch's slot."""
-        self._free.append(_transfer_of(batch).slot)
+        _transfer_of(batch).lease = None
 
     def close(self) -> None:
         """Wait for batches that a dead thread left open, so that they do not block other instances."""
@@ -269,7 +286,7 @@ class IsolatedExecution:
             try:
                 if child is not None:
                     self._answer(transfer, child)
-            except (EOFError, OSError):
+            except (EOFError, OSError, ProtocolError):
                 # `leave` comes after the death of the process: the batch must count as inside then, it may be the cause.
                 if child is not None:
                     child.kill("")
@@ -283,24 +300,27 @@ class IsolatedExecution:
             while True:
                 child = transfer.child or self._sent(transfer)
                 try:
-                    answer = self._answer(transfer, child)
-                    if "lost" not in answer:
-                        return self._outputs(transfer, answer)
+                    kind, body = self._answer(transfer, child)
+                    if kind == DONE:
+                        return self._outputs(transfer, body)
+                    error = json.loads(body)
+                    if "lost" not in error:
+                        raise _error_of(error)
                     # A new process may get a working device.
                     logger.error(
                         "the process of %s is replaced, it can run no more batches: %s",
                         self._process.name,
-                        answer["lost"],
+                        error["lost"],
                     )
                     child.kill("its device failed")
-                except TimeoutError:
+                except BlockingIOError:
                     child.kill(f"it gave no answer within {self.limit_s:g} s")
-                except (EOFError, OSError):
+                except (EOFError, OSError, ProtocolError):
                     child.kill("")
                 transfer.child = None
                 child.ended.wait()
                 # A batch that the process had not begun cannot have killed it.
-                has_begun = self._slots[transfer.slot].marked() == transfer.number
+                has_begun = transfer.slot.begun == transfer.number
                 if has_begun and not self._process.admission.suspected(transfer):
                     cause = child.cause
                     raise ModelFailed(f"the process of {self._process.name} died while it ran the request: {cause}")
@@ -345,47 +365,42 @@ class IsolatedExecution:
         """Send a batch to a process that it has entered; a dead process is detected when its answer is read."""
         self._number += 1
         transfer.child, transfer.number = child, self._number
-        message = {"do": transfer.order, "number": transfer.number, "slot": transfer.slot, "inputs": transfer.layouts}
         try:
-            channel = child.channels[self._index]
-            channel.set_limit(self.limit_s)
-            channel.send(message)
-        except TimeoutError:
+            frames = child.instances[self._index]
+            frames.set_timeouts(self.limit_s, self.limit_s)
+            frames.send(RUN, transfer.index, transfer.number, 0, transfer.body, transfer.flags)
+        except BlockingIOError:
             child.kill(f"it took no batch within {self.limit_s:g} s")
         except OSError:
             child.kill("")
 
     # On the finisher's thread, or the instance's in a run
 
-    def _answer(self, transfer: _Transfer, child: ChildProcess) -> Message:
-        channel = child.channels[self._index]
-        while True:
-            answer, _fds = channel.receive()
-            if answer["number"] == transfer.number:
-                return answer
+    def _answer(self, transfer: _Transfer, child: ChildProcess) -> tuple[int, bytes]:
+        """Wait for the answer to a batch; return its kind and body."""
+        frames = child.instances[self._index]
+        while frames.receive():
+            frame = memoryview(frames.buffer)
+            _version, kind, flags, _slot, number, _count, size = HEADER.unpack_from(frame)
+            if number == transfer.number:
+                body = bytes(frame[HEADER.size : HEADER.size + size])
+                return kind, transfer.slot.read(*SPILL.unpack(body)) if flags & SPILLED else body
+        raise EOFError
 
-    def _outputs(self, transfer: _Transfer, answer: Message) -> dict[str, Array]:
-        if "error" in answer:
-            kind, text = answer["error"]
-            raise _KINDS.get(kind, ModelFailed)(text)
-        if "failed" in answer:
-            raise FailedInChildError(answer["failed"])
-        arrays = self._slots[transfer.slot].arrays(read_layouts(answer, "outputs"))
-        if not self._lends or not self._free:  # the next batch needs a slot
-            return {name: array.copy() for name, array in arrays.items()}
-        lent = [array for array in arrays.values() if not array.dtype.hasobject]
-        transfer.is_lent = bool(lent)
-        remaining = count(len(lent) - 1, -1)
-        for array in lent:
-            # Views of an array keep it alive.
-            finalize(array, _end_loan, self._free, transfer.slot, remaining).atexit = False
-        return arrays
+    def _outputs(self, transfer: _Transfer, body: bytes) -> dict[str, Array]:
+        layouts = decode_layouts(body)
+        if self._lends and self._free:
+            return read_tensors(transfer.slot, layouts, transfer.lease)
+        # The next batch needs the slot.
+        return {name: array.copy() for name, array in read_tensors(transfer.slot, layouts).items()}
 
 
-def _end_loan(free: deque[int], slot: int, remaining: Iterator[int]) -> None:
-    """Free a slot with the last of its arrays."""
-    if next(remaining) == 0:
-        free.append(slot)
+def _error_of(content: Mapping[str, Any]) -> Exception:
+    """Return the error of a model from the body of its FAILED frame."""
+    if "failed" in content:
+        return FailedInChildError(content["failed"])
+    kind, text = content["error"]
+    return _KINDS.get(kind, ModelFailed)(text)
 
 
 def _transfer_of(batch: InFlightBatch) -> _Transfer:

@@ -5,32 +5,24 @@ control, one for each instance. The main thread loads the model and then waits u
 happens when the server closes it or dies. Each instance has a thread that runs batches in order of arrival, and a
 second one that waits for results if batches can overlap. A thread that dies ends the process, so the server notices
 at once.
-
-The first part of this module is the channel that both processes use: short messages over a socket, tensors in shared
-memory. Both ends run the same version of this code on one machine. The other end may die at any moment, in the middle
-of a message.
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
-import fcntl
 import importlib
 import json
 import logging
-import math
-import mmap
 import os
 import re
 import resource
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
@@ -40,303 +32,32 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from headrace_model.channel import Frames, Messages
+from headrace_model.protocol import DONE, FAILED, HEADER, SPILL, SPILLED
+from headrace_model.slots import START, Slot, aligned
 
 from headrace.backends.base import Backend, Execution, ExecutionLost, InFlightBatch, LoadedModel, is_pipelined
+from headrace.backends.process.tensors import (
+    TensorLayout,
+    array_at,
+    decode_layouts,
+    encode_layouts,
+    end_offset,
+    read_tensors,
+    write_tensors,
+)
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed
 from headrace.core.ledger import Kind, Ledger, MemoryAccount, NoRoom, format_bytes
 from headrace.core.tensor import Array
 
 Message = dict[str, Any]
 
-_LENGTH = struct.Struct("<I")
-_ALIGNMENT = 64
-# Stored before the tensors: message number of the batch that was begun last.
-_MARK = struct.Struct("<Q")
-_START = _ALIGNMENT
-_MAX_FDS = 64
-_TEXT = "text"
+# Flag of a RUN frame: the batch may overlap with others.
+LAUNCH = 1 << 8
 # Score of oom(5) that is added to the process's own; 1000 would make it the first victim of all.
 _OOM_SCORE = "500"
 # Messages of allocators: C++, ONNX Runtime's arena, CUDA's host allocations.
 _NO_MEMORY = re.compile(r"bad_alloc|bad allocation|[Ff]ailed to allocate|out of memory")
-
-
-class Channel:
-    """One end of a stream socket that carries JSON messages, and file descriptors with them.
-
-    One thread receives; several may send.
-
-    Args:
-        end: connected; owned by the channel.
-        limit_s: timeout of each send and receive in seconds; None: no timeout.
-    """
-
-    def __init__(self, end: socket.socket, limit_s: float | None = None) -> None:
-        end.settimeout(limit_s)
-        self._end, self._limit_s = end, limit_s
-        self._lock = threading.Lock()  # keeps messages of several threads apart
-
-    def fileno(self) -> int:
-        """File descriptor of the socket, for a selector."""
-        return self._end.fileno()
-
-    def set_limit(self, limit_s: float) -> None:
-        """Change the timeout of each send and receive, while no other thread uses the channel."""
-        if limit_s != self._limit_s:
-            self._end.settimeout(limit_s)
-            self._limit_s = limit_s
-
-    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send a message.
-
-        Args:
-            message: serializable as JSON.
-            fds: file descriptors to send copies of.
-
-        Raises:
-            OSError: the other end is gone.
-            TimeoutError: the other end does not read.
-        """
-        content = json.dumps(message, separators=(",", ":")).encode("utf-8", "surrogatepass")
-        head = _LENGTH.pack(len(content))
-        with self._lock:
-            if fds:
-                socket.send_fds(self._end, [head], list(fds))
-                head = b""
-            self._end.sendall(head + content)
-
-    def receive(self) -> tuple[Message, list[int]]:
-        """Return the next message and the descriptors sent with it, which belong to the caller.
-
-        Raises:
-            EOFError: the other end is gone.
-            TimeoutError: no message came within the limit.
-        """
-        try:
-            head, fds, _flags, _address = socket.recv_fds(self._end, _LENGTH.size, _MAX_FDS)
-            if not head:
-                raise EOFError
-            head += self._exactly(_LENGTH.size - len(head))
-            content = self._exactly(_LENGTH.unpack(head)[0])
-        except ConnectionError as error:
-            raise EOFError from error
-        message: Message = json.loads(content.decode("utf-8", "surrogatepass"))
-        return message, list(fds)
-
-    def shut(self) -> None:
-        """Close the sending side, so that the other end reads end of file; its messages can still be received."""
-        try:
-            self._end.shutdown(socket.SHUT_WR)
-        except OSError:  # the other end has closed already
-            return
-
-    def __del__(self) -> None:
-        # The threads that use it end at different times; the last reference closes the socket.
-        self._end.close()
-
-    def _exactly(self, size: int) -> bytes:
-        parts = []
-        while size:
-            part = self._end.recv(size)
-            if not part:
-                raise EOFError
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
-
-
-class TensorLayout(NamedTuple):
-    """Position of a tensor in a slot.
-
-    Attributes:
-        name: of the input or output.
-        dtype: in NumPy's notation, or "text" for elements of bytes.
-        shape: of the tensor.
-        offset: of its first byte.
-        size: in bytes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size: int
-
-
-class SharedSlot:
-    """Shared memory for one batch: a mark, the inputs, and the outputs after them. It grows and never shrinks.
-
-    Ownership: one batch at a time; within it one end at a time, in the order of the messages. Each end has its own
-    `SharedSlot` on the same memory. Arrays keep the mapping that they were created in when the slot grows.
-
-    Args:
-        fd: of the memory; owned by the slot.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._map: mmap.mmap | None = None
-
-    @classmethod
-    def create(cls, name: str, size: int) -> SharedSlot:
-        """Allocate a slot.
-
-        Args:
-            name: shown in `/proc`.
-            size: initial size in bytes.
-
-        Raises:
-            OSError: there is no memory.
-        """
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        slot = cls(fd)
-        try:
-            # A process that reads memory which the other end has truncated is killed by SIGBUS: forbid shrinking.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            slot.grow(size)
-        except BaseException:
-            os.close(fd)
-            raise
-        return slot
-
-    def grow(self, size: int) -> mmap.mmap:
-        """Return the memory with at least `size` bytes.
-
-        Raises:
-            OSError: there is no memory.
-        """
-        if self._map is not None and len(self._map) >= size:
-            return self._map
-        file_bytes = os.fstat(self.fd).st_size
-        if file_bytes < size or file_bytes == 0:
-            file_bytes = max(1 << max(size - 1, 1).bit_length(), mmap.PAGESIZE)
-            os.ftruncate(self.fd, file_bytes)
-        self._map = mmap.mmap(self.fd, file_bytes)
-        return self._map
-
-    def arrays(self, layouts: Iterable[TensorLayout]) -> dict[str, Array]:
-        """Return views of numeric tensors by name; text tensors are copied to arrays of their own.
-
-        Raises:
-            ValueError, TypeError: the layouts do not lie in the slot.
-        """
-        arrays_by_name: dict[str, Array] = {}
-        for name, dtype, shape, offset, size in layouts:
-            memory = self._reaching(offset + size)
-            if dtype == _TEXT:
-                arrays_by_name[name] = _texts(memory[offset : offset + size], shape)
-            else:
-                arrays_by_name[name] = np.ndarray(shape, np.dtype(dtype), memory, offset)
-        return arrays_by_name
-
-    def _reaching(self, end: int) -> mmap.mmap:
-        if self._map is None or len(self._map) < end:
-            self._map = mmap.mmap(self.fd, 0)
-        return self._map
-
-    def mark(self, number: int) -> None:
-        """Store the number of the batch that is begun; the other end reads it if this one dies."""
-        _MARK.pack_into(self._reaching(_START), 0, number)
-
-    def marked(self) -> int:
-        """Return the number of the batch that was begun last; 0 if none was."""
-        number: int = _MARK.unpack_from(self._reaching(_START), 0)[0]
-        return number
-
-    def put(self, arrays: Mapping[str, Array], start: int = _START) -> list[TensorLayout]:
-        """Copy tensors into the slot from offset `start` on and return their layouts.
-
-        Raises:
-            OSError: there is no memory for them.
-        """
-        packed = {name: (array, _packed(array)) for name, array in arrays.items()}
-        layouts = []
-        for name, (array, text) in packed.items():
-            size = array.nbytes if text is None else len(text)
-            dtype = _TEXT if text is not None else array.dtype.str
-            layouts.append(TensorLayout(name, dtype, array.shape, start, size))
-            start = _aligned(start + size)
-        memory = self.grow(start)
-        for (array, text), layout in zip(packed.values(), layouts, strict=True):
-            if text is None:
-                target = np.ndarray(layout.shape, array.dtype, memory, layout.offset)
-                if _address(target) != _address(array):  # else it was computed there: see `array_at`
-                    np.copyto(target, array)
-            else:
-                memory[layout.offset : layout.offset + layout.size] = text
-        return layouts
-
-    def array_at(self, start: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Return uninitialized memory at an offset, where `put` with the same `start` does not have to copy it.
-
-        Raises:
-            OSError: there is no memory for it.
-        """
-        size = np.dtype(dtype).itemsize * math.prod(shape)
-        array: Array = np.ndarray(shape, dtype, self.grow(_aligned(start + size)), start)
-        return array
-
-    def close(self) -> None:
-        """Close the memory; the kernel frees it once no array and no other process uses it."""
-        os.close(self.fd)
-        self._map = None
-
-
-def lay_out_tensors(like: Mapping[str, Array], rows: int) -> list[TensorLayout]:
-    """Return layouts for numeric tensors with the dtypes and shapes of `like`, with `rows` as the first dimension if not 0."""
-    layouts, start = [], _START
-    for name, array in like.items():
-        shape = (rows, *array.shape[1:]) if rows else array.shape
-        size = array.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        layouts.append(TensorLayout(name, array.dtype.str, shape, start, size))
-        start = _aligned(start + size)
-    return layouts
-
-
-def read_layouts(message: Message, key: str) -> list[TensorLayout]:
-    """Return the tensor layouts of a message.
-
-    Raises:
-        ValueError, TypeError, KeyError: the message has no valid layouts.
-    """
-    return [TensorLayout(name, dtype, tuple(shape), offset, size) for name, dtype, shape, offset, size in message[key]]
-
-
-def end_offset(layouts: Sequence[TensorLayout]) -> int:
-    """Return the first offset after the tensors at which another one may begin."""
-    return max((_aligned(layout.offset + layout.size) for layout in layouts), default=_START)
-
-
-def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-def _packed(array: Array) -> bytes | None:
-    """Text elements, each after its length; None for numeric tensors."""
-    if not array.dtype.hasobject:
-        return None
-    parts = []
-    for item in array.reshape(-1).tolist():
-        parts += [_LENGTH.pack(len(item)), item]
-    return b"".join(parts)
-
-
-def _texts(content: bytes, shape: tuple[int, ...]) -> Array:
-    array: Array = np.empty(shape, dtype=object)
-    items, offset = [], 0
-    while offset < len(content):
-        (size,) = _LENGTH.unpack_from(content, offset)
-        offset += _LENGTH.size + size
-        items.append(content[offset - size : offset])
-    array.reshape(-1)[:] = items
-    return array
-
-
 # Exit status of a child in which a thread died.
 EXIT_THREAD_DIED = 70
 # Seconds that instances may take to end after the server has closed their sockets.
@@ -381,6 +102,24 @@ def create_backend(factory: str) -> Backend:
     return cast(Backend, getattr(importlib.import_module(module), name)())
 
 
+class _Order(NamedTuple):
+    """A batch that the server has sent.
+
+    Attributes:
+        number: number of the batch.
+        slot_index: index of its slot.
+        slot: the slot.
+        layouts: its inputs there.
+        end: first offset behind them, where the answer begins.
+    """
+
+    number: int
+    slot_index: int
+    slot: Slot
+    layouts: list[TensorLayout]
+    end: int
+
+
 class ExecutionServer:
     """Runs the batches of one instance that the server sends.
 
@@ -388,23 +127,23 @@ class ExecutionServer:
     launch, also to failed ones: answers keep the order of launch.
 
     Args:
-        channel: of the instance.
+        frames: socket of the instance.
         open_execution: creates the execution, on the instance's thread.
         opened: called with the execution's depth, or with the error if it could not be created.
     """
 
     def __init__(
         self,
-        channel: Channel,
+        frames: Frames,
         open_execution: Callable[[], Execution],
         opened: Callable[[int | Exception], None],
     ) -> None:
-        self._channel = channel
+        self._frames = frames
         self._open_execution = open_execution
         self._opened = opened
-        self._slots: list[SharedSlot] = []
+        self._slots: list[Slot] = []
         self._in_place: ComputesInPlace | None = None
-        self._launched: SimpleQueue[tuple[Message, InFlightBatch | Exception] | None] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[_Order, InFlightBatch | Exception] | None] = SimpleQueue()
 
     def serve(self) -> None:
         """Run batches until the server closes its end."""
@@ -419,23 +158,37 @@ class ExecutionServer:
             finisher = threading.Thread(target=exit_on_error, args=(self._finish_all, execution), daemon=True)
             finisher.start()
         self._opened(execution.depth if is_pipelined(execution) else 1)
-        try:
-            while True:
-                message, fds = self._channel.receive()
-                self._slots += [SharedSlot(fd) for fd in fds]
-                if message["do"] == "run":
-                    self._answer(message, partial(self._run, execution, message))
-                elif message["do"] == "launch":
-                    self._launch(execution, message)
-        except EOFError:
-            self._launched.put(None)
-            if finisher is not None:
-                finisher.join()
-            execution.close()
+        descriptors: list[int] = []
+        while self._frames.receive(None if self._slots else descriptors):
+            if not self._slots:  # the first frame has them all
+                self._slots = [Slot(descriptor) for descriptor in descriptors]
+                continue
+            order, is_launch = self._received()
+            if is_launch:
+                self._launch(execution, order)
+            else:
+                self._answer(order, partial(self._run, execution, order))
+        self._launched.put(None)
+        if finisher is not None:
+            finisher.join()
+        execution.close()
 
-    def _launch(self, execution: Any, message: Message) -> None:
+    def _received(self) -> tuple[_Order, bool]:
+        """Return the batch of the last frame, and whether it may overlap with others."""
+        frame = memoryview(self._frames.buffer)
+        _version, _kind, flags, index, number, _count, size = HEADER.unpack_from(frame)
+        slot, body = self._slots[index], bytes(frame[HEADER.size : HEADER.size + size])
+        slot.begin(number)
+        end = START
+        if flags & SPILLED:
+            offset, size = SPILL.unpack(body)
+            body, end = slot.read(offset, size), aligned(offset + size)
+        layouts = decode_layouts(body)
+        return _Order(number, index, slot, layouts, max(end, end_offset(layouts))), bool(flags & LAUNCH)
+
+    def _launch(self, execution: Any, order: _Order) -> None:
         try:
-            inputs = self._inputs(message)
+            inputs = read_tensors(order.slot, order.layouts)
             batch: InFlightBatch = execution.begin(inputs, next(iter(inputs.values())).shape[0])
             try:
                 for name, array in batch.inputs.items():
@@ -445,41 +198,36 @@ class ExecutionServer:
                 raise
             execution.launch(batch)
         except Exception as error:
-            self._launched.put((message, error))
+            self._launched.put((order, error))
         else:
-            self._launched.put((message, batch))
+            self._launched.put((order, batch))
 
     def _finish_all(self, execution: Any) -> None:
         while (item := self._launched.get()) is not None:
-            message, batch = item
+            order, batch = item
             if isinstance(batch, Exception):
-                self._send_answer(_error_message(batch), message)
+                self._send(FAILED, order, json.dumps(_error_message(batch)).encode(), order.end)
             else:
-                self._answer(message, partial(execution.finish, batch))
+                self._answer(order, partial(execution.finish, batch))
 
-    def _answer(self, message: Message, act: Callable[[], dict[str, Array]]) -> None:
+    def _answer(self, order: _Order, act: Callable[[], dict[str, Array]]) -> None:
         try:
-            outputs = act()
-            layouts = self._slots[message["slot"]].put(outputs, end_offset(read_layouts(message, "inputs")))
+            layouts = write_tensors(order.slot, act(), order.end)
         except Exception as error:
-            self._send_answer(_error_message(error), message)
+            self._send(FAILED, order, json.dumps(_error_message(error)).encode(), order.end)
         else:
-            self._send_answer({"outputs": layouts}, message)
+            self._send(DONE, order, encode_layouts(layouts), end_offset(layouts))
 
-    def _run(self, execution: Execution, message: Message) -> dict[str, Array]:
-        inputs = self._inputs(message)
+    def _run(self, execution: Execution, order: _Order) -> dict[str, Array]:
+        inputs = read_tensors(order.slot, order.layouts)
         if self._in_place is not None:
-            start = end_offset(read_layouts(message, "inputs"))
-            self._in_place.allocate = partial(self._slots[message["slot"]].array_at, start)
+            self._in_place.allocate = partial(array_at, order.slot, order.end)
         return execution.run(inputs)
 
-    def _inputs(self, message: Message) -> dict[str, Array]:
-        slot = self._slots[message["slot"]]
-        slot.mark(message["number"])
-        return slot.arrays(read_layouts(message, "inputs"))
-
-    def _send_answer(self, answer: Message, message: Message) -> None:
-        self._channel.send({"number": message["number"], **answer})
+    def _send(self, kind: int, order: _Order, content: bytes, end: int) -> None:
+        """Send an answer; one that is too large for a frame lies in the slot at `end`."""
+        body, flags = order.slot.spill(content, end)
+        self._frames.send(kind, order.slot_index, order.number, 0, body, flags)
 
 
 def _error_message(error: Exception) -> Message:
@@ -501,15 +249,15 @@ def _error_message(error: Exception) -> Message:
 class _Forward(logging.Handler):
     """Forwards log records to the server."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, control: Messages) -> None:
         super().__init__()
-        self._channel = channel
+        self._control = control
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send one record; it is lost if the server is gone."""
         text = self.format(record)[-_MAX_TEXT:]
         try:
-            self._channel.send({"log": [record.name, record.levelno, text]})
+            self._control.send({"log": [record.name, record.levelno, text]})
         except OSError:
             return
 
@@ -523,17 +271,17 @@ def exit_on_error(act: Callable[..., None], *arguments: Any) -> None:
         os._exit(EXIT_THREAD_DIED)
 
 
-def run(control: Channel, channels: list[Channel]) -> None:
+def run(control: Messages, instances: list[Frames]) -> None:
     """Load the model, serve until the control socket closes, and close the model."""
-    order, _fds = control.receive()
+    order = control.receive()
     _limit_memory(order["memory_bytes"])
     logging.basicConfig(level=order["level"], handlers=[_Forward(control)], format="%(message)s")
     opened: SimpleQueue[tuple[int, int | Exception]] = SimpleQueue()
     try:
-        model, account = _load(order, len(channels))
-        threads = [_start(model, index, channel, opened) for index, channel in enumerate(channels)]
-        depths = [0] * len(channels)
-        for _ in channels:
+        model, account = _load(order, len(instances))
+        threads = [_start(model, index, frames, opened) for index, frames in enumerate(instances)]
+        depths = [0] * len(instances)
+        for _ in instances:
             index, depth = opened.get()
             if isinstance(depth, Exception):
                 raise depth
@@ -599,9 +347,9 @@ def _load(order: Message, instances: int) -> tuple[LoadedModel, MemoryAccount]:
 
 
 def _start(
-    model: LoadedModel, index: int, channel: Channel, opened: SimpleQueue[tuple[int, int | Exception]]
+    model: LoadedModel, index: int, frames: Frames, opened: SimpleQueue[tuple[int, int | Exception]]
 ) -> threading.Thread:
-    server = ExecutionServer(channel, lambda: model.execution(index), lambda depth: opened.put((index, depth)))
+    server = ExecutionServer(frames, lambda: model.execution(index), lambda depth: opened.put((index, depth)))
     thread = threading.Thread(target=exit_on_error, args=(server.serve,), name=f"instance {index}", daemon=True)
     thread.start()
     return thread
@@ -618,8 +366,8 @@ def main(arguments: list[str]) -> None:
     if os.getppid() != parent:
         return
     faulthandler.enable()
-    control, *channels = (Channel(socket.socket(fileno=end)) for end in descriptors)
-    exit_on_error(run, control, channels)
+    control, *instances = (socket.socket(fileno=end) for end in descriptors)
+    exit_on_error(run, Messages(control), [Frames(end) for end in instances])
     sys.stdout.flush()
     sys.stderr.flush()
     # Skips the interpreter's shutdown, in which threads of libraries are known to crash.

@@ -16,10 +16,15 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
+from headrace_model.channel import Frames, Messages
+from headrace_model.protocol import SHARE, ProtocolError
+from headrace_model.slots import Slot
+
 from headrace.backends.base import ExecutionLost
-from headrace.backends.process.child import Channel, Message, SharedSlot
+from headrace.backends.process.child import Message
 from headrace.backends.process.lifetime import LOAD_LIMIT_S, TAIL_LINES, Supervisor, exit_cause, load_error
 from headrace.backends.process.output import OutputLines
 from headrace.core.clock import monotonic_ns
@@ -160,16 +165,16 @@ class ChildProcess:
     Attributes:
         process: the operating system's process.
         control: socket that the supervisor thread reads.
-        channels: one for each instance.
+        instances: socket of the batches of each instance.
         ended: set once the process is dead and its batches are handled.
         cause: reason for its end, as text; "" while it lives.
         blame: reason why the server killed it, "" if it did not.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], control: Channel, channels: list[Channel]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], control: Messages, instances: list[Frames]) -> None:
         self.process = process
         self.control = control
-        self.channels = channels
+        self.instances = instances
         self.ended = threading.Event()
         self.cause = ""
         self.blame = ""
@@ -182,9 +187,10 @@ class ChildProcess:
         self.process.kill()
 
     def shut(self) -> None:
-        """Close our side of the sockets, so that the process ends itself."""
-        for channel in (*self.channels, self.control):
-            channel.shut()
+        """End the sending side of the sockets, so that the process ends itself after its last answers."""
+        for end in (*(frames.end for frames in self.instances), self.control.end):
+            with suppress(OSError):  # the other end has closed already
+                end.shutdown(socket.SHUT_WR)
 
 
 class ModelProcess:
@@ -228,7 +234,7 @@ class ModelProcess:
         self.restarts = 0
         self.tensors: dict[str, list[tuple[str, str, list[int]]]] = {}
         self.ranges: list[dict[str, list[list[int]]]] = []
-        self.slots: list[list[SharedSlot]] = []
+        self.slots: list[list[Slot]] = []
         self.held: list[Holding] = []
         self._order = order
         self._instances = instances
@@ -267,9 +273,6 @@ class ModelProcess:
         self._free_slots()
 
     def _free_slots(self) -> None:
-        for slots in self.slots:
-            for slot in slots:
-                slot.close()
         self.slots = []
 
     # Called on the supervisor thread.
@@ -298,10 +301,10 @@ class ModelProcess:
 
     def _start_child(self) -> ChildProcess | None:
         """Start a process; return None while closing."""
-        pairs = [socket.socketpair() for _ in range(self._instances + 1)]
+        kinds = [socket.SOCK_STREAM] + [socket.SOCK_SEQPACKET] * self._instances
+        pairs = [socket.socketpair(socket.AF_UNIX, kind) for kind in kinds]
         child_ends = [pair[1] for pair in pairs]
-        channels = [Channel(pair[0], self.limit_s) for pair in pairs[1:]]
-        control = Channel(pairs[0][0])
+        control, instances = Messages(pairs[0][0]), [Frames(pair[0]) for pair in pairs[1:]]
         try:
             with self._lock:
                 if self._supervisor.closing.is_set():
@@ -318,7 +321,7 @@ class ModelProcess:
                     pass_fds=[end.fileno() for end in child_ends],
                     process_group=0,  # Ctrl-C reaches only the server
                 )
-                self._child = ChildProcess(process, control, channels)
+                self._child = ChildProcess(process, control, instances)
                 return self._child
         finally:
             for end in child_ends:
@@ -350,14 +353,12 @@ class ModelProcess:
             name = f"headrace {self.name}"
             for depth in depths:
                 self.slots.append([])
-                self.slots[-1].extend(
-                    SharedSlot.create(name, self._slot_bytes) for _ in range(depth + self.spare_slots)
-                )
+                self.slots[-1].extend(Slot.create(name, self._slot_bytes) for _ in range(depth + self.spare_slots))
         if depths != [len(slots) - self.spare_slots for slots in self.slots]:
             return load_error(self.name, "its file runs otherwise than before")
         try:
-            for channel, slots in zip(child.channels, self.slots, strict=True):
-                channel.send({"do": "share"}, [slot.fd for slot in slots])
+            for frames, slots in zip(child.instances, self.slots, strict=True):
+                frames.share(SHARE, 0, [slot.fd for slot in slots])
         except OSError:
             return load_error(self.name, f"its process died at its start: {exit_cause(child.process, child.blame)}")
         return None
@@ -427,22 +428,22 @@ class _OutputReader:
         Raises:
             TimeoutError: no message came for `limit_s`.
         """
-        while True:
-            ready = [key.fileobj for key, _events in self._selector.select(limit_s)]
-            if not ready:
-                raise TimeoutError
-            if self._output in ready and not self._output.read():
-                self._selector.unregister(self._output)
-            if self._control not in ready:
-                continue
-            try:
-                message, _fds = self._control.receive()
-            except EOFError:
-                return None
-            if "log" not in message:
-                return message
-            name, level, text = message["log"]
-            logging.getLogger(name).log(level, "%s", text)
+        try:
+            while True:
+                while (message := self._control.next_received()) is not None:
+                    if "log" not in message:
+                        return message
+                    name, level, text = message["log"]
+                    logging.getLogger(name).log(level, "%s", text)
+                ready = [key.fileobj for key, _events in self._selector.select(limit_s)]
+                if not ready:
+                    raise TimeoutError
+                if self._output in ready and not self._output.read():
+                    self._selector.unregister(self._output)
+                if self._control in ready:
+                    self._control.read_available()
+        except (EOFError, ProtocolError):
+            return None
 
     def drain(self) -> None:
         """Read the rest of the pipe."""

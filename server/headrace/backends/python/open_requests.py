@@ -448,8 +448,6 @@ class OpenRequests:
                 self._handle(bytes(memoryview(frames.buffer)[:size]), descriptors)
             except BlockingIOError:
                 return True
-            except ConnectionResetError:  # it died with unread credit; its last responses are still in the socket
-                continue
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)

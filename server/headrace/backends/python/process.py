@@ -14,7 +14,6 @@ import select
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import threading
 from collections import deque
@@ -41,7 +40,7 @@ logger = logging.getLogger("headrace.python")
 Message = dict[str, object]
 
 # A blocked receive returns so often, to pass cancellations on and to notice a hang.
-_POLL_US = 50_000
+_POLL_S = 0.05
 # A process that hangs gets this time to write its stacks.
 _DUMP_S = 0.1
 # A process whose sockets are closed gets this time to end before it is killed.
@@ -328,7 +327,6 @@ class InstanceProcess:
         (batches, child_batches), (control, child_control), (responses, child_responses) = pairs
         open_calls = self._options.open_calls
         calls, child_calls = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) if open_calls else (None, None)
-        batches.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, _POLL_US))
         try:
             with self._changed:
                 if self._supervisor.closing.is_set():
@@ -344,9 +342,10 @@ class InstanceProcess:
                     pass_fds=[end for end in ends if end >= 0],
                     process_group=0,  # Ctrl-C reaches only the server
                 )
-                slots = SlotPool(self.name, self._options.slot_bytes)
+                slots, frames = SlotPool(self.name, self._options.slot_bytes), Frames(batches)
+                frames.set_timeouts(_POLL_S)
                 self._current = connection = ProcessConnection(
-                    process, Frames(batches), Messages(control), slots, responses, self.name
+                    process, frames, Messages(control), slots, responses, self.name
                 )
                 if open_calls is not None and calls is not None:
                     connection.calls = open_calls(calls, lambda: connection.running)
@@ -493,25 +492,23 @@ class _ProcessReader:
             TimeoutError: nothing came for `limit_s`.
         """
         control = self._connection.control
-        while True:
-            ready = [key.fileobj for key, _events in self._selector.select(limit_s)]
-            if not ready:
-                raise TimeoutError
-            if self._output in ready and not self._output.read():
-                self._selector.unregister(self._output)
-            if control in ready:
-                try:
-                    messages = control.read_available()
-                    while messages:
-                        if not _ANSWERS.isdisjoint(messages[0]):
-                            return messages[0]
-                        self._handle(messages[0])
-                        following = control.next_received()
-                        messages = [] if following is None else [following]
-                except (EOFError, ProtocolError):
+        try:
+            while True:
+                while (message := control.next_received()) is not None:
+                    if not _ANSWERS.isdisjoint(message):
+                        return message
+                    self._handle(message)
+                ready = [key.fileobj for key, _events in self._selector.select(limit_s)]
+                if not ready:
+                    raise TimeoutError
+                if self._output in ready and not self._output.read():
+                    self._selector.unregister(self._output)
+                if control in ready:
+                    control.read_available()
+                elif self._end in ready:
                     return None
-            elif self._end in ready:
-                return None
+        except (EOFError, ProtocolError):
+            return None
 
     def _handle(self, message: Message) -> None:
         log = message.get("log")

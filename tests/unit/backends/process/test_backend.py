@@ -11,10 +11,11 @@ import pytest
 from headrace.backends.base import InputRefused, find_inner, is_pipelined
 from headrace.backends.process import supervisor
 from headrace.backends.process.backend import FailedInChildError, IsolatedBackend, IsolatedModel
-from headrace.backends.process.child import SharedSlot
+from headrace.backends.process.tensors import array_at, read_tensors, write_tensors
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import HOST, Kind, Ledger, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
+from headrace_model.slots import START, Slot
 
 from tests.support import fragile_backend as fragile
 from tests.support.fragile_backend import fly, pid, values, x_of
@@ -164,15 +165,20 @@ def test_a_load_without_room_in_the_process_is_refused_like_by_the_ledger(
 
 
 def test_an_output_in_the_memory_of_the_slot_is_not_copied() -> None:
-    slot = SharedSlot.create("test", 100)
-    try:
-        array = slot.array_at(64, (300, 4), np.float32)
-        array[:] = 7
-        (layout,) = slot.put({"y": array}, 64)
-        result = slot.arrays([layout])["y"]
-        assert (layout.offset, result.shape, result.ctypes.data) == (64, (300, 4), array.ctypes.data)
-        assert (result == 7).all()
-        (moved,) = slot.put({"y": array}, 64 * 1024)
-        assert (slot.arrays([moved])["y"] == 7).all()
-    finally:
-        slot.close()
+    slot = Slot.create("test", 100)
+    array = array_at(slot, START, (300, 4), np.float32)
+    array[:] = 7
+    (layout,) = write_tensors(slot, {"y": array}, START)
+    result = read_tensors(slot, [layout])["y"]
+    assert (layout.offset, result.shape, result.ctypes.data) == (START, (300, 4), array.ctypes.data)
+    assert (result == 7).all()
+    (moved,) = write_tensors(slot, {"y": array}, 64 * 1024)
+    assert (read_tensors(slot, [moved])["y"] == 7).all()
+
+
+def test_a_frame_that_is_too_long_for_the_socket_lies_in_the_slot(load: Load) -> None:
+    inputs = {"x": np.ones((2, 3), np.float32), **{f"{'n' * 60}{index}": np.ones(1, np.int8) for index in range(500)}}
+    for words in ("", "pipelined"):
+        execution = load(words).execution(0)
+        for _ in range(3):
+            assert values(execution.run(inputs)) == [2, 2]
