@@ -32,17 +32,13 @@ from loadtest.bench.report import (
 )
 from loadtest.bench.results import CaseResult
 from loadtest.bench.session import Cores
-from loadtest.slo import convolution, curves, deep_queue, over_http, parts
-from loadtest.slo.parts import Plan
+from loadtest.slo import device, served
+from loadtest.slo.plan import Plan
 
 PARTS: Mapping[str, Callable[[Plan], CaseResult]] = {
-    "overload": parts.overload,
-    "objectives": parts.objectives,
-    "tenants": parts.tenants,
-    "simulator": parts.simulator,
-    "queue": deep_queue.run,
-    "http": over_http.run,
-    "convolution": convolution.run,
+    "overload": device.run,
+    "http": served.over_http,
+    "convolution": served.over_http_on_one_core,
 }
 BUSY_WARNING = 0.1
 
@@ -76,8 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(to_json(report))
     if options.markdown:
         options.markdown.write_text(written(options.markdown.read_text(), report))
-    if options.plot:
-        options.plot.write_text(curves.draw())
     return report.status
 
 
@@ -122,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=5.0, help="how long a trace is, by the clock (default: %(default)s)")
     add("--model-repository", type=Path, default=Path("model_repository"), help="built by `make models`")
     add("--json", type=Path, metavar="FILE", help="write all results")
-    add("--plot", type=Path, metavar="FILE", help="draw goodput and latency over the load (SVG, simulated)")
     add("--markdown", type=Path, metavar="FILE", help="replace the parts' blocks in a page")
     return parser
 
