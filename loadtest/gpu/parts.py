@@ -28,7 +28,7 @@ from loadtest.gpu.raw import RawEngine, agreement
 from loadtest.gpu.report import Compare, Reporter
 from loadtest.gpu.setup import CLASSES, REQUEST_ROWS, Setup
 from loadtest.gpu.subject import BEST, INPUT, Variant, pictures, variant
-from loadtest.gpu.wire import ENGINES, Way, open_way, sample_way, saturate, server, servers, way_called, ways_of
+from loadtest.gpu.wire import Way, open_way, sample_way, saturate, server, way_called, ways_of
 from loadtest.protocol import Array, Refused
 from loadtest.servers import HOST, Running, ServerFailed
 
@@ -235,7 +235,7 @@ def _check(setup: Setup, reporter: Reporter, engine: RawEngine, bench: InProcess
 RAW, PINNED, ORDINARY = "raw engine, n=1", "in process, pinned", "in process, ordinary memory"
 BLOCKING = "in process, pinned, blocking call"
 TARGETS_US = {PINNED: 100.0, BLOCKING: 100.0, "http system": 400.0}
-_LONE_WAYS = ("http system", "http cuda", "http body", "grpc fast system", "grpc fast cuda")
+_LONE_WAYS = ("http system", "http cuda", "http body", "grpc system", "grpc cuda")
 
 
 def lone(setup: Setup, reporter: Reporter) -> None:
@@ -285,7 +285,7 @@ def _call(setup: Setup, reporter: Reporter, crowd: Crowd, key: str, number: int)
 
 
 # INT8 has no target here: measure only the transports that can be the fastest.
-_INT8_WAYS = ("http system", "http cuda", "grpc fast system", "grpc fast cuda")
+_INT8_WAYS = ("http system", "http cuda", "grpc system", "grpc cuda")
 
 
 def over_wire(setup: Setup, reporter: Reporter) -> None:
@@ -293,7 +293,6 @@ def over_wire(setup: Setup, reporter: Reporter) -> None:
     model = variant(setup, Variant(setup.instances))
     raw = raw_name(setup)
     ways = [way for way in ways_of(setup) if setup.precision != "int8" or way.name in _INT8_WAYS]
-    engines = tuple(engine for engine in ENGINES if any(way.engine == engine for way in ways))
     slots = max(setup.clients, setup.in_flight // REQUEST_ROWS)
     target = at_least(0.8) if setup.judged and setup.precision == "fp16" else None
     rates: dict[str, list[float]] = {}
@@ -306,15 +305,15 @@ def over_wire(setup: Setup, reporter: Reporter) -> None:
 
     with (
         RawEngine(setup) as engine,
-        servers(setup, model, engines) as served,
+        server(setup, model) as served,
         Crowd(setup.clients, setup.scratch) as crowd,
     ):
-        _published_clients(setup, reporter, served["fast"], model)
+        _published_clients(setup, reporter, served, model)
         contenders: dict[str, Measure] = {raw: partial(time_raw, setup, reporter, engine)}
         for way in ways:
-            if key := _opened(setup, reporter, crowd, way, served[way.engine], model, REQUEST_ROWS, slots):
+            if key := _opened(setup, reporter, crowd, way, served, model, REQUEST_ROWS, slots):
                 reporter.compare(Compare(f"{way.name} / {raw}", way.name, raw, "images/s"))
-                sample = partial(sample_way, setup, reporter, crowd, key, way.name, served[way.engine], model)
+                sample = partial(sample_way, setup, reporter, crowd, key, way.name, served, model)
                 contenders[way.name] = partial(measure, way.name, sample)
         in_turns(reporter, setup.rounds, contenders)
 
@@ -357,7 +356,7 @@ def sweep(setup: Setup, reporter: Reporter) -> None:
     """
     model = variant(setup, Variant(setup.instances))
     way = way_called(setup.best_way)
-    with server(setup, model, way.engine) as served, Crowd(setup.clients, setup.scratch) as crowd:
+    with server(setup, model) as served, Crowd(setup.clients, setup.scratch) as crowd:
         at_once = max(setup.clients, setup.in_flight // REQUEST_ROWS)
         key = open_way(setup, crowd, way, served, model, REQUEST_ROWS, at_once)
         watched = [saturate(crowd, key, served, model, setup.seconds) for _ in range(max(2, setup.rounds))]
@@ -451,8 +450,8 @@ def _two_in_process(setup: Setup, reporter: Reporter, models: dict[str, str]) ->
 def _two_over_wire(setup: Setup, reporter: Reporter, models: dict[str, str]) -> None:
     way = way_called(setup.best_way)
     with (
-        server(setup, models[ONE], way.engine) as one,
-        server(setup, models[TWO], way.engine) as two,
+        server(setup, models[ONE]) as one,
+        server(setup, models[TWO]) as two,
         Crowd(setup.clients, setup.scratch) as crowd,
     ):
         contenders: dict[str, Measure] = {}

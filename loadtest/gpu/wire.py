@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,6 @@ from loadtest.gpu.setup import REQUEST_ROWS, Setup
 from loadtest.protocol import send_json
 from loadtest.servers import HOST, Running, cpu_seconds, headrace, running
 
-# Both engines of gRPC; HTTP is the same in both servers.
-ENGINES = ("fast", "grpcio")
 _READY_S = 90.0
 
 
@@ -25,24 +23,18 @@ class Way:
     Attributes:
         transport: "http" or "grpc".
         data: "body", "system" or "cuda": where the pictures lie.
-        engine: of gRPC; for HTTP the one that runs beside it.
     """
 
     transport: str
     data: str
-    engine: str = "fast"
 
     @property
     def name(self) -> str:
         """Name in reports and for clients."""
-        transport = "http" if self.transport == "http" else f"grpc {self.engine}"
-        return f"{transport} {self.data}"
+        return f"{self.transport} {self.data}"
 
 
-WAYS = (
-    *(Way("http", data) for data in ("body", "system", "cuda")),
-    *(Way("grpc", data, engine) for engine in ENGINES for data in ("body", "system", "cuda")),
-)
+WAYS = tuple(Way(transport, data) for transport in ("http", "grpc") for data in ("body", "system", "cuda"))
 DEFAULT_WAY = "http system"
 
 
@@ -57,20 +49,13 @@ def way_called(name: str) -> Way:
 
 
 @contextmanager
-def server(setup: Setup, model: str, engine: str = "fast") -> Iterator[Running]:
+def server(setup: Setup, model: str) -> Iterator[Running]:
     """Headrace with one model of the bench's repository and clients' shared memory allowed."""
     # Its clients keep their connections while others have their turns.
-    options = ("--allow-client-shm", "--grpc-engine", engine, "--keep-alive-timeout-s", "3600")
-    command = headrace(setup.repository.resolve(), name=f"headrace {engine}", models=(model,), options=options)
+    options = ("--allow-client-shm", "--keep-alive-timeout-s", "3600")
+    command = headrace(setup.repository.resolve(), name="headrace", models=(model,), options=options)
     with running(command, setup.scratch, _READY_S) as started:
         yield started
-
-
-@contextmanager
-def servers(setup: Setup, model: str, engines: tuple[str, ...]) -> Iterator[dict[str, Running]]:
-    """One for each engine of gRPC."""
-    with ExitStack() as stack:
-        yield {engine: stack.enter_context(server(setup, model, engine)) for engine in engines}
 
 
 def open_way(

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bounds = Bounds(p99_ratio=options.p99_ratio, p99_slack_s=options.p99_slack_ms / 1e3)
     found = verdicts(run, bounds)
     keys = ", with API keys" if options.keys else ""
-    about = [f"{start}, {options.seconds:g} s, gRPC engine {options.grpc_engine}{keys}"]
+    about = [f"{start}, {options.seconds:g} s{keys}"]
     about += [machine.processor(), f"{machine.system()}, {machine.python()}, commit {machine.commit()}"]
     (folder / "soak.html").write_text(to_html(run, found, "Headrace: soak", about), encoding="utf-8")
     (folder / "soak.svg").write_text(picture(run, f"{options.seconds:g} s of soak"), encoding="utf-8")
@@ -89,7 +89,7 @@ def soak(options: argparse.Namespace, folder: Path, console: Console) -> Run:
             repository.folder,
             command=shlex.split(options.command),
             models=MODELS,
-            options=("--grpc-engine", options.grpc_engine, "--state-dir", "", *_KEEP_ALIVE, *key_options),
+            options=("--state-dir", "", *_KEEP_ALIVE, *key_options),
         )
         phases = []
         logs = folder / "log"
@@ -107,7 +107,7 @@ def soak(options: argparse.Namespace, folder: Path, console: Console) -> Run:
                     clients = _clients(server, ledger, repository, phase_s, number)
                     _phase([*clients, crowd] if options.connections else clients, phase_s)
                     if options.connections:
-                        crowd.check(counts_grpc=options.grpc_engine == "fast")
+                        crowd.check()
                     phases.append(settled(server, start_s, time.monotonic()))
                     console.print(f"phase {number} of {count - 1}: {phases[-1].held}", markup=False, highlight=False)
             finally:
@@ -191,7 +191,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--command", default=shlex.join(HEADRACE_COMMAND), help="how to start a server (default: %(default)s)"
     )
-    parser.add_argument("--grpc-engine", choices=("fast", "grpcio"), default="fast", help="default: %(default)s")
     parser.add_argument(
         "--keys",
         action="store_true",

@@ -187,13 +187,9 @@ class ConnectionCrowd(Client):
         """One request on the next connection."""
         next(self._next).turn()
 
-    def check(self, counts_grpc: bool) -> None:
-        """Note a failure if the server has fewer open connections than there should be.
-
-        Args:
-            counts_grpc: the server counts its gRPC connections, which the engine grpcio does not.
-        """
-        expected = sum(counts_grpc or isinstance(client, HttpClient) for client in self._clients)
+    def check(self) -> None:
+        """Note a failure if the server has fewer open connections than there should be."""
+        expected = len(self._clients)
         connection = connect(self.server)
         connection.request("GET", "/metrics", headers=self.server.headers(METRICS_KEY))
         page = connection.getresponse().read().decode()

@@ -71,11 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(Parser):
-    """A parser that prints errors as JSON if the log is JSON, and explains tritonserver's flags."""
+    """A parser that prints errors as JSON if the log is JSON, and explains flags of tritonserver and earlier ones."""
 
     def hint(self, option: str) -> str:
-        """Return the explanation of a flag of tritonserver, for `serve` only; "" otherwise."""
-        return settings.triton_hint(option) if list(self.words[:1]) == ["serve"] else ""
+        """Return the explanation of an option that is not accepted, for `serve` only; "" otherwise."""
+        return settings.option_hint(option) if list(self.words[:1]) == ["serve"] else ""
 
     def usage_error(self, message: str) -> NoReturn:
         """Print usage and message and exit with status 2."""

@@ -21,13 +21,12 @@ _ACCEPTS = 32
 _PAUSE_S = 0.1
 
 
-def bind(host: str, port: int, shared: bool = False) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """Bind a listening socket.
 
     Args:
         host: address.
         port: port; 0 lets the system choose.
-        shared: other processes of the user may bind it too (SO_REUSEPORT).
 
     Raises:
         OSError: the address cannot be bound; the text has host and port.
@@ -38,8 +37,6 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
     except OSError as error:
         sock.close()

@@ -20,7 +20,6 @@ from headrace.listen import (
     GrpcListener,
     UvicornServer,
     format_address,
-    grpc_engine,
     has_metrics_port,
     is_loopback,
     metrics_application,
@@ -144,12 +143,13 @@ class HeadraceServer:
         if not settings.grpc:
             return 0
         # Imported only if gRPC is on: the library takes time and memory.
+        from headrace.grpc.fast_server import FastGrpcServer
         from headrace.grpc.service import grpc_methods
 
         methods = grpc_methods(self._wiring.services, settings.limits.max_body_bytes)
-        engine = grpc_engine(settings, methods, self._limits.grpc, tls)
-        port = await engine.start(settings.host, settings.grpc_port)
-        self._grpc = GrpcListener(engine, settings.drain_timeout_s)
+        server = FastGrpcServer(methods, self._limits.grpc, tls)
+        port = await server.start(settings.host, settings.grpc_port)
+        self._grpc = GrpcListener(server, settings.drain_timeout_s)
         return port
 
     def _on_loaded(self, error: BaseException | None) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from headrace.core.access import NETWORK_SCOPES, Grant, OpenAccess, Principal
 from headrace.core.limits import BodyMemory, Cells, ClientLimits
 from headrace.data_plane import DataPlane
-from headrace.grpc.methods import GrpcEngine
 from headrace.http.application import HttpApplication
 from headrace.http.infer_endpoint import Receive, Scope, Send
-from headrace.listen import grpc_engine
 from headrace.settings import Settings
 from headrace.wiring import ServerLimits, Wiring
+
+if TYPE_CHECKING:
+    from headrace.grpc.fast_server import FastGrpcServer
 
 _CURE = "an embedded server lets no caller change its models or settings: change them in the program that embeds it"
 
@@ -80,22 +82,23 @@ class EmbeddedProtocols:
         wiring.connect(data_plane, loop)
         wiring.lag.start(loop)
         self.application = MountedApplication(wiring.http_application(wiring.metrics_page(None)))
-        self._engines: list[GrpcEngine] = []
+        self._grpc_servers: list[FastGrpcServer] = []
 
     async def listen_grpc(self, host: str, port: int) -> int:
         """Listen for gRPC on one more address; returns the port. Raises OSError if the address is not available."""
+        from headrace.grpc.fast_server import FastGrpcServer
         from headrace.grpc.service import grpc_methods
 
         methods = grpc_methods(self._wiring.services, self._settings.limits.max_body_bytes)
-        engine = grpc_engine(self._settings, methods, self._grpc_limits, None)
-        chosen = await engine.start(host, port)
-        self._engines.append(engine)
+        server = FastGrpcServer(methods, self._grpc_limits, None)
+        chosen = await server.start(host, port)
+        self._grpc_servers.append(server)
         return chosen
 
     async def drain(self, timeout_s: float) -> None:
         """Close the gRPC ports: refuse new calls, wait for running calls, then end the rest with UNAVAILABLE."""
-        engines, self._engines = self._engines, []
-        await asyncio.gather(*(engine.stop(timeout_s) for engine in engines))
+        servers, self._grpc_servers = self._grpc_servers, []
+        await asyncio.gather(*(server.stop(timeout_s) for server in servers))
 
     def stop_timers(self) -> None:
         """Stop the timers on the event loop, and end shadow requests."""

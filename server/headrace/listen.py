@@ -10,7 +10,7 @@ import resource
 import socket
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -22,7 +22,6 @@ from headrace.accept import BACKLOG, PassedConnections, TlsListener
 from headrace.config.documents import refuse
 from headrace.core.errors import ConfigError, HeadraceError, Unavailable
 from headrace.core.limits import RESERVED_CONNECTIONS, ClientLimits, ConnectionReserve
-from headrace.grpc.methods import GrpcEngine, Methods
 from headrace.http.infer_endpoint import error_response, request_principal
 from headrace.http.origins import ORIGIN, HostPolicy, OriginPolicy, allowed_names
 from headrace.http.repeated_request import RepeatedHeads
@@ -34,6 +33,9 @@ from headrace.inference.shared_runs import SharedRuns
 from headrace.observability.metrics import canonical_accept
 from headrace.settings import Settings
 from headrace.tls import ServerTls, TlsFiles
+
+if TYPE_CHECKING:
+    from headrace.grpc.fast_server import FastGrpcServer
 
 logger = logging.getLogger("headrace")
 
@@ -121,39 +123,28 @@ class UvicornServer(uvicorn.Server):
 
 
 class GrpcListener:
-    """Runs a gRPC engine until `stop`.
+    """Runs a gRPC server until `stop`.
 
     Args:
-        engine: the engine, grpcio's or Headrace's own; it listens already.
+        server: the server; it listens already.
         drain_timeout_s: maximum time in seconds for calls in flight after `stop`.
     """
 
-    def __init__(self, engine: GrpcEngine, drain_timeout_s: float) -> None:
-        self._engine = engine
+    def __init__(self, server: FastGrpcServer, drain_timeout_s: float) -> None:
+        self._server = server
         self._drain_timeout_s = drain_timeout_s
         self._ending = asyncio.Event()
 
     async def serve(self) -> None:
         """Serve until `stop`, then drain."""
         await self._ending.wait()
-        await self._engine.stop(self._drain_timeout_s)
+        await self._server.stop(self._drain_timeout_s)
 
     def stop(self, now: bool = False) -> None:
         """Begin to drain, or with `now` end all calls."""
         if now:
             self._drain_timeout_s = 0.0
         self._ending.set()
-
-
-def grpc_engine(settings: Settings, methods: Methods, client_limits: ClientLimits, tls: ServerTls | None) -> GrpcEngine:
-    """Create the gRPC engine of the settings; the other one is not imported."""
-    if settings.grpc_engine == "fast":
-        from headrace.grpc.fast_server import FastGrpcServer
-
-        return FastGrpcServer(methods, client_limits, tls)
-    from headrace.grpc.grpcio_server import GrpcioServer
-
-    return GrpcioServer(methods, client_limits, tls)
 
 
 def server_tls(settings: Settings) -> ServerTls | None:

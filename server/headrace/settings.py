@@ -35,7 +35,7 @@ _LEVELS = "not needed: POST /v2/logging changes the level of the running server"
 _TRACES = (
     "not here: POST /v2/trace/setting changes it in the running server; --trace-file and --trace-rate set the start"
 )
-_PINGS = "not here: the times of the gRPC engine are fixed"
+_PINGS = "not here: the times of the gRPC server are fixed"
 _PORTS = "not here: start each server on a port of its own behind a load balancer"
 _RESTRICTED = (
     "write --api-keys-file FILE: keys with the scopes infer, read, metrics, control and admin replace restricted APIs"
@@ -129,16 +129,30 @@ TRITON_HINTS: dict[str, str] = {
 }
 
 
-def triton_hint(option: str) -> str:
-    """Return an explanation of a tritonserver option that is not accepted here; "" for any other.
+# Options of Headrace 0.1 that are gone -> what replaces them.
+REMOVED: dict[str, str] = {"--grpc-engine": "there is one gRPC server, Headrace's own"}
+PREFIX = "HEADRACE_"
+
+
+def option_hint(option: str) -> str:
+    """Return an explanation of an option of tritonserver or of Headrace 0.1 that is not accepted; "" for any other.
 
     Args:
         option: with its dashes, without its value.
     """
+    if option in REMOVED:
+        return f"of Headrace 0.1, which is gone: {REMOVED[option]}; leave the option out"
     return f"of tritonserver: {TRITON_HINTS[option]}" if option in TRITON_HINTS else ""
 
 
-PREFIX = "HEADRACE_"
+def _refuse_removed(environ: Mapping[str, str]) -> None:
+    """Raise ValueError for a variable of an option that is gone."""
+    for option, text in REMOVED.items():
+        variable = PREFIX + option.removeprefix("--").replace("-", "_").upper()
+        if variable in environ:
+            raise ValueError(f"{variable}={environ[variable]}: the variable of Headrace 0.1 is gone: {text}; unset it")
+
+
 _TRUE = {"1", "true", "yes", "on"}
 _HEADER = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 # Headers with a meaning of their own for the front ends.
@@ -183,7 +197,6 @@ class Settings:
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
-    grpc_engine: str = "fast"
     grpc: bool = True
     metrics_port: int | None = None
     model_control: Literal["none", "explicit", "poll"] = "none"
@@ -491,7 +504,6 @@ OPTIONS: tuple[_Option, ...] = (
     _Option("drain_timeout_s", "wait for requests at shutdown (%(default)s)", _seconds, "S"),
     _Option("keep_alive_timeout_s", "keep an HTTP connection between requests (%(default)s)", _seconds, "S"),
     _Option("stream_heartbeat_s", "comment in an event stream without events for so long (%(default)s)", _seconds, "S"),
-    _Option("grpc_engine", "fast: our own HTTP/2; grpcio: for one more release (%(default)s)", ("fast", "grpcio")),
     _Option("grpc", "serve gRPC (on)", _switch),
     _Option("tls_cert", "certificate chain of the server (PEM): TLS for HTTP and gRPC", metavar="FILE"),
     _Option("tls_key", "private key of --tls-cert (PEM)", metavar="FILE"),
@@ -555,13 +567,14 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
         environ: environment variables; None for those of the process.
 
     Raises:
-        ValueError: a variable has an invalid value; names both.
+        ValueError: a variable has an invalid value, or its option is gone; names both.
     """
     text = (
         "a repository or its URL, the folder of one model, or a model file (model.onnx), in place of --model-repository"
     )
     parser.add_argument("path", nargs="*", type=repository_location, metavar="PATH", help=text)
     environ = os.environ if environ is None else environ
+    _refuse_removed(environ)
     for option in OPTIONS:
         option.declare(parser, environ)
     # As in Triton's cache for Redis, which has no passphrase.

@@ -13,10 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import grpc
 
 _END = "-----END CERTIFICATE-----"
 _VERSION = 0xA0
@@ -88,8 +84,8 @@ class TlsFiles:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
-        _read("certificate", self.certificate)
-        _read("key", self.key)
+        _check_readable("certificate", self.certificate)
+        _check_readable("key", self.key)
         try:
             # Without the empty passphrase OpenSSL would prompt on the terminal.
             context.load_cert_chain(self.certificate, self.key, password="")
@@ -100,7 +96,7 @@ class TlsFiles:
                 error,
             ) from error
         if self.client_ca:
-            _read("client CA", self.client_ca)
+            _check_readable("client CA", self.client_ca)
             try:
                 context.load_verify_locations(self.client_ca)
             except ssl.SSLError as error:
@@ -129,7 +125,6 @@ class ServerTls:
         self.files = files
         self.expiry_s = certificate_expiry_s(files.certificate)
         self._contexts: dict[tuple[str, ...], ssl.SSLContext] = {}
-        self._grpc_pair: grpc.ServerCertificateConfiguration | None = None
 
     def context(self, *alpn: str) -> ssl.SSLContext:
         """Return the context for new connections of a listener; see `TlsFiles.ssl_context`."""
@@ -137,15 +132,6 @@ class ServerTls:
         if context is None:
             context = self._contexts[alpn] = self.files.ssl_context(alpn)
         return context
-
-    def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Create credentials for grpcio that follow `reload`; raises the errors of `TlsFiles.ssl_context`."""
-        import grpc  # only here: a server without gRPC does not need the library
-
-        pair = self._grpc_pair = self._read_pair()
-        return grpc.dynamic_ssl_server_credentials(
-            pair, lambda: self._grpc_pair or pair, require_client_authentication=bool(self.files.client_ca)
-        )
 
     def reload(self) -> str:
         """Read the files again for new connections; open connections keep their certificate.
@@ -156,9 +142,7 @@ class ServerTls:
         Raises:
             OSError: a file cannot be read or is invalid; the certificates in force stay.
         """
-        contexts = {alpn: self.files.ssl_context(alpn) for alpn in self._contexts}
-        pair = None if self._grpc_pair is None else self._read_pair()
-        self._contexts, self._grpc_pair = contexts, pair
+        self._contexts = {alpn: self.files.ssl_context(alpn) for alpn in self._contexts}
         self.expiry_s = certificate_expiry_s(self.files.certificate)
         expiry = (
             ""
@@ -167,18 +151,10 @@ class ServerTls:
         )
         return f"the TLS certificate {self.files.certificate}{expiry}"
 
-    def _read_pair(self) -> grpc.ServerCertificateConfiguration:
-        import grpc
 
-        self.files.ssl_context(())  # grpcio only reports "failed to bind" for invalid files
-        authority = _read("client CA", self.files.client_ca) if self.files.client_ca else None
-        pair = (_read("key", self.files.key), _read("certificate", self.files.certificate))
-        return grpc.ssl_server_certificate_configuration([pair], authority)
-
-
-def _read(what: str, path: str) -> bytes:
+def _check_readable(what: str, path: str) -> None:
     try:
-        return Path(path).read_bytes()
+        Path(path).read_bytes()
     except OSError as error:
         raise OSError(error.errno, f"the TLS {what} {path} cannot be read: {error.strerror}") from error
 

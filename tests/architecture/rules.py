@@ -61,7 +61,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/grpc": {
         "ours": "headrace.core headrace.observability headrace.inference headrace.http2 headrace.accept headrace.tls "
         "headrace.config.triton_messages",
-        "third": "google.protobuf grpc grpc_health grpc_reflection msgspec numpy orjson tritonclient uvloop",
+        "third": "google.protobuf grpc_health grpc_reflection msgspec numpy orjson tritonclient uvloop",
     },
     "server/headrace/pipelines": {"ours": "headrace.core headrace.backends.base", "third": "PIL numpy"},
     "server/headrace/pipelines/handle.py": {"ours": PIPELINE, "third": "numpy"},
@@ -128,7 +128,7 @@ ROOMS: dict[str, dict[str, str]] = {
     # `run_server` runs the event loop of each process with sockets.
     "server/headrace/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn uvloop"},
     "server/headrace/accept.py": {"ours": "headrace.core headrace.tls"},
-    "server/headrace/tls.py": {"ours": "headrace.core", "third": "grpc"},
+    "server/headrace/tls.py": {"ours": "headrace.core"},
     "server/headrace/__main__.py": {"ours": "*", "third": "rich uvloop"},
     "server/headrace/banner.py": {
         "ours": "headrace.core headrace.observability headrace.repository.registry headrace.settings",

@@ -1,4 +1,4 @@
-"""gRPC clients of other languages, with the libraries of their registries, against the default gRPC engine.
+"""gRPC clients of other languages, with the libraries of their registries, against the gRPC server.
 
 Each is a program in a folder beside this file. It makes every kind of call, compares values, and prints "ok NAME" for each group.
 """

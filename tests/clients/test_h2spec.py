@@ -49,9 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["small frames", "as served"])
 def server(request: pytest.FixtureRequest, options: tuple[str, ...], folder: Path) -> Iterator[Server]:
-    words = ("--grpc-engine", "fast", *options)
     small = request.param == "small frames"
-    running = start(folder / "empty", folder / "log", *words, **({"command": SMALL_FRAMES} if small else {}))
+    running = start(folder / "empty", folder / "log", *options, **({"command": SMALL_FRAMES} if small else {}))
     try:
         running.wait_until_ready()
         yield running

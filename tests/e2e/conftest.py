@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -16,7 +15,7 @@ from headrace.core.tensor import DATATYPES
 
 from tests.support import models
 from tests.support.attacks import UNBOUNDED_WAITS
-from tests.support.serving import ROOT, Server, serving
+from tests.support.serving import Server, serving
 
 MAX_BODY_BYTES = 4 << 20
 FRUITS = "apple\nbanana\ncherry\n"  # fewer than there are classes: the others have no label
@@ -123,54 +122,14 @@ def reference() -> Reference:
     return Reference()
 
 
-ENGINES = ("grpcio", "fast")
-FAST_ENGINE = ROOT / "server" / "headrace" / "grpc" / "fast_server.py"
-
-
-def skip_absent(engine: str) -> None:
-    """Both engines are held to every test; one that is not there yet is said to be missing, not passed."""
-    if engine == "fast" and not FAST_ENGINE.exists():
-        pytest.skip("server/headrace/grpc/fast_server.py is not there yet")
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
-    skip_absent(request.param)
-    return str(request.param)
-
-
-@contextmanager
-def grpc_serving(engine: str, repository: Path, folder: Path) -> Iterator[Server]:
+@pytest.fixture(scope="session")
+def grpc_server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with every option switched on; `server` has the same models and every option off."""
     options = ("--model-control", "explicit", "--load-model", "*", "--allow-model-override", "--allow-client-shm")
-    with serving(
-        repository, folder, "--grpc-engine", engine, "--max-body-bytes", str(MAX_BODY_BYTES), *options
-    ) as running:
+    folder = tmp_path_factory.mktemp("log_grpc")
+    with serving(repository, folder, "--max-body-bytes", str(MAX_BODY_BYTES), *options) as running:
         assert running.grpc_port, f"the banner does not contain the gRPC port:\n{running.text}"
         yield running
-
-
-# One fixture for each engine and none with a parameter: pytest keeps one value of a parametrised fixture at a time, so
-# that every file would start both servers again.
-
-
-@pytest.fixture(scope="session")
-def grpcio_server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with grpc_serving("grpcio", repository, tmp_path_factory.mktemp("log_grpcio")) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def fast_server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with grpc_serving("fast", repository, tmp_path_factory.mktemp("log_fast")) as running:
-        yield running
-
-
-@pytest.fixture
-def grpc_server(engine: str, request: pytest.FixtureRequest) -> Server:
-    """The session's server with this engine."""
-    server: Server = request.getfixturevalue(f"{engine}_server")
-    return server
 
 
 @pytest.fixture

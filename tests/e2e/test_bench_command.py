@@ -9,18 +9,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from deploy.make_keys import KEYS_FILE, make_keys
 from tests.support.certificates import Certificates
 from tests.support.models import add_model, affine
-from tests.support.serving import Server, free_port, serving
+from tests.support.serving import HOST, Server, free_port, serving
 
 SHORT = ("--duration", "0.4", "--warm-up", "0.1", "--processes", "2")
 
@@ -281,14 +283,32 @@ def test_keys_tls_and_headers(protocol: str, tmp_path: Path) -> None:
         assert key not in json.dumps(document)
 
 
-def test_the_http2_of_grpcio_is_understood(tmp_path: Path) -> None:
+class Forwarding(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Forwards every unary call."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._channel = channel
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        call = self._channel.unary_unary(handler_call_details.method)
+        return grpc.unary_unary_rpc_method_handler(lambda message, _: call(message))
+
+
+@pytest.fixture
+def grpcio_address(bench: Bench) -> Iterator[str]:
+    """A grpcio server that forwards every unary call to the server of the other tests."""
+    with grpc.insecure_channel(bench.server.grpc_address) as channel, ThreadPoolExecutor(16) as pool:
+        forwarding = grpc.server(pool, handlers=[Forwarding(channel)])
+        port = forwarding.add_insecure_port(f"{HOST}:0")
+        forwarding.start()
+        yield f"{HOST}:{port}"
+        forwarding.stop(None).wait()
+
+
+def test_the_http2_of_grpcio_is_understood(bench: Bench, grpcio_address: str) -> None:
     """Another implementation of HTTP/2 on the server's side: dynamic header tables, its own windows and settings."""
-    add_model(tmp_path / "repository", "net", affine())
-    with serving(tmp_path / "repository", tmp_path, "--grpc-engine", "grpcio") as server:
-        other = Bench(server, tmp_path)
-        # 256 KB a request: more than the window of a new stream.
-        for words in (("--concurrency", "12"), ("--concurrency", "3", "--batch", "4096"), ("--rate", "50")):
-            document = other.measure(f"grpc://{server.grpc_address}", "net", "--check", *words)
-            (point,) = document["points"]
-            assert point["errors"] == {}
-            assert point["succeeded"] > 0
+    # 256 KB a request: more than the window of a new stream.
+    for words in (("--concurrency", "12"), ("--concurrency", "3", "--batch", "4096"), ("--rate", "50")):
+        (point,) = bench.measure(f"grpc://{grpcio_address}", "net", "--check", *words)["points"]
+        assert point["errors"] == {}
+        assert point["succeeded"] > 0

@@ -11,22 +11,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support import models
 from tests.support.serving import ROOT
 
 # Calls of one request, generators and coroutines counted each time that they go on. A bound is the count itself.
-BOUNDS = {"http": 73, "grpc on grpcio": 70, "grpc on our own engine": 83}
-ENGINES = {"grpcio": "grpc on grpcio", "fast": "grpc on our own engine"}
+BOUNDS = {"http": 73, "grpc": 83}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_calls_of_one_request(engine: str, tmp_path: Path) -> None:
+def test_calls_of_one_request(tmp_path: Path) -> None:
     models.add_model(tmp_path / "repository", "affine", models.affine())
     env = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.support.call_counter", str(tmp_path / "repository"), engine],
+        [sys.executable, "-m", "tests.support.call_counter", str(tmp_path / "repository")],
         cwd=ROOT,
         env={**env, "HEADRACE_STATE_DIR": ""},
         capture_output=True,
@@ -34,8 +30,7 @@ def test_calls_of_one_request(engine: str, tmp_path: Path) -> None:
         timeout=110,
     )
     assert ran.returncode == 0, ran.stderr
-    for protocol, calls in json.loads(ran.stdout).items():
-        name = ENGINES[engine] if protocol == "grpc" else protocol
+    for name, calls in json.loads(ran.stdout).items():
         total = sum(calls.values())
         listed = "\n".join(f"{number:4} {function}" for function, number in sorted(calls.items()))
         assert 20 < total <= BOUNDS[name], f"{name}: {total} calls, at most {BOUNDS[name]} are allowed:\n{listed}"

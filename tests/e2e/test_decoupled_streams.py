@@ -83,7 +83,7 @@ max_batch_size: 0
 input [ { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] } ]
 output [ { name: "NUMBER" data_type: TYPE_INT32 dims: [ 1 ] } ]
 """
-SERVERS = {"fast": (), "grpcio": ("--grpc-engine", "grpcio"), "front ends": ("--front-ends", "2")}
+SERVERS = {"one process": (), "front ends": ("--front-ends", "2")}
 PATH = "/v2/models/ticker/generate"
 # Most responses that a reader that stalls costs: those of the server's bound, of its write buffers and of the kernel's.
 PAD_BYTES = 64 << 10

@@ -24,8 +24,8 @@ OPTIONS = ("--allow-client-shm", "--cache-config", "local,size=16MiB")
 KEY = "/failures_after_answers_test"
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("answers")
     repository = folder / "repository"
     models.add_model(repository, "affine", models.affine(), config="max_batch_size: 8\n")
@@ -35,7 +35,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     steps = [("step", {"X": "X"}, {"Y": "Y"})]
     tensors = {"X": ("TYPE_FP32", (16,))}, {"Y": ("TYPE_FP32", (4,))}
     models.add_pipeline(repository, "pipeline", models.ensemble_config(steps, *tensors))
-    with serving(repository, folder, "--grpc-engine", request.param, *OPTIONS) as running:
+    with serving(repository, folder, *OPTIONS) as running:
         region = shared_memory.create_shared_memory_region("small", KEY, 16, create_only=True)
         with triton_http.InferenceServerClient(running.address) as client:
             client.register_system_shared_memory("small", KEY, 16)

@@ -203,12 +203,11 @@ def test_rejections_under_overload_are_counted_exactly(tmp_path: Path, config: s
         assert increase(f'headrace_errors_total{{protocol="http",reason="{reason}"}}') == refused
 
 
-@pytest.mark.parametrize("engine", ["fast", "grpcio"])
-def test_rejections_over_grpc_are_counted_exactly(tmp_path: Path, engine: str) -> None:
+def test_rejections_over_grpc_are_counted_exactly(tmp_path: Path) -> None:
     """Unary calls and streams; a rejection leaves the stream open."""
     config = "dynamic_batching { default_queue_policy { max_queue_size: 2 } }\n"
     models.add_model(tmp_path / "repository", "busy", models.busy(), config=config)
-    with serving(tmp_path / "repository", tmp_path, "--front-ends", "2", "--grpc-engine", engine) as server:
+    with serving(tmp_path / "repository", tmp_path, "--front-ends", "2") as server:
         body = json.loads(slow_request(server))
         before = samples(server)
         content = steps("", body["inputs"][0]["data"][0])

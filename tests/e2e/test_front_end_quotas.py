@@ -32,13 +32,8 @@ QUOTA = {"requests_per_s": 0.00001, "burst": BURST}
 X = np.ones((1, 4), np.float32)
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
-def keys(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Keys:
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     result = Keys(tmp_path_factory.mktemp("keys"))
     for name in ("shop", "other", "third"):
         result.add(name, scopes=[Scope.INFER.value], quota=dict(QUOTA))
@@ -47,11 +42,11 @@ def keys(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Keys:
 
 
 @pytest.fixture(scope="module")
-def servers(engine: str, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+def servers(keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     """A server with front ends, and one without."""
     repository = tmp_path_factory.mktemp("quotas") / "repository"
     models.add_model(repository, "row_sums", models.row_sums())
-    options = ("--api-keys-file", str(keys.path), "--grpc-engine", engine)
+    options = ("--api-keys-file", str(keys.path))
     many, one = tmp_path_factory.mktemp("many"), tmp_path_factory.mktemp("one")
     with (
         serving(repository, many, *options, "--front-ends", "2") as first,

@@ -22,14 +22,14 @@ pb: Any = service_pb2
 X = np.arange(4, dtype=np.float32).reshape(1, 4)
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     """A server with front ends, and one without; `spare` is loaded by tests."""
     repository = tmp_path_factory.mktemp("streams") / "repository"
     for name in ("row_sums", "spare"):
         models.add_model(repository, name, models.row_sums())
     models.add_model(repository, "affine", models.affine())
-    options = ("--grpc-engine", request.param, "--model-control", "explicit")
+    options = ("--model-control", "explicit")
     options += ("--load-model", "row_sums", "--load-model", "affine")
     many, one = tmp_path_factory.mktemp("many"), tmp_path_factory.mktemp("one")
     with (

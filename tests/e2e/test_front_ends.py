@@ -26,11 +26,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def server(
-    request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    options = ("--front-ends", "2", "--grpc-engine", request.param, "--model-control", "explicit", "--load-model", "*")
+@pytest.fixture(scope="module")
+def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = ("--front-ends", "2", "--model-control", "explicit", "--load-model", "*")
     with serving(repository, tmp_path_factory.mktemp("log"), *options) as running:
         yield running
 

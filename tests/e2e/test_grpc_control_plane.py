@@ -1,4 +1,4 @@
-"""Every control RPC with Triton's client, health and reflection with standard clients; on both engines."""
+"""Every control RPC with Triton's client, health and reflection with standard clients."""
 
 from __future__ import annotations
 

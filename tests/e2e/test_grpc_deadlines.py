@@ -1,4 +1,4 @@
-"""Deadlines, cancellation and the drain reach the request in the queue, as the metrics show. On both engines."""
+"""Deadlines, cancellation and the drain reach the request in the queue, as the metrics show."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
-def test_the_drain_answers_running_requests_and_ends_open_streams(engine: str, small: Path, tmp_path: Path) -> None:
-    with serving(small, tmp_path, "--grpc-engine", engine, "--drain-timeout-s", "90") as server:
+def test_the_drain_answers_running_requests_and_ends_open_streams(small: Path, tmp_path: Path) -> None:
+    with serving(small, tmp_path, "--drain-timeout-s", "90") as server:
         ended: list[Any] = []
         with grpc.insecure_channel(server.grpc_address) as channel:
             hold_open = threading.Event()
@@ -140,8 +140,8 @@ def test_the_drain_answers_running_requests_and_ends_open_streams(engine: str, s
             assert ended == [grpc.StatusCode.UNAVAILABLE]
 
 
-def test_requests_still_open_after_the_drain(engine: str, small: Path, tmp_path: Path) -> None:
-    with serving(small, tmp_path, "--grpc-engine", engine, "--drain-timeout-s", "1") as server:
+def test_requests_still_open_after_the_drain(small: Path, tmp_path: Path) -> None:
+    with serving(small, tmp_path, "--drain-timeout-s", "1") as server:
         with grpc.insecure_channel(server.grpc_address) as channel:
             running = hold(server, channel, 60 * STEPS_PER_S)
             queued = channel.unary_unary(INFER).future(steps("q", 1))
@@ -156,10 +156,10 @@ def test_requests_still_open_after_the_drain(engine: str, small: Path, tmp_path:
         server.process.returncode = 0
 
 
-def test_a_port_in_use_is_reported(engine: str, small: Path, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(small: Path, tmp_path: Path) -> None:
     with socket.create_server((HOST, 0)) as occupied:
         port = occupied.getsockname()[1]
-        server = start(small, tmp_path / "log", "--grpc-engine", engine, "--grpc-port", str(port))
+        server = start(small, tmp_path / "log", "--grpc-port", str(port))
         assert server.wait() == 1
         assert "in use" in server.text
         assert str(port) in server.text

@@ -1,4 +1,4 @@
-"""Inference over gRPC with Triton's client: every form of request and response, every datatype; on both engines."""
+"""Inference over gRPC with Triton's client: every form of request and response, every datatype."""
 
 from __future__ import annotations
 

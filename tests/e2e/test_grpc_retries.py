@@ -21,14 +21,14 @@ X = np.ones((1, 16), np.float32)
 QUOTAS = {"brisk": 0.2, "slow": 0.05, "slowest": 0.01}
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio", "front-ends"])
+@pytest.fixture(scope="module", params=["one process", "front ends"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp(f"retries_{request.param}")
+    folder = tmp_path_factory.mktemp("retries")
     for name, requests_per_s in QUOTAS.items():
         limits = f"rate_limits: {{default: {{requests_per_s: {requests_per_s}, burst: 1}}}}\n"
         add_model(folder / "repository", name, affine(), files={"config.yaml": limits})
     add_python_model(folder / "repository", "napping", NAPPING, NAPPING_CONFIG)
-    options = ("--front-ends", "1") if request.param == "front-ends" else ("--grpc-engine", request.param)
+    options = ("--front-ends", "1") if request.param == "front ends" else ()
     with serving(folder / "repository", folder, *options) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""TLS and mutual TLS on the gRPC port, with certificates made for the test; on both engines."""
+"""TLS and mutual TLS on the gRPC port, with certificates made for the test."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def one_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return repository
 
 
-def options(engine: str, files: Certificates) -> list[str]:
-    return ["--grpc-engine", engine, "--tls-cert", str(files.server.certificate), "--tls-key", str(files.server.key)]
+def options(files: Certificates) -> list[str]:
+    return ["--tls-cert", str(files.server.certificate), "--tls-key", str(files.server.key)]
 
 
 @pytest.fixture(scope="module")
 def tls_server(
-    engine: str, one_model: Path, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
+    one_model: Path, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    with serving(one_model, tmp_path_factory.mktemp("log"), *options(engine, certificates)) as running:
+    with serving(one_model, tmp_path_factory.mktemp("log"), *options(certificates)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def mutual_server(
-    engine: str, one_model: Path, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
+    one_model: Path, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     more = ["--tls-client-ca", str(certificates.authority)]
-    with serving(one_model, tmp_path_factory.mktemp("log"), *options(engine, certificates), *more) as running:
+    with serving(one_model, tmp_path_factory.mktemp("log"), *options(certificates), *more) as running:
         yield running
 
 
@@ -122,10 +122,10 @@ def test_reflection_over_tls(tls_server: Server, certificates: Certificates) -> 
 
 @pytest.mark.parametrize("wrong", ["absent.pem", "ca.pem"])
 def test_files_that_are_wrong_end_the_start(
-    engine: str, one_model: Path, certificates: Certificates, tmp_path: Path, wrong: str
+    one_model: Path, certificates: Certificates, tmp_path: Path, wrong: str
 ) -> None:
     key = certificates.authority.with_name(wrong)
-    words = ["--grpc-engine", engine, "--tls-cert", str(certificates.server.certificate), "--tls-key", str(key)]
+    words = ["--tls-cert", str(certificates.server.certificate), "--tls-key", str(key)]
     server = start(one_model, tmp_path / "log", *words)
     assert server.wait() != 0
     assert "TLS" in server.text

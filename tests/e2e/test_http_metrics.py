@@ -101,7 +101,7 @@ def test_histograms_count_requests(counted: list[Sample], phase: str) -> None:
 def test_decode_and_encode_phases_are_measured_over_grpc(
     grpc_server: Server, grpc_client: triton_grpc.InferenceServerClient
 ) -> None:
-    """Calls and streams on either engine; a request that is refused has no answer to write, and counts for neither."""
+    """Calls and streams; a request that is refused has no answer to write, and counts for neither."""
     request_input = triton_grpc.InferInput("X", [1, 16], "FP32").set_data_from_numpy(np.zeros((1, 16), np.float32))
     wrong = triton_grpc.InferInput("X", [1, 15], "FP32").set_data_from_numpy(np.zeros((1, 15), np.float32))
     before = samples(grpc_server)

@@ -52,19 +52,15 @@ def over_grpc(server: Server) -> Iterator[Send]:
         yield send
 
 
-@pytest.mark.parametrize(
-    ("engine", "connect"),
-    [("grpcio", over_http), ("grpcio", over_grpc), ("fast", over_grpc)],
-    ids=["http", "grpc on grpcio", "grpc on our own engine"],
-)
+@pytest.mark.parametrize("connect", [over_http, over_grpc], ids=["http", "grpc"])
 def test_lone_requests_over_each_protocol(
-    engine: str, connect: Callable[[Server], AbstractContextManager[Send]], tmp_path: Path
+    connect: Callable[[Server], AbstractContextManager[Send]], tmp_path: Path
 ) -> None:
     models.add_model(tmp_path / "repository", "affine", models.affine())
     result = []
     # A bound that a busy machine keeps to as well; one run of over 2 ms disables the rest.
     for bound_us in ("1000000", "0"):
-        options = ("--grpc-engine", engine, "--inline-bound-us", bound_us)
+        options = ("--inline-bound-us", bound_us)
         (tmp_path / bound_us).mkdir()
         with serving(tmp_path / "repository", tmp_path / bound_us, *options) as server, connect(server) as send:
             result.append([send(rows).tobytes() for rows in ROWS * 20])

@@ -21,7 +21,7 @@ from tests.support.python_models import add_python_model
 from tests.support.serving import HOST, Server, serving
 from tests.support.waiting import until
 
-SERVERS = {"fast": (), "grpcio": ("--grpc-engine", "grpcio"), "front end": ("--front-ends", "1")}
+SERVERS = {"one process": (), "front end": ("--front-ends", "1")}
 # A decoupled model with sequences that is not iterative: two numbers for each request, from the sum of its sequence.
 SUMS = """
 import numpy as np

@@ -1,4 +1,4 @@
-"""Client certificates as credentials, over HTTP and both gRPC engines; heads are cached over connections, principals not."""
+"""Client certificates as credentials, over HTTP and gRPC; heads are cached over connections, principals not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Case:
     """A server with keys and client certificates.
 
     Attributes:
-        server: HTTP and one gRPC engine.
+        server: HTTP and gRPC.
         keys: its keys file.
         authority: PEM file of the authority of all certificates.
         clients: certificates by name.
@@ -48,9 +48,9 @@ def issue(authority: trustme.CA, folder: Path, name: str, common_name: str | Non
     return pair
 
 
-@pytest.fixture(scope="module", params=["grpcio", "fast"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    folder = tmp_path_factory.mktemp(f"certificates-{request.param}")
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    folder = tmp_path_factory.mktemp("certificates")
     authority = trustme.CA()
     authority.cert_pem.write_to_path(folder / "ca.pem")
     server = issue(authority, folder, HOST)
@@ -72,7 +72,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "--tls-client-ca",
         str(folder / "ca.pem"),
     )
-    options = (*tls, "--api-keys-file", str(keys.path), "--grpc-engine", request.param, "--request-log", "all")
+    options = (*tls, "--api-keys-file", str(keys.path), "--request-log", "all")
     with serving(folder / "models", folder, *options) as running:
         yield Case(running, keys, folder / "ca.pem", clients)
 

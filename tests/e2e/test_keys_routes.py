@@ -1,4 +1,4 @@
-"""Keys and scopes on every route, every alias of it, and every RPC of both gRPC engines."""
+"""Keys and scopes on every route, every alias of it, and every RPC."""
 
 from __future__ import annotations
 
@@ -44,25 +44,10 @@ def keys(folder: Path) -> Keys:
 
 
 @pytest.fixture(scope="module")
-def servers(folder: Path, keys: Keys) -> Iterator[dict[str, tuple[Server, int]]]:
-    """A server for each engine, and the port of its metrics."""
-    port = free_port()
-    options = (*OPTIONS, "--api-keys-file", str(keys.path))
-    (folder / "grpcio").mkdir()
-    (folder / "fast").mkdir()
-    with (
-        serving(folder / "models", folder / "grpcio", *options, "--grpc-engine", "grpcio") as one,
-        serving(
-            folder / "models", folder / "fast", *options, "--grpc-engine", "fast", "--metrics-port", str(port)
-        ) as two,
-    ):
-        yield {"grpcio": (one, one.port), "fast": (two, port)}
-
-
-@pytest.fixture(scope="module")
-def server(servers: dict[str, tuple[Server, int]]) -> Server:
+def server(folder: Path, keys: Keys) -> Iterator[Server]:
     """Serves /metrics on the HTTP port."""
-    return servers["grpcio"][0]
+    with serving(folder / "models", folder, *OPTIONS, "--api-keys-file", str(keys.path)) as running:
+        yield running
 
 
 def filled(route: str) -> tuple[str, str]:
@@ -180,21 +165,23 @@ def test_an_invalid_key_does_not_close_open_operations(server: Server) -> None:
     assert server.request("GET", "/v2/health/ready")[0] == 200
 
 
-def test_the_metrics_port_needs_the_scope(servers: dict[str, tuple[Server, int]], keys: Keys) -> None:
-    port = servers["fast"][1]
-    for name in KEYS:
-        connection = http.client.HTTPConnection(HOST, port, timeout=30)
-        connection.request("GET", "/metrics", headers=keys.bearer(name))
-        response = connection.getresponse()
-        content = response.read()
-        expected = 200 if name in ("metrics", "all") else 403 if name else 401
-        assert response.status == expected, (name, content)
-        connection.close()
-    for path in ("/metrics/", "//metrics", "/%6detrics", "/METRICS", "/docs", "/openapi.json", "/"):
-        connection = http.client.HTTPConnection(HOST, port, timeout=30)
-        connection.request("GET", path)
-        assert connection.getresponse().status in (401, 404), path
-        connection.close()
+def test_the_metrics_port_needs_the_scope(folder: Path, keys: Keys, tmp_path: Path) -> None:
+    port = free_port()
+    options = (*OPTIONS, "--api-keys-file", str(keys.path), "--metrics-port", str(port))
+    with serving(folder / "models", tmp_path, *options):
+        for name in KEYS:
+            connection = http.client.HTTPConnection(HOST, port, timeout=30)
+            connection.request("GET", "/metrics", headers=keys.bearer(name))
+            response = connection.getresponse()
+            content = response.read()
+            expected = 200 if name in ("metrics", "all") else 403 if name else 401
+            assert response.status == expected, (name, content)
+            connection.close()
+        for path in ("/metrics/", "//metrics", "/%6detrics", "/METRICS", "/docs", "/openapi.json", "/"):
+            connection = http.client.HTTPConnection(HOST, port, timeout=30)
+            connection.request("GET", path)
+            assert connection.getresponse().status in (401, 404), path
+            connection.close()
 
 
 # gRPC
@@ -247,13 +234,10 @@ def call(channel: grpc.Channel, rpc: str, metadata: list[tuple[str, str]]) -> gr
         return error.code()
 
 
-@pytest.mark.parametrize("engine", ["grpcio", "fast"])
 @pytest.mark.parametrize(("operation", "rpc"), RPCS, ids=[rpc for _, rpc in RPCS])
-def test_every_rpc_needs_its_scope(
-    servers: dict[str, tuple[Server, int]], keys: Keys, engine: str, operation: Operation, rpc: str
-) -> None:
+def test_every_rpc_needs_its_scope(server: Server, keys: Keys, operation: Operation, rpc: str) -> None:
     refused = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-    with grpc.insecure_channel(servers[engine][0].grpc_address) as channel:
+    with grpc.insecure_channel(server.grpc_address) as channel:
         for name in KEYS:
             code = call(channel, rpc, keys.metadata(name))
             if operation.scope is None or name in (operation.scope, "all"):
@@ -266,20 +250,16 @@ def test_every_rpc_needs_its_scope(
         assert code not in refused, code
 
 
-@pytest.mark.parametrize("engine", ["grpcio", "fast"])
-def test_a_key_does_not_stay_with_its_connection(
-    servers: dict[str, tuple[Server, int]], keys: Keys, engine: str
-) -> None:
+def test_a_key_does_not_stay_with_its_connection(server: Server, keys: Keys) -> None:
     rpc = "/inference.GRPCInferenceService/ModelInfer"
-    with grpc.insecure_channel(servers[engine][0].grpc_address) as channel:
+    with grpc.insecure_channel(server.grpc_address) as channel:
         for name in ("infer", "", "read", "infer", "", "all"):
             expected = {"": "UNAUTHENTICATED", "read": "PERMISSION_DENIED"}.get(name, "OK")
             assert call(channel, rpc, keys.metadata(name)).name == expected, name
 
 
-@pytest.mark.parametrize("engine", ["grpcio", "fast"])
-def test_unknown_rpcs_do_nothing(servers: dict[str, tuple[Server, int]], engine: str) -> None:
-    with grpc.insecure_channel(servers[engine][0].grpc_address) as channel:
+def test_unknown_rpcs_do_nothing(server: Server) -> None:
+    with grpc.insecure_channel(server.grpc_address) as channel:
         for path in (
             "/inference.GRPCInferenceService/modelinfer",
             "//inference.GRPCInferenceService/ModelInfer",

@@ -1,4 +1,4 @@
-"""JSON web tokens of an issuer whose key set is behind HTTPS, over HTTP and both gRPC engines."""
+"""JSON web tokens of an issuer whose key set is behind HTTPS, over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Case:
         return self.server.request("POST", "/v2/models/affine/infer", BODY, headers)[0]
 
 
-@pytest.fixture(scope="module", params=["grpcio", "fast"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    folder = tmp_path_factory.mktemp(f"tokens-{request.param}")
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    folder = tmp_path_factory.mktemp("tokens")
     issuer = Issuer("RS256", "ES256", "EdDSA")
     add_model(folder / "models", "affine", affine())
     with https_key_set(folder, issuer.key_set()) as key_set:
         options = ("--jwks", key_set.url, "--jwt-issuer", ISSUER, "--jwt-audience", AUDIENCE)
-        options += ("--grpc-engine", request.param, "--log-format", "json", "--request-log", "all")
+        options += ("--log-format", "json", "--request-log", "all")
         with serving(folder / "models", folder, *options, env={"SSL_CERT_FILE": str(folder / "ca.pem")}) as server:
             yield Case(server, issuer, key_set)
             assert "Traceback" not in server.text

@@ -117,11 +117,10 @@ def test_the_sdk_is_answered(mounted: tuple[Server, str], protocol: str) -> None
 
 
 @needs_sdk
-@pytest.mark.parametrize("engine", ["fast", "grpcio"])
-def test_the_retries_of_the_sdk_wait_until_the_queue_is_shorter(tmp_path: Path, engine: str) -> None:
+def test_the_retries_of_the_sdk_wait_until_the_queue_is_shorter(tmp_path: Path) -> None:
     """Its own pauses, 0.1 s and 0.2 s, end before the model that runs for a second."""
     add_python_model(tmp_path / "repository", "napping", NAPPING, NAPPING_CONFIG)
-    with serving(tmp_path / "repository", tmp_path, "--grpc-engine", engine) as server:
+    with serving(tmp_path / "repository", tmp_path) as server:
         assert sdk("overload", server.grpc_address, "napping") == {"answers": [[1.0] * 16] * 3}
         assert fail_count(server, "napping") >= 1
 

@@ -45,9 +45,9 @@ dynamic_batching {
 SHARED = 'parameters { key: "headrace.fair_sharing" value { string_value: "{}" } }\n'
 
 
-@pytest.fixture(scope="module", params=["grpcio", "fast"])
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp(f"load_{request.param}")
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("load")
     repository = folder / "repository"
     add_model(repository, "busy", busy())
     add_model(repository, "bounded", busy(), config=BOUNDED)
@@ -56,7 +56,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         add_model(repository, name, affine())
         (repository / name / "config.pbtxt").unlink(missing_ok=True)
         (repository / name / "config.yaml").write_text(config)
-    with serving(repository, folder, "--grpc-engine", request.param) as running:
+    with serving(repository, folder) as running:
         yield running
 
 

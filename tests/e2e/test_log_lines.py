@@ -66,13 +66,12 @@ def parsed(text: str) -> list[dict[str, Any]]:
     return lines
 
 
-@pytest.mark.parametrize("engine", ["grpcio", "fast"])
-def test_every_line_of_a_servers_life_is_json(tmp_path: Path, engine: str) -> None:
+def test_every_line_of_a_servers_life_is_json(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     add_model(repository, "good", affine())
     add_model(repository, "apart", affine(), files={"config.yaml": "isolation: process\n"})
     add_model(repository, "wrong", affine(), config=CONTRADICTING)
-    options = ("--model-control", "explicit", "--load-model", "*", "--request-log", "all", "--grpc-engine", engine)
+    options = ("--model-control", "explicit", "--load-model", "*", "--request-log", "all")
     with json_server(repository, tmp_path, *options) as (server, out):
         for name in ("good", "apart"):
             assert server.request("POST", f"/v2/models/{name}/infer", BODY)[0] == 200

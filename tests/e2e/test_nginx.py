@@ -136,15 +136,15 @@ def _listens(port: int) -> bool:
     return True
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def proxy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     tool("nginx")
     folder = tmp_path_factory.mktemp("nginx")
     add_model(folder / "repository", "net", affine(), files={"config.yaml": f"max_batch_size: {LARGE_ROWS}\n"})
     certificates = Certificates(folder)
     make_keys(folder)
     keys = {name: (folder / f"{name}.key").read_text().strip() for name in KEYS}
-    options = ("--api-keys-file", str(folder / KEYS_FILE), "--allowed-host", NAME, "--grpc-engine", request.param)
+    options = ("--api-keys-file", str(folder / KEYS_FILE), "--allowed-host", NAME)
     with serving(folder / "repository", folder, *options) as server:
         port = free_port()
         with nginx(folder, example(port, server, certificates), port):

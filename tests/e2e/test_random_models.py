@@ -256,12 +256,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ref
 
 
 @pytest.mark.timeout(3600 if REQUESTS > 2000 else 120)
-@pytest.mark.parametrize("engine", ["grpcio", "fast"])
-def test_every_answer_is_that_of_the_request_alone(
-    engine: str, references: tuple[Path, list[Reference]], tmp_path: Path
-) -> None:
+def test_every_answer_is_that_of_the_request_alone(references: tuple[Path, list[Reference]], tmp_path: Path) -> None:
     repository, models = references
-    options = ("--grpc-engine", engine, "--allow-client-shm", "--profile-s", "0")
+    options = ("--allow-client-shm", "--profile-s", "0")
     with serving(repository, tmp_path, *options) as server:
         callers = [Caller(server, models, seed, REQUESTS // CALLERS) for seed in range(CALLERS)]
         for caller in callers:
@@ -270,6 +267,6 @@ def test_every_answer_is_that_of_the_request_alone(
             caller.join()
         wrong = [text for caller in callers for text in caller.wrong]
         counts = sum((caller.counts for caller in callers), Counter[str]())
-        print(f"{engine}: {dict(counts)}")
+        print(dict(counts))
         assert not wrong, f"{len(wrong)} of {sum(counts.values())}: " + "\n".join(wrong[:10])
         assert counts["answers"] > REQUESTS // 3

@@ -62,11 +62,11 @@ class Log:
         return self._path.read_text(encoding="ascii").splitlines() if self._path.exists() else []
 
 
-@pytest.fixture(scope="module", params=["grpcio", "fast"])
-def logged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Log]]:
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Log]]:
     folder = tmp_path_factory.mktemp("logged")
     file = folder / "requests.jsonl"
-    options = ("--request-log", "all", "--request-log-file", str(file), "--grpc-engine", request.param)
+    options = ("--request-log", "all", "--request-log-file", str(file))
     with serving(repository(folder), folder, *options) as server:
         yield server, Log(file)
         assert "Traceback" not in server.text

@@ -122,10 +122,9 @@ def test_a_stream_with_invalid_metadata_is_refused(grpc_channel: grpc.Channel) -
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("engine", ["grpcio", "fast"])
-def test_the_operator_names_the_header_of_the_client(tmp_path: Path, engine: str) -> None:
+def test_the_operator_names_the_header_of_the_client(tmp_path: Path) -> None:
     add_model(tmp_path / "repository", "affine", affine())
-    options = ("--client-header", "X-Api-Key", "--grpc-engine", engine)
+    options = ("--client-header", "X-Api-Key")
     with serving(tmp_path / "repository", tmp_path, *options) as server:
         path, body = "/v2/models/affine/infer", b"{}"
         for name in ("x-api-key", "x-headrace-client"):

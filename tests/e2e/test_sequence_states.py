@@ -46,11 +46,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("states") / "repository")
 
 
-@pytest.fixture(scope="module", params=["fast", "front_end"])
+@pytest.fixture(scope="module", params=["one process", "front end"])
 def server(
     request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    options = ("--front-ends", "1") if request.param == "front_end" else ()
+    options = ("--front-ends", "1") if request.param == "front end" else ()
     with serving(
         repository, tmp_path_factory.mktemp("log"), *options, "--model-control", "explicit", "--load-model", "*"
     ) as running:

@@ -40,11 +40,7 @@ def build(repository: Path) -> Path:
     return repository
 
 
-SERVERS = {
-    "fast": ("--grpc-engine", "fast"),
-    "grpcio": ("--grpc-engine", "grpcio"),
-    "front_end": ("--grpc-engine", "fast", "--front-ends", "1"),
-}
+SERVERS = {"one process": (), "front end": ("--front-ends", "1")}
 
 
 @pytest.fixture(scope="module")

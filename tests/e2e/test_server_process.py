@@ -90,10 +90,9 @@ def probes(server: Server) -> set[object]:
         return {status == 200, client.is_server_ready(), standard, float(gauge[1]) == 1}
 
 
-@pytest.mark.parametrize("engine", ["grpcio", "fast"])
 @pytest.mark.parametrize("rule", ["any", "all"])
-def test_every_probe_follows_ready_when(good: Path, mixed: Path, tmp_path: Path, rule: str, engine: str) -> None:
-    options = ("--ready-when", rule, "--grpc-engine", engine, "--model-control", "explicit")
+def test_every_probe_follows_ready_when(good: Path, mixed: Path, tmp_path: Path, rule: str) -> None:
+    options = ("--ready-when", rule, "--model-control", "explicit")
     models_at_start = ("--load-model", "row_sums", "--load-model", "wrong")
     with serving(mixed, tmp_path, "--model-repository", str(good), *options, *models_at_start) as server:
         # One serves, one is quarantined, one was never requested.
@@ -521,11 +520,10 @@ def test_commands_suggest_the_nearest_model(good: Path, tmp_path: Path) -> None:
     assert "did you mean headrace serve m.onnx --http-port 0?" in done.stderr
 
 
-@pytest.mark.parametrize("engine", ["fast", "grpcio"])
-def test_only_the_engine_grpcio_loads_grpcio(tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize("options", [(), ("--front-ends", "1")], ids=["one process", "front end"])
+def test_no_process_of_the_server_loads_grpcio(tmp_path: Path, options: tuple[str, ...]) -> None:
     folder = models.add_model(tmp_path / "models", "affine", models.affine(), config="max_batch_size: 8\n")
     assert (folder / "config.pbtxt").is_file(), "read with Triton's messages"
-    options = () if engine == "fast" else ("--grpc-engine", engine)
     with serving(tmp_path / "models", tmp_path, *options) as server:
         with grpc.insecure_channel(server.grpc_address) as channel:
             services = ProtoReflectionDescriptorDatabase(channel).get_services()
@@ -535,7 +533,7 @@ def test_only_the_engine_grpcio_loads_grpcio(tmp_path: Path, engine: str) -> Non
         pids = [server.process.pid, *children(server.process.pid)]
         mapped = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
     assert "inference.GRPCInferenceService" in services
-    assert ("cygrpc" in mapped) == (engine == "grpcio")
+    assert "cygrpc" not in mapped, "the extension module of grpcio, which every import of it loads"
 
 
 def test_the_command_of_a_server_with_keys_needs_the_key(

@@ -69,9 +69,8 @@ def test_hundreds_of_connections_stay_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("engine", ["fast", "grpcio"])
-def test_a_server_with_keys_passes(tmp_path: Path, engine: str) -> None:
-    words = ("--seconds", "20", "--keys", "--grpc-engine", engine, "--connections", "20")
+def test_a_server_with_keys_passes(tmp_path: Path) -> None:
+    words = ("--seconds", "20", "--keys", "--connections", "20")
     status, printed, soak_report = soak(tmp_path, *words, *BUSY)
     assert status == 0, printed
     refused = {(line["way"], line["model"]) for line in soak_report["requests"] if line["counts"].get("refused")}
@@ -93,7 +92,7 @@ def test_a_server_that_ignores_its_keys_does_not_pass(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_server_with_faults_does_not_pass(tmp_path: Path) -> None:
-    words = ("--seconds", "18", "--grpc-engine", "fast", "--command", FAULTY)
+    words = ("--seconds", "18", "--command", FAULTY)
     status, printed, soak_report = soak(tmp_path, *words, *BUSY)
     assert status == 1, printed
     failed = {verdict["name"] for verdict in soak_report["verdicts"] if not verdict["passed"]}

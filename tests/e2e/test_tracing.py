@@ -57,16 +57,15 @@ def infer(server: Server, model: str = "affine", headers: dict[str, str] | None 
     return server.request("POST", f"/v2/models/{model}/infer", body(**more), headers)[0]
 
 
-@pytest.fixture(scope="module", params=["grpcio", "fast"])
+@pytest.fixture(scope="module", params=["grpc", "http"])
 def traced(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Receiver]]:
     folder = tmp_path_factory.mktemp("traced")
-    engine: str = request.param
-    with receiving("grpc" if engine == "grpcio" else "http") as receiver:
-        protocol = "grpc" if engine == "grpcio" else "http"
+    protocol: str = request.param
+    with receiving(protocol) as receiver:
         options = ("--otlp-endpoint", receiver.endpoint, "--otlp-protocol", protocol, "--trace-rate", "0")
-        with serving(repository(folder), folder, *options, "--grpc-engine", engine) as server:
+        with serving(repository(folder), folder, *options) as server:
             yield server, receiver
             assert "Traceback" not in server.text
 

@@ -63,11 +63,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["one", "fast", "grpcio"])
+@pytest.fixture(scope="module", params=["one process", "front ends"])
 def server(
     request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    front_ends = () if request.param == "one" else ("--front-ends", "2", "--grpc-engine", request.param)
+    front_ends = () if request.param == "one process" else ("--front-ends", "2")
     with serving(repository, tmp_path_factory.mktemp("log"), *OPTIONS, *front_ends) as running:
         yield running
 

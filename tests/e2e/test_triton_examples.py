@@ -1,4 +1,4 @@
-"""Triton's example scripts, repeated with its clients on models of the same names; on both gRPC engines.
+"""Triton's example scripts, repeated with its clients on models of the same names.
 
 The scripts are in `src/python/examples` of the repository triton-inference-server/client. Each test names those whose requests
 and checks it makes. Not here: sequences, decoupled models and CUDA shared memory.
@@ -88,12 +88,11 @@ def build(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["grpcio", "fast"])
-def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp(f"stock_{request.param}")
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("stock")
     options = ("--model-control", "explicit", "--load-model", "*", "--allow-model-override", "--allow-client-shm")
-    engine = ("--grpc-engine", request.param, "--id", "triton")
-    with serving(build(folder / "models"), folder, *options, *engine) as running:
+    with serving(build(folder / "models"), folder, *options, "--id", "triton") as running:
         yield running
         assert "Traceback" not in running.text
 

@@ -33,10 +33,10 @@ dynamic_batching { max_queue_delay_microseconds: 2000 }
 """
 
 
-@pytest.fixture(scope="module", params=["grpcio", "fast"])
-def odd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Models for odd requests, with client shared memory, behind either gRPC engine."""
-    folder = tmp_path_factory.mktemp(f"odd_{request.param}")
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Models for odd requests, with client shared memory."""
+    folder = tmp_path_factory.mktemp("odd")
     for datatype in DATATYPES:
         models.add_model(folder / "models", f"identity_{datatype.name.lower()}", models.identity(datatype.name))
     boxes = models.identity("FP32", ("batch", "n", 4))
@@ -48,7 +48,7 @@ def odd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     models.add_model(folder / "models", "affine", models.affine())
     models.add_model(folder / "models", "sum_difference", models.sum_difference())
     models.add_model(folder / "models", "broken", b"this is no ONNX file")
-    options = ("--grpc-engine", request.param, "--allow-client-shm", "--id", "triton")
+    options = ("--allow-client-shm", "--id", "triton")
     with serving(folder / "models", folder, *options) as running:
         yield running
         assert "Traceback" not in running.text

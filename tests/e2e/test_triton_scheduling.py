@@ -33,13 +33,13 @@ LEVELS = "max_batch_size: 1\ndynamic_batching { priority_levels: 3 default_prior
 X = np.ones((1, 16), np.float32)
 
 
-@pytest.fixture(scope="module", params=["grpcio", "fast"])
-def scheduled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp(f"scheduling_{request.param}")
+@pytest.fixture(scope="module")
+def scheduled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("scheduling")
     for name, config in BUSY.items():
         add_model(folder / "models", name, busy(), config=config or None)
     add_model(folder / "models", "affine", affine(), config=LEVELS)
-    with serving(folder / "models", folder, "--grpc-engine", request.param) as server:
+    with serving(folder / "models", folder) as server:
         yield server
 
 

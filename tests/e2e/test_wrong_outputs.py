@@ -47,8 +47,8 @@ def narrow() -> onnx.ModelProto:
     return onnx_model(nodes, {"X": (FP32, ("N", 4))}, {"Y": (FP32, ("N", 4))}, mask)
 
 
-@pytest.fixture(scope="module", params=["grpcio", "fast"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("wrong")
     repository = folder / "models"
     add_model(repository, "detector", detector("num_dets"))
@@ -60,7 +60,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     add_model(repository, "running_sum_batched", running_sum(), config=BATCHES)
     add_model(repository, "narrow", narrow(), config="max_batch_size: 4\n")
     add_model(repository, "affine", affine(4))
-    options = ("--model-control", "explicit", "--load-model", "*", "--grpc-engine", request.param)
+    options = ("--model-control", "explicit", "--load-model", "*")
     with serving(repository, folder, *options) as running:
         yield running
 

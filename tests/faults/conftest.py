@@ -17,26 +17,10 @@ def nothing_held(server: Attacked) -> None:
 
 
 @pytest.fixture(scope="session")
-def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
-    """With our own gRPC engine; HTTP is the same behind both."""
-    with attack("fast", tmp_path_factory.mktemp("attacked")) as server:
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    with attack(tmp_path_factory.mktemp("attacked")) as server:
         yield server
         nothing_held(server)
-
-
-@pytest.fixture(scope="session")
-def grpcio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
-    """With grpcio."""
-    with attack("grpcio", tmp_path_factory.mktemp("attacked")) as server:
-        yield server
-        nothing_held(server)
-
-
-@pytest.fixture(params=["fast", "grpcio"])
-def attacked(request: pytest.FixtureRequest) -> Attacked:
-    """Either engine, for what goes over gRPC."""
-    server: Attacked = request.getfixturevalue(request.param)
-    return server
 
 
 @pytest.fixture

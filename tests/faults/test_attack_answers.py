@@ -22,22 +22,14 @@ pb: Any = service_pb2
 NUMBERS = 6_000_000
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def ramped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+@pytest.fixture(scope="module")
+def ramped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     """A server with `ramp`, whose responses are as large as a request says."""
     folder = tmp_path_factory.mktemp("ramped")
     add_model(folder / "models", "ramp", ramp())
     add_model(folder / "models", "identity_fp64", identity("FP64"))
-    with attack(request.param, folder) as server:
+    with attack(folder) as server:
         yield server
-
-
-@pytest.fixture
-def over_http(ramped: Attacked) -> Attacked:
-    """The same behind our own gRPC engine only: HTTP is the same behind both."""
-    if ramped.engine != "fast":
-        pytest.skip("HTTP is the same behind both gRPC engines")
-    return ramped
 
 
 def body(count: int, **output: object) -> bytes:
@@ -66,43 +58,43 @@ def grpc_request(count: int, classes: int) -> Any:
     return request
 
 
-def test_large_json_answers_do_not_stall_the_server(over_http: Attacked) -> None:
-    with watched(over_http, "S20 large JSON answers") as watch, ThreadPoolExecutor(3) as pool:
-        answers = list(pool.map(lambda _: post(over_http, body(NUMBERS)), range(3)))
+def test_large_json_answers_do_not_stall_the_server(ramped: Attacked) -> None:
+    with watched(ramped, "S20 large JSON answers") as watch, ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda _: post(ramped, body(NUMBERS)), range(3)))
     watch.check(liveness_s=0.5)
     for answer in answers:
         assert np.array_equal(numbers(answer), np.arange(NUMBERS, dtype=np.float32) + np.float32(0.5))
-    over_http.still_serves()
+    ramped.still_serves()
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_large_compressed_answers_do_not_stall_the_server(over_http: Attacked, encoding: str) -> None:
-    with watched(over_http, f"S20 large {encoding} answers") as watch:
-        answer = post(over_http, body(4 * NUMBERS, binary_data=True), **{"accept-encoding": encoding})
+def test_large_compressed_answers_do_not_stall_the_server(ramped: Attacked, encoding: str) -> None:
+    with watched(ramped, f"S20 large {encoding} answers") as watch:
+        answer = post(ramped, body(4 * NUMBERS, binary_data=True), **{"accept-encoding": encoding})
     watch.check(liveness_s=0.5)
     content = (gzip.decompress if encoding == "gzip" else zlib.decompress)(answer)
     assert content.endswith(np.float32(4 * NUMBERS - 0.5).tobytes())
-    over_http.still_serves()
+    ramped.still_serves()
 
 
-def test_clients_that_do_not_wait_for_large_answers(over_http: Attacked) -> None:
+def test_clients_that_do_not_wait_for_large_answers(ramped: Attacked) -> None:
     """They disconnect while their answer is encoded."""
-    with watched(over_http, "S20 large JSON answers abandoned") as watch:
+    with watched(ramped, "S20 large JSON answers abandoned") as watch:
         for _ in range(6):
-            with over_http.connect() as wire:
+            with ramped.connect() as wire:
                 content = body(NUMBERS // 4)
                 head = (
                     f"POST /v2/models/ramp/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
                 )
                 wire.pour([head.encode() + content])
-        until(lambda: not over_http.samples("headrace_in_flight", model="ramp")[0])
+        until(lambda: not ramped.samples("headrace_in_flight", model="ramp")[0])
     watch.check()
-    over_http.still_serves()
+    ramped.still_serves()
 
 
-def test_pipelined_requests_get_large_and_small_answers_in_order(over_http: Attacked) -> None:
+def test_pipelined_requests_get_large_and_small_answers_in_order(ramped: Attacked) -> None:
     counts = [100_000, 1, 50_000, 2, 70_000, 3]
-    with over_http.connect() as wire:
+    with ramped.connect() as wire:
         for count in counts:
             content = body(count)
             head = f"POST /v2/models/ramp/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -119,13 +111,13 @@ def test_pipelined_requests_get_large_and_small_answers_in_order(over_http: Atta
             data = data[size:]
 
 
-def test_repeated_requests_get_their_large_answers(over_http: Attacked) -> None:
+def test_repeated_requests_get_their_large_answers(ramped: Attacked) -> None:
     """A repeated head takes the fast path, and its large answer leaves that path."""
     content = body(60_000)
     request = (
         f"POST /v2/models/ramp/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode()
     )
-    with over_http.connect() as wire:
+    with ramped.connect() as wire:
         for _ in range(5):
             wire.pour([request + content])
             assert wire.answer() == (200, "")
@@ -133,7 +125,7 @@ def test_repeated_requests_get_their_large_answers(over_http: Attacked) -> None:
 
 def test_shutdown_waits_for_large_answers(tmp_path: Any) -> None:
     add_model(tmp_path / "models", "ramp", ramp())
-    with attack("fast", tmp_path) as server:
+    with attack(tmp_path) as server:
         answers: list[bytes] = []
         thread = threading.Thread(target=lambda: answers.append(post(server, body(NUMBERS))))
         thread.start()
@@ -144,11 +136,11 @@ def test_shutdown_waits_for_large_answers(tmp_path: Any) -> None:
         assert len(numbers(answers[0])) == NUMBERS
 
 
-def test_the_best_of_a_large_output(over_http: Attacked) -> None:
-    with watched(over_http, "S18 classification over HTTP") as watch:
-        few = post(over_http, body(4_000_000, classification=3))
-        many = post(over_http, body(4_000_000, classification=65_536))
-        status, text = over_http.infer(body(4_000_000, classification=4_000_000), "ramp")
+def test_the_best_of_a_large_output(ramped: Attacked) -> None:
+    with watched(ramped, "S18 classification over HTTP") as watch:
+        few = post(ramped, body(4_000_000, classification=3))
+        many = post(ramped, body(4_000_000, classification=65_536))
+        status, text = ramped.infer(body(4_000_000, classification=4_000_000), "ramp")
     watch.check(liveness_s=0.5)
     assert json.loads(few)["outputs"][0]["data"] == [
         f"{n - 0.5:.6f}:{n - 1}" for n in (4_000_000, 3_999_999, 3_999_998)
@@ -157,7 +149,7 @@ def test_the_best_of_a_large_output(over_http: Attacked) -> None:
     assert output["shape"] == [65_536]
     assert output["data"][-1] == f"{4_000_000 - 65_536 + 0.5:.6f}:{4_000_000 - 65_536}"
     assert (status, "4000000 classes in 1 rows, at most 65536" in text) == (400, True), text
-    over_http.still_serves()
+    ramped.still_serves()
 
 
 def test_the_best_of_a_large_output_over_grpc(ramped: Attacked) -> None:
@@ -178,12 +170,12 @@ def test_the_best_of_a_large_output_over_grpc(ramped: Attacked) -> None:
 
 
 @pytest.mark.parametrize("count", [4, 2_000, 100_000])
-def test_nan_and_infinities_are_no_nulls(over_http: Attacked, count: int) -> None:
+def test_nan_and_infinities_are_no_nulls(ramped: Attacked, count: int) -> None:
     """Attack S24: in small answers, in answers of one step and in those of a codec thread; the request has them too."""
     values = [float("nan"), float("inf"), float("-inf"), 0.5] * (count // 4)
     tensor = {"name": "X", "datatype": "FP64", "shape": [1, count], "data": values}
     content = json.dumps({"inputs": [tensor]}).encode()
-    status, _, answer = over_http.server.request("POST", "/v2/models/identity_fp64/infer", content)
+    status, _, answer = ramped.server.request("POST", "/v2/models/identity_fp64/infer", content)
     assert status == 200, answer[:500]
     assert b"null" not in answer
     assert np.array_equal(json.loads(answer)["outputs"][0]["data"], values, equal_nan=True)

@@ -54,7 +54,7 @@ def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     folder = tmp_path_factory.mktemp("bounded")
     add_model(folder / "models", "zeros", zeros())
     options = ("--max-body-bytes", str(16 << 20), "--max-total-body-bytes", str(TOTAL_BYTES))
-    with attack("fast", folder, *options) as server:
+    with attack(folder, *options) as server:
         yield server
         until(lambda: server.samples("headrace_body_bytes") == [0.0])
 
@@ -130,7 +130,7 @@ def test_unread_responses_over_tls_are_bounded(tmp_path: Path) -> None:
         return context.wrap_socket(unread_socket(server.port), server_hostname=HOST)
 
     with serving(tmp_path / "models", tmp_path, *files, *limits, "--no-grpc", "--stall-timeout-s", "3") as server:
-        attacked = Attacked(server, "fast", tmp_path / "models")
+        attacked = Attacked(server, tmp_path / "models")
         with secure(server) as sock:
             assert read_answer(sock) == ANSWER_BYTES
         before = attacked.forget_peak()
@@ -254,11 +254,11 @@ def test_a_slow_body_is_refused_and_a_steady_one_is_not(bounded: Attacked) -> No
 # --- S12 over gRPC -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def bounded_grpc(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
-    """A server with 64 MiB for all bodies and unread responses, with each engine of gRPC."""
+@pytest.fixture(scope="module")
+def bounded_grpc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    """A server with 64 MiB for all bodies and unread responses."""
     options = ("--max-body-bytes", str(16 << 20), "--max-total-body-bytes", str(TOTAL_BYTES))
-    with attack(request.param, tmp_path_factory.mktemp("bounded_grpc"), *options) as server:
+    with attack(tmp_path_factory.mktemp("bounded_grpc"), *options) as server:
         yield server
         until(lambda: server.samples("headrace_body_bytes") == [0.0])
 
@@ -289,16 +289,12 @@ def large_message(columns: int = 500_000) -> Any:
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "RepositoryModelLoad"])
 def test_messages_that_stop_before_their_end(bounded_grpc: Attacked, method: str) -> None:
-    """Four messages fill the memory and stop 10 bytes before their end. Small calls are served at once, large ones soon.
-
-    grpcio counts complete messages only, so incomplete ones refuse no other call.
-    """
-    server, is_counted = bounded_grpc, bounded_grpc.engine == "fast"
+    """Four messages fill the memory and stop 10 bytes before their end. Small calls are served at once, large ones soon."""
+    server = bounded_grpc
     with watched(server, f"S12 messages that stop before their end, {method}") as watch, ExitStack() as stack:
         hits = server.reached("min_body_bytes_per_s", "grpc")
         peers = [incomplete_call(stack, server, method, BODY_BYTES) for _ in range(4)]
-        if is_counted:
-            until(lambda: server.samples("headrace_body_bytes")[0] >= 4 * (BODY_BYTES - 10))
+        until(lambda: server.samples("headrace_body_bytes")[0] >= 4 * (BODY_BYTES - 10))
         begun_s, seen = time.monotonic(), set()
         while "OK" not in seen and time.monotonic() < begun_s + 20:
             assert server.infer(http_body()) == (200, "")
@@ -306,10 +302,9 @@ def test_messages_that_stop_before_their_end(bounded_grpc: Attacked, method: str
             assert server.server.request("GET", "/v2/health/ready")[0] == 200
             seen.add(server.call(large_message())[0])
         assert "OK" in seen, "the slowest message gives way"
-        assert seen == ({"OK", "UNAVAILABLE"} if is_counted else {"OK"})
-        if is_counted:
-            assert server.reached("min_body_bytes_per_s", "grpc") > hits
-            assert {grpc_status(peer) for peer in peers} - {""} == {"4"}  # DEADLINE_EXCEEDED
+        assert seen == {"OK", "UNAVAILABLE"}
+        assert server.reached("min_body_bytes_per_s", "grpc") > hits
+        assert {grpc_status(peer) for peer in peers} - {""} == {"4"}  # DEADLINE_EXCEEDED
     watch.check(room_bytes=ROOM_BYTES)
     until(lambda: server.samples("headrace_body_bytes") == [0.0])
     server.still_serves()

@@ -114,19 +114,19 @@ def ask(server: Attacked, target: str, *lines: str, version: str = "1.1", port: 
         ("http://localhost:8000/v2", ("Host: localhost",), "1.1", 200),
     ],
 )
-def test_host(fast: Attacked, target: str, lines: tuple[str, ...], version: str, status: int) -> None:
-    assert ask(fast, target, *lines, version=version)[0] == status
+def test_host(attacked: Attacked, target: str, lines: tuple[str, ...], version: str, status: int) -> None:
+    assert ask(attacked, target, *lines, version=version)[0] == status
     # A second time, since the check of a value is cached.
-    found, text = ask(fast, target, *lines, version=version)
+    found, text = ask(attacked, target, *lines, version=version)
     assert found == status
     assert status != 421 or "--allowed-host evil.example" in text or "--allowed-host " in text
 
 
-def test_dns_rebinding(fast: Attacked) -> None:
+def test_dns_rebinding(attacked: Attacked) -> None:
     infer = [f"POST {INFER} HTTP/1.1", f"Content-Length: {len(http_body())}", "Content-Type: text/plain"]
-    with watched(fast, "S15 DNS rebinding") as watch:
+    with watched(attacked, "S15 DNS rebinding") as watch:
         for host in ("localhost", "evil.example", "localhost", "evil.example"):  # with cached heads between them
-            with fast.connect() as wire:
+            with attacked.connect() as wire:
                 for _ in range(3):
                     wire.pour(["\r\n".join((*infer, f"Host: {host}", "", "")).encode() + http_body()])
                     status, text = wire.answer()
@@ -138,12 +138,12 @@ def test_dns_rebinding(fast: Attacked) -> None:
                     assert wire.closed()
                     break
     watch.check()
-    fast.still_serves()
+    attacked.still_serves()
 
 
 @pytest.mark.slow
-def test_a_browser_at_a_rebound_name_reads_nothing(fast: Attacked, browser: Browser) -> None:
-    page = browser.open(f"{EVIL}:{fast.server.port}/")
+def test_a_browser_at_a_rebound_name_reads_nothing(attacked: Attacked, browser: Browser) -> None:
+    page = browser.open(f"{EVIL}:{attacked.server.port}/")
     assert page.statuses(EVIL)[0] == 421
     answer = page.evaluate("fetch('/v2/status').then((response) => response.status)")
     assert answer == 421
@@ -160,7 +160,7 @@ def test_allowed_hosts(tmp_path: Path) -> None:
         "--allowed-host",
         "other.example",
     )
-    with attack("fast", tmp_path, *options) as server:
+    with attack(tmp_path, *options) as server:
         for host, status in (("models.example:443", 200), ("other.example.", 200), ("evil.example", 421)):
             assert ask(server, "/v2", f"Host: {host}")[0] == status
         for host, status in (("models.example", 200), ("localhost", 200), ("evil.example", 421)):
@@ -181,22 +181,22 @@ def test_allowed_hosts(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "application/json", ""])
-def test_cross_site_changes(fast: Attacked, browser_headers: dict[str, str], media_type: str) -> None:
-    before = state(fast)
+def test_cross_site_changes(attacked: Attacked, browser_headers: dict[str, str], media_type: str) -> None:
+    before = state(attacked)
     headers = {**browser_headers, **({"Content-Type": media_type} if media_type else {})}
     for path, body in CHANGES.items():
         content = b"" if body is None else json.dumps(body).encode()
-        status, _, answer = fast.server.request("POST", path, content, headers)
+        status, _, answer = attacked.server.request("POST", path, content, headers)
         assert (status, b"--cors-origin" in answer) == (403, True), path
-    assert fast.infer(http_body(), **browser_headers)[0] == 403
-    assert state(fast) == before
+    assert attacked.infer(http_body(), **browser_headers)[0] == 403
+    assert state(attacked) == before
 
 
 @pytest.mark.slow
-def test_a_page_of_another_origin(fast: Attacked, page: Page) -> None:
-    before = state(fast)
-    url = fast.server.url
-    with watched(fast, "S14 cross-site requests") as watch:
+def test_a_page_of_another_origin(attacked: Attacked, page: Page) -> None:
+    before = state(attacked)
+    url = attacked.server.url
+    with watched(attacked, "S14 cross-site requests") as watch:
         for path, body in CHANGES.items():
             text = json.dumps(json.dumps(body or {}))
             page.evaluate(f"fetch('{url}{path}', {{method: 'POST', mode: 'no-cors', body: {text}}}).then(() => 1)")
@@ -216,29 +216,29 @@ def test_a_page_of_another_origin(fast: Attacked, page: Page) -> None:
     assert set(statuses) == {403}
     with pytest.raises(AssertionError, match="Failed to fetch"):
         page.evaluate(f"fetch('{url}/v2').then((response) => response.json())")
-    assert state(fast) == before
+    assert state(attacked) == before
     watch.check()
-    fast.still_serves()
+    attacked.still_serves()
 
 
 @pytest.mark.slow
-def test_programs_and_own_pages_change_state_as_before(fast: Attacked, browser: Browser) -> None:
+def test_programs_and_own_pages_change_state_as_before(attacked: Attacked, browser: Browser) -> None:
     reset = json.dumps({"log_verbose_level": 0}).encode()
     for headers in (
         {},
         {"Content-Type": "text/plain"},
         {"Content-Type": "application/x-www-form-urlencoded"},  # curl -d
-        {"Content-Type": "application/json", "Sec-Fetch-Site": "same-origin", "Origin": fast.server.url},
+        {"Content-Type": "application/json", "Sec-Fetch-Site": "same-origin", "Origin": attacked.server.url},
         {"Content-Type": "application/json", "Sec-Fetch-Site": "none"},
-        {"Content-Type": "application/json", "Origin": f"http://localhost:{fast.server.port}"},
+        {"Content-Type": "application/json", "Origin": f"http://localhost:{attacked.server.port}"},
     ):
-        named = {"Host": f"localhost:{fast.server.port}", **headers}
-        assert fast.server.request("POST", LOGGING, reset, named)[0] == 200, headers
-    status, _, answer = fast.server.request(
+        named = {"Host": f"localhost:{attacked.server.port}", **headers}
+        assert attacked.server.request("POST", LOGGING, reset, named)[0] == 200, headers
+    status, _, answer = attacked.server.request(
         "POST", LOGGING, reset, {"Sec-Fetch-Site": "same-origin", "Content-Type": "text/plain"}
     )
     assert (status, b"send application/json" in answer) == (403, True)
-    page = browser.open(f"{fast.server.url}/")
+    page = browser.open(f"{attacked.server.url}/")
     post = "{method: 'POST', headers: {'content-type': 'application/json'}, body: '{\"log_verbose_level\": 0}'}"
     assert page.evaluate(f"fetch('/v2/logging', {post}).then((response) => response.status)") == 200
     page.close()
@@ -246,7 +246,7 @@ def test_programs_and_own_pages_change_state_as_before(fast: Attacked, browser: 
 
 @pytest.mark.parametrize("media_type", [b"text/plain", b"", b"application/grpc"])
 def test_grpc_refuses_requests_of_browsers(attacked: Attacked, media_type: bytes) -> None:
-    """Over TLS a browser speaks HTTP/2, but neither a page nor the browser sends `te: trailers`, which both engines require."""
+    """Over TLS a browser speaks HTTP/2, but neither a page nor the browser sends `te: trailers`, which the server requires."""
     fields = dict(grpc_head("/inference.GRPCInferenceService/LogSettings"))
     fields |= {b"content-type": media_type, b"origin": EVIL.encode()}
     head = [(name, value) for name, value in fields.items() if name != b"te" and value]
@@ -284,7 +284,7 @@ def infer_from(page: Page, url: str) -> object:
 
 @pytest.mark.slow
 def test_cors_of_an_allowed_and_a_refused_origin(tmp_path: Path, browser: Browser, site: int) -> None:
-    with attack("fast", tmp_path, "--cors-origin", f"{EVIL}:{site}") as server:
+    with attack(tmp_path, "--cors-origin", f"{EVIL}:{site}") as server:
         url = server.server.url
         page = browser.open(f"{EVIL}:{site}/")
         for _ in range(3):  # by the parser, then by the cached head
@@ -308,7 +308,7 @@ def test_cors_of_an_allowed_and_a_refused_origin(tmp_path: Path, browser: Browse
 def test_cors_headers(tmp_path: Path) -> None:
     ask_for = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     app = "https://app.example"
-    with attack("fast", tmp_path, "--cors-origin", app, "--cors-origin", "https://[::1]:8443") as server:
+    with attack(tmp_path, "--cors-origin", app, "--cors-origin", "https://[::1]:8443") as server:
         for path in (INFER, "/v2/models/affine/versions/1/infer", LOGGING, "/v2", "/metrics"):
             status, headers, body = server.server.request("OPTIONS", path, None, {"Origin": app, **ask_for})
             assert (status, body, headers["access-control-allow-origin"]) == (204, b"", app)
@@ -329,16 +329,16 @@ def test_cors_headers(tmp_path: Path) -> None:
 
 
 def test_every_origin_may_infer_but_not_change_state(tmp_path: Path) -> None:
-    with attack("fast", tmp_path, "--cors-origin", "*") as server:
+    with attack(tmp_path, "--cors-origin", "*") as server:
         status, headers, _ = server.server.request("POST", INFER, http_body(), {"Origin": EVIL})
         assert (status, headers["access-control-allow-origin"]) == (200, "*")
         assert server.server.request("POST", LOGGING, b"{}", {"Origin": EVIL})[0] == 403
 
 
-def test_no_cors_headers_without_the_option(fast: Attacked) -> None:
+def test_no_cors_headers_without_the_option(attacked: Attacked) -> None:
     ask_for = {"Origin": EVIL, "Access-Control-Request-Method": "POST"}
     for path in (INFER, LOGGING):
-        status, headers, _ = fast.server.request("OPTIONS", path, None, ask_for)
+        status, headers, _ = attacked.server.request("OPTIONS", path, None, ask_for)
         assert (status, [name for name in headers if name.startswith("access-control")]) == (405, [])
-    _, headers, _ = fast.server.request("GET", "/v2", None, ask_for)
+    _, headers, _ = attacked.server.request("GET", "/v2", None, ask_for)
     assert not {"vary", "access-control-allow-origin"} & set(headers)

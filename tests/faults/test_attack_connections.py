@@ -38,13 +38,11 @@ def metrics_port() -> int:
         return int(sock.getsockname()[1])
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def small(
-    request: pytest.FixtureRequest, metrics_port: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Attacked]:
+@pytest.fixture(scope="module")
+def small(metrics_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     """A server with few connections, and a port for metrics."""
     options = ("--max-connections", str(MAX_CONNECTIONS), "--metrics-port", str(metrics_port))
-    with attack(request.param, tmp_path_factory.mktemp("small"), *options) as server:
+    with attack(tmp_path_factory.mktemp("small"), *options) as server:
         yield server
 
 
@@ -67,7 +65,7 @@ def get(path: str, port: int) -> tuple[int, str]:
 @pytest.mark.parametrize("port", ["http", "metrics"])
 def test_idle_connections_give_way(small: Attacked, metrics_port: int, port: str) -> None:
     """Liveness, metrics and inference are served while idle connections are far more than the limit."""
-    with watched(small, f"S19 idle connections, {port}, {small.engine}") as watch, ExitStack() as stack:
+    with watched(small, f"S19 idle connections, {port}") as watch, ExitStack() as stack:
         address = (HOST, small.server.port if port == "http" else metrics_port)
         for _ in range(IDLE):
             stack.enter_context(socket.create_connection(address, timeout=10))
@@ -83,7 +81,7 @@ def test_idle_connections_give_way(small: Attacked, metrics_port: int, port: str
 def test_a_reserve_serves_health_and_metrics(small: Attacked, metrics_port: int) -> None:
     """While every connection has a request, liveness and readiness are answered and other requests are refused."""
     body = http_body()
-    with watched(small, f"S19 busy connections, {small.engine}") as watch, ExitStack() as stack:
+    with watched(small, "S19 busy connections") as watch, ExitStack() as stack:
         wires = [stack.enter_context(small.connect()) for _ in range(MAX_CONNECTIONS)]
         for wire in wires:
             wire.pour([infer_head(body) + body[:-1]])
@@ -145,14 +143,7 @@ def test_the_longest_idle_connection_gives_way(small: Attacked) -> None:
         infer(wires[-1])
 
 
-# --- Connections of gRPC: the own engine has the reserve of HTTP, grpcio closes connections over the limit ---------------
-
-
-@pytest.fixture
-def own_engine(small: Attacked) -> Attacked:
-    if small.engine != "fast":
-        pytest.skip("grpcio closes connections over its limit")
-    return small
+# --- Connections of gRPC, which have a reserve too ------------------------------------------------------------------------
 
 
 def assert_healthy(server: Attacked) -> None:
@@ -165,8 +156,7 @@ def assert_healthy(server: Attacked) -> None:
 
 
 @pytest.mark.parametrize("first_bytes", [b"", HELLO], ids=["silent", "after the preface"])
-def test_idle_grpc_connections_give_way(own_engine: Attacked, first_bytes: bytes) -> None:
-    small = own_engine
+def test_idle_grpc_connections_give_way(small: Attacked, first_bytes: bytes) -> None:
     with watched(small, "S19 idle gRPC connections") as watch, ExitStack() as stack:
         for _ in range(IDLE):
             sock = stack.enter_context(socket.create_connection((HOST, small.server.grpc_port), timeout=10))
@@ -180,9 +170,9 @@ def test_idle_grpc_connections_give_way(own_engine: Attacked, first_bytes: bytes
     small.still_serves()
 
 
-def test_a_reserve_serves_health_checks_of_grpc(own_engine: Attacked) -> None:
+def test_a_reserve_serves_health_checks_of_grpc(small: Attacked) -> None:
     """While every connection has a call, health checks are answered and other calls are refused."""
-    small, call = own_engine, message(grpc_request().SerializeToString())
+    call = message(grpc_request().SerializeToString())
     with watched(small, "S19 busy gRPC connections") as watch, ExitStack() as stack:
         peers = [stack.enter_context(RawPeer(small.server.grpc_port)) for _ in range(MAX_CONNECTIONS)]
         for peer in peers:
@@ -202,9 +192,9 @@ def test_a_reserve_serves_health_checks_of_grpc(own_engine: Attacked) -> None:
     small.still_serves()
 
 
-def test_an_idle_grpc_client_sends_its_next_call_on_another_connection(own_engine: Attacked) -> None:
-    port, call = own_engine.server.grpc_port, message(grpc_request().SerializeToString())
-    with own_engine.channel() as channel:
+def test_an_idle_grpc_client_sends_its_next_call_on_another_connection(small: Attacked) -> None:
+    port, call = small.server.grpc_port, message(grpc_request().SerializeToString())
+    with small.channel() as channel:
         infer = channel.unary_unary(SERVICE + "ModelInfer")
         for _ in range(3):
             assert infer(grpc_request().SerializeToString(), timeout=10)
@@ -223,7 +213,7 @@ def test_idle_connections_over_the_default_limit(tmp_path: Path, protocol: str) 
     count = Limits().max_connections + 200
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2 * count + 1000:
         pytest.skip("the system gives a process too few descriptors")
-    with attack("fast", tmp_path) as server, more_descriptors(count + 1000):
+    with attack(tmp_path) as server, more_descriptors(count + 1000):
         port = server.server.port if protocol == "http" else server.server.grpc_port
         with watched(server, f"S19 default limit, idle connections, {protocol}") as watch, ExitStack() as stack:
             for _ in range(count):

@@ -60,24 +60,24 @@ def test_ten_thousand_calls_that_are_cancelled(attacked: Attacked) -> None:
     attacked.still_serves()
 
 
-def test_ten_thousand_http_clients_disconnect(fast: Attacked) -> None:
+def test_ten_thousand_http_clients_disconnect(attacked: Attacked) -> None:
     body, rng, total = http_body(), random.Random(5), 10_000
     content = head(INFER_PATH, f"Content-Length: {len(body)}") + body
-    before, threads, descriptors = counts(fast, "affine"), fast.threads(), fast.descriptors()
+    before, threads, descriptors = counts(attacked, "affine"), attacked.threads(), attacked.descriptors()
 
     def leave(number: int) -> None:
-        with socket.create_connection((HOST, fast.server.port)) as sock:
+        with socket.create_connection((HOST, attacked.server.port)) as sock:
             if number % 3 == 0:  # a reset instead of a good-bye
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.sendall(content[: rng.randrange(len(content))] if number % 5 == 0 else content)
             time.sleep(rng.random() * 0.003)
 
-    with fast.flat_memory(), ThreadPoolExecutor(8) as pool:
+    with attacked.flat_memory(), ThreadPoolExecutor(8) as pool:
         list(pool.map(leave, range(total)))
-    settled(fast, before, "affine", total)
-    until(lambda: fast.descriptors() <= descriptors + 2)
-    assert fast.threads() <= threads + 4
-    fast.still_serves()
+    settled(attacked, before, "affine", total)
+    until(lambda: attacked.descriptors() <= descriptors + 2)
+    assert attacked.threads() <= threads + 4
+    attacked.still_serves()
 
 
 def test_callers_that_disconnect_while_queued_and_running(attacked: Attacked, channel: grpc.Channel) -> None:

@@ -64,12 +64,12 @@ def read_all(sock: socket.socket) -> bytes:
 )
 @pytest.mark.parametrize("segments", ["one", "two", "many"])
 def test_the_body_of_a_request_for_an_upgrade_is_a_body(
-    fast: Attacked, upgrade: tuple[str, ...], segments: str
+    attacked: Attacked, upgrade: tuple[str, ...], segments: str
 ) -> None:
     """The body contains a request that unloads nothing, but would be answered."""
     smuggled = b"DELETE /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
     good, bad = http_body(), smuggled + bytes(200)
-    with watched(fast, "S1 upgrade with a body") as watch:
+    with watched(attacked, "S1 upgrade with a body") as watch:
         for _ in range(3):  # a repeated head must not be served otherwise
             for body, status in ((good, 200), (bad, 400)):
                 start = infer_request(b"", *upgrade).replace(b"Content-Length: 0", b"Content-Length: %d" % len(body))
@@ -78,37 +78,37 @@ def test_the_body_of_a_request_for_an_upgrade_is_a_body(
                     "two": [start, body],
                     "many": [start, *(body[i : i + 50] for i in range(0, len(body), 50))],
                 }
-                answer = exchange(fast, *parts[segments], pause_s=0.01)
+                answer = exchange(attacked, *parts[segments], pause_s=0.01)
                 assert statuses(answer) == [status], answer
                 assert b"smuggled" not in answer.replace(bad, b"")
     watch.check()
-    fast.still_serves()
+    attacked.still_serves()
 
 
-def test_chunked_and_large_bodies_of_requests_for_an_upgrade(fast: Attacked) -> None:
+def test_chunked_and_large_bodies_of_requests_for_an_upgrade(attacked: Attacked) -> None:
     body = http_body()
     chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     for parts in (
         [head(INFER_PATH, "Transfer-Encoding: chunked", *UPGRADE), chunks],
         [head(INFER_PATH, "Transfer-Encoding: chunked", *UPGRADE) + chunks],
     ):
-        assert statuses(exchange(fast, *parts)) == [200]
+        assert statuses(exchange(attacked, *parts)) == [200]
     columns = 100_000
     tensor = {"name": "X", "datatype": "FP32", "shape": [1, columns], "parameters": {"binary_data_size": 4 * columns}}
     header = http_body(tensor)
     size = f"Inference-Header-Content-Length: {len(header)}"
     large = infer_request(header + bytes(4 * columns), size, *UPGRADE, model="row_sums")
-    assert statuses(exchange(fast, large + GET)) == [200, 200]
-    assert statuses(exchange(fast, large[:300], large[300:], GET)) == [200, 200]
+    assert statuses(exchange(attacked, large + GET)) == [200, 200]
+    assert statuses(exchange(attacked, large[:300], large[300:], GET)) == [200, 200]
 
 
-def test_pipelined_requests_for_an_upgrade_are_each_answered(fast: Attacked) -> None:
+def test_pipelined_requests_for_an_upgrade_are_each_answered(attacked: Attacked) -> None:
     one = infer_request(http_body(), *UPGRADE)
-    assert statuses(exchange(fast, one * 5 + GET + one)) == [200] * 7
+    assert statuses(exchange(attacked, one * 5 + GET + one)) == [200] * 7
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_curl_with_an_upgrade_to_http_2(fast: Attacked, tmp_path: Path) -> None:
+def test_curl_with_an_upgrade_to_http_2(attacked: Attacked, tmp_path: Path) -> None:
     for size in (10, 2_000_000):  # with the larger one, curl waits for 100 Continue
         (tmp_path / "body").write_bytes(http_body(id="x" * size))
         command = [
@@ -122,18 +122,20 @@ def test_curl_with_an_upgrade_to_http_2(fast: Attacked, tmp_path: Path) -> None:
             "--data-binary",
             f"@{tmp_path}/body",
         ]
-        ran = subprocess.run([*command, f"{fast.server.url}{INFER_PATH}"], capture_output=True, text=True, timeout=30)
+        ran = subprocess.run(
+            [*command, f"{attacked.server.url}{INFER_PATH}"], capture_output=True, text=True, timeout=30
+        )
         assert ran.stdout == "200 1.1", ran.stderr
 
 
-def test_connect_and_http_2_are_refused(fast: Attacked) -> None:
+def test_connect_and_http_2_are_refused(attacked: Attacked) -> None:
     for start in (
         b"CONNECT other.example:443 HTTP/1.1\r\nHost: other.example\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ):
-        answer = exchange(fast, start + GET)
+        answer = exchange(attacked, start + GET)
         assert statuses(answer) in ([501], [400], [421]), answer
-    fast.still_serves()
+    attacked.still_serves()
 
 
 # --- Other shapes of smuggling -------------------------------------------------------------------------------------------
@@ -171,11 +173,11 @@ AMBIGUOUS = [
 
 @pytest.mark.parametrize("extra", [(), UPGRADE, ("Expect: 100-continue",)], ids=["plain", "upgrade", "expect"])
 @pytest.mark.parametrize("ambiguous", AMBIGUOUS)
-def test_ambiguous_lengths_are_refused(fast: Attacked, ambiguous: str, extra: tuple[str, ...]) -> None:
+def test_ambiguous_lengths_are_refused(attacked: Attacked, ambiguous: str, extra: tuple[str, ...]) -> None:
     """One error, and the connection is closed: nothing behind it is a request."""
     content = head(INFER_PATH, *extra, ambiguous) + b"5\r\nhello\r\n0\r\n\r\n" + GET
     for parts in ([content], [content[:-60], content[-60:]]):
-        with socket.create_connection((HOST, fast.server.port), timeout=20) as sock:
+        with socket.create_connection((HOST, attacked.server.port), timeout=20) as sock:
             for part in parts:
                 try:
                     sock.sendall(part)
@@ -189,12 +191,12 @@ def test_ambiguous_lengths_are_refused(fast: Attacked, ambiguous: str, extra: tu
 
 @pytest.mark.parametrize("warm", [False, True], ids=["parsed", "repeated"])
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
-def test_bytes_after_the_last_request_are_dropped(fast: Attacked, warm: bool, version: str) -> None:
+def test_bytes_after_the_last_request_are_dropped(attacked: Attacked, warm: bool, version: str) -> None:
     body = http_body()
     last = infer_request(body, "Connection: close").replace(b"HTTP/1.1", b"HTTP/" + version.encode())
     before = infer_request(body) if warm else b""
     for tail in (GET, b"garbage\r\n\r\n" * 1000, last):
-        with fast.connect() as wire:
+        with attacked.connect() as wire:
             if warm:
                 for _ in range(3):
                     wire.pour([before])
@@ -205,10 +207,10 @@ def test_bytes_after_the_last_request_are_dropped(fast: Attacked, warm: bool, ve
 
 
 @pytest.mark.parametrize("method", ["HEAD", "GET"])
-def test_interim_and_empty_responses_keep_the_order(fast: Attacked, method: str) -> None:
+def test_interim_and_empty_responses_keep_the_order(attacked: Attacked, method: str) -> None:
     body = http_body()
     expecting = head(INFER_PATH, f"Content-Length: {len(body)}", "Expect: 100-continue")
-    answer = exchange(fast, GET.replace(b"GET", method.encode()) + expecting, body, GET)
+    answer = exchange(attacked, GET.replace(b"GET", method.encode()) + expecting, body, GET)
     assert answer.count(b"HTTP/1.1 100 Continue") == 1
     assert statuses(answer) == [200] * 3
 
@@ -227,7 +229,7 @@ def busy_body(steps: int) -> bytes:
     return http_body({"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [steps]})
 
 
-def test_a_client_that_half_closes_is_answered(fast: Attacked) -> None:
+def test_a_client_that_half_closes_is_answered(attacked: Attacked) -> None:
     body, columns = http_body(), 200_000
     tensor = {"name": "X", "datatype": "FP32", "shape": [1, columns], "parameters": {"binary_data_size": 4 * columns}}
     header = http_body(tensor)
@@ -244,44 +246,44 @@ def test_a_client_that_half_closes_is_answered(fast: Attacked) -> None:
         "incomplete behind complete": (infer_request(body) + infer_request(body)[:-5], 1),
         "part of a head behind complete": (infer_request(body) + GET[:-5], 1),
     }
-    with watched(fast, "S21 half-closed clients") as watch:
+    with watched(attacked, "S21 half-closed clients") as watch:
         for name, (content, answers) in requests.items():
             for _ in range(20 if answers < 9 else 2):
-                assert half_closing(fast, content) == [200] * answers, name
+                assert half_closing(attacked, content) == [200] * answers, name
         for incomplete in (GET[:-3], infer_request(body)[:-3], b"", infer_request(header + bytes(4 * columns))[:-9]):
-            assert half_closing(fast, incomplete) == []
+            assert half_closing(attacked, incomplete) == []
     watch.check()
-    fast.still_serves()
+    attacked.still_serves()
 
 
-def test_a_half_closed_client_that_is_gone_is_noticed(fast: Attacked) -> None:
+def test_a_half_closed_client_that_is_gone_is_noticed(attacked: Attacked) -> None:
     """The waiting requests of clients that have closed their sockets are abandoned within seconds, not computed."""
-    before = sum(fast.samples("headrace_failures_total", model="busy", reason="cancelled"))
-    occupied = [fast.connect() for _ in range(2)]
+    before = sum(attacked.samples("headrace_failures_total", model="busy", reason="cancelled"))
+    occupied = [attacked.connect() for _ in range(2)]
     content = infer_request(busy_body(200_000), model="busy")  # some 6 s or more
     for wire in occupied:
         wire.pour([content])
-    until(lambda: sum(fast.samples("headrace_in_flight", model="busy")) >= 1)
+    until(lambda: sum(attacked.samples("headrace_in_flight", model="busy")) >= 1)
     for _ in range(30):
-        with socket.create_connection((HOST, fast.server.port)) as sock:
+        with socket.create_connection((HOST, attacked.server.port)) as sock:
             sock.sendall(infer_request(busy_body(10), model="busy"))
-    until(lambda: sum(fast.samples("headrace_failures_total", model="busy", reason="cancelled")) - before >= 30)
+    until(lambda: sum(attacked.samples("headrace_failures_total", model="busy", reason="cancelled")) - before >= 30)
     for wire in occupied:
         wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         wire.socket.close()
-    until(lambda: not sum(fast.samples("headrace_in_flight", model="busy")))
-    fast.still_serves()
+    until(lambda: not sum(attacked.samples("headrace_in_flight", model="busy")))
+    attacked.still_serves()
 
 
 @pytest.mark.parametrize("content", [b"\r\n\r\n", b"aaaa"], ids=["ends of heads", "letters"])
-def test_a_body_of_ends_of_heads_costs_what_any_body_costs(fast: Attacked, content: bytes) -> None:
+def test_a_body_of_ends_of_heads_costs_what_any_body_costs(attacked: Attacked, content: bytes) -> None:
     """Reads with many ends of heads were cut at each of them, also inside a body: 0.6 s of processor time for each MiB."""
     chunk = content * (2 << 20)
     request = head(INFER_PATH, "Transfer-Encoding: chunked") + b"%x\r\n" % len(chunk) + chunk + b"\r\n0\r\n\r\n"
-    with watched(fast, f"S26 body of {content!r}") as watch:
-        before_s = processor_s(fast.server.process.pid)
-        assert statuses(exchange(fast, request)) == [400]
-        assert processor_s(fast.server.process.pid) - before_s < 1.5
+    with watched(attacked, f"S26 body of {content!r}") as watch:
+        before_s = processor_s(attacked.server.process.pid)
+        assert statuses(exchange(attacked, request)) == [400]
+        assert processor_s(attacked.server.process.pid) - before_s < 1.5
     watch.check()
 
 
@@ -289,7 +291,7 @@ def test_a_body_of_ends_of_heads_costs_what_any_body_costs(fast: Attacked, conte
 
 
 @pytest.mark.parametrize("kind", ["infer", "control", "upgrade", "head"])
-def test_pipelined_requests_are_not_read_ahead(fast: Attacked, kind: str) -> None:
+def test_pipelined_requests_are_not_read_ahead(attacked: Attacked, kind: str) -> None:
     """40,000 requests in a row, whose responses are never read: the connection is not read any more."""
     one = {
         "infer": infer_request(http_body()),
@@ -297,8 +299,8 @@ def test_pipelined_requests_are_not_read_ahead(fast: Attacked, kind: str) -> Non
         "upgrade": infer_request(http_body(), *UPGRADE),
         "head": GET.replace(b"GET", b"HEAD"),
     }[kind]
-    with watched(fast, f"S26 pipelined requests, {kind}") as watch:
-        socks = [socket.create_connection((HOST, fast.server.port)) for _ in range(4)]
+    with watched(attacked, f"S26 pipelined requests, {kind}") as watch:
+        socks = [socket.create_connection((HOST, attacked.server.port)) for _ in range(4)]
         for sock in socks:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.settimeout(0.5)
@@ -309,18 +311,18 @@ def test_pipelined_requests_are_not_read_ahead(fast: Attacked, kind: str) -> Non
                 continue
             assert kind in ("control", "head"), "all of it was read: more than the system's buffers hold"
         time.sleep(0.5)
-        assert fast.memory_bytes() - watch.before_bytes < 16 << 20
+        assert attacked.memory_bytes() - watch.before_bytes < 16 << 20
         for sock in socks:
             sock.close()
     watch.check()
-    fast.still_serves()
+    attacked.still_serves()
 
 
-def test_pipelined_requests_are_all_answered_once_they_are_read(fast: Attacked) -> None:
+def test_pipelined_requests_are_all_answered_once_they_are_read(attacked: Attacked) -> None:
     """Paused and resumed many times: each is answered, in order."""
     count = 2_000
     content = b"".join(infer_request(http_body(id=str(number))) for number in range(count))
-    with socket.create_connection((HOST, fast.server.port), timeout=60) as sock:
+    with socket.create_connection((HOST, attacked.server.port), timeout=60) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.setblocking(False)
         received, sent, end_s = b"", 0, time.monotonic() + 60

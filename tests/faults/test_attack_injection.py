@@ -79,19 +79,19 @@ class Observed(Attacked):
     looked: tuple[int, int] = (0, 0)
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
-    folder, engine = tmp_path_factory.mktemp(f"injection-{request.param}"), str(request.param)
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
+    folder = tmp_path_factory.mktemp("injection")
     keys, access_log = Keys(folder), folder / "access.log"
     with receiving("http") as receiver:
         options = (
-            *OPTIONS, "--grpc-engine", engine, "--api-keys-file", str(keys.path), "--request-log", "all",
+            *OPTIONS, "--api-keys-file", str(keys.path), "--request-log", "all",
             "--request-log-file", str(access_log), "--otlp-endpoint", receiver.endpoint, "--otlp-protocol", "http",
             "--trace-rate", "1",
         )  # fmt: skip
         repository = build(folder / "models")
         with serving(repository, folder, *options) as server:
-            yield Observed(server, engine, repository, keys, receiver, access_log)
+            yield Observed(server, repository, keys, receiver, access_log)
 
 
 def exchange(case: Attacked, raw: bytes) -> tuple[int, dict[str, str], bytes]:

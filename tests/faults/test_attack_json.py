@@ -18,7 +18,7 @@ END = b"}]}"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     """With the default limits on bodies."""
-    with attack("fast", tmp_path_factory.mktemp("json"), "--max-body-bytes", str(128 * MIB)) as attacked:
+    with attack(tmp_path_factory.mktemp("json"), "--max-body-bytes", str(128 * MIB)) as attacked:
         yield attacked
 
 
@@ -96,7 +96,7 @@ def test_large_json_that_is_right_is_served(server: Attacked) -> None:
 def test_a_load_request_is_refused_before_it_is_read(tmp_path: Path) -> None:
     """Attack S5: with model control off, the permission is checked before the body."""
     content = b'{"parameters":{"a":[' + b"[]," * (20 * MIB) + b"[]]}}"
-    with attack("fast", tmp_path, "--max-body-bytes", str(128 * MIB), "--model-control", "none") as closed:
+    with attack(tmp_path, "--max-body-bytes", str(128 * MIB), "--model-control", "none") as closed:
         for action in ("load", "unload"):
             with watched(closed, f"S5 60 MiB to the {action} route") as watch:
                 status, text = closed.post(f"/v2/repository/models/affine/{action}", content)

@@ -22,7 +22,6 @@ from tests.support.keys import Keys, until
 from tests.support.serving import HOST, Server
 
 pb: Any = service_pb2
-ENGINES = ["grpcio", "fast"]
 
 
 @dataclass
@@ -39,13 +38,13 @@ class Keyed(Attacked):
         assert "Traceback" not in self.server.text
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Attacked, Keys]]:
-    folder = tmp_path_factory.mktemp(f"keys-{request.param}")
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Attacked, Keys]]:
+    folder = tmp_path_factory.mktemp("keys")
     keys = Keys(folder)
     options = ("--api-keys-file", str(keys.path), "--log-format", "json", "--request-log", "all")
-    with attack(request.param, folder, *options) as attacked:
-        yield Keyed(attacked.server, attacked.engine, attacked.repository, keys), keys
+    with attack(folder, *options) as attacked:
+        yield Keyed(attacked.server, attacked.repository, keys), keys
 
 
 class KeepAlive:
@@ -119,7 +118,7 @@ def test_a_revoked_key_ends_on_connections_and_streams_that_are_open(case: tuple
         KeepAlive(attacked.server, keys.keys["stayer"]),
         Stream(attacked, keys.metadata("stayer")),
     )
-    with attacked.channel() as channel, watched(attacked, f"S16 key revoked, {attacked.engine}") as watch:
+    with attacked.channel() as channel, watched(attacked, "S16 key revoked") as watch:
         for _ in range(5):
             assert (repeated.send(), stream.send(), unary(channel, metadata)) == (200, "", "OK")
             assert (other_repeated.send(), other_stream.send()) == (200, "")
@@ -243,7 +242,7 @@ def test_errors_do_not_show_which_models_exist(case: tuple[Attacked, Keys]) -> N
 
 def test_a_caller_without_a_key_is_refused_before_its_body_is_read(case: tuple[Attacked, Keys]) -> None:
     attacked, _ = case
-    with watched(attacked, f"S16 bodies without a key, {attacked.engine}") as watch:
+    with watched(attacked, "S16 bodies without a key") as watch:
         for path in ("/v2/models/affine/infer", "/v2/repository/models/affine/load", "/v2/logging"):
             with attacked.connect() as wire:
                 assert wire.pour([head(path, "Content-Length: 12000000")])
@@ -341,7 +340,7 @@ def quota_client(case: tuple[Attacked, Keys], name: str, **quota: float) -> Iter
 def test_the_quota_of_a_key_holds_over_all_protocols_and_models(case: tuple[Attacked, Keys]) -> None:
     attacked, keys = case
     with (
-        quota_client(case, f"quota-{attacked.engine}", requests_per_s=0.01, burst=6) as key,
+        quota_client(case, "quota", requests_per_s=0.01, burst=6) as key,
         attacked.channel() as channel,
     ):
         repeated = KeepAlive(attacked.server, key)

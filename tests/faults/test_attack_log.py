@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from tests.support.attacks import OPTIONS, Attacked, build, grpc_request, http_body, watched
 from tests.support.serving import COMMAND, HOST, ROOT, Server
 from tests.support.waiting import until
@@ -62,11 +60,11 @@ class Pipe:
 
 
 @contextmanager
-def piped(engine: str, folder: Path, *options: str) -> Iterator[tuple[Attacked, Pipe]]:
+def piped(folder: Path, *options: str) -> Iterator[tuple[Attacked, Pipe]]:
     """A server whose standard output and standard error are a pipe."""
     repository, pipe = build(folder / "models"), Pipe(folder)
     words = [*COMMAND, "serve", "--model-repository", str(repository), "--host", HOST, "--http-port", "0"]
-    words += ["--grpc-port", "0", "--grpc-engine", engine, *OPTIONS, *options]
+    words += ["--grpc-port", "0", *OPTIONS, *options]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     process = subprocess.Popen(
         words, cwd=ROOT, env={**inherited, "HEADRACE_STATE_DIR": ""}, stdout=pipe.writer, stderr=pipe.writer
@@ -76,7 +74,7 @@ def piped(engine: str, folder: Path, *options: str) -> Iterator[tuple[Attacked, 
     server = Server(process, pipe.path)
     try:
         server.wait_until_ready()
-        yield Attacked(server, engine, repository), pipe
+        yield Attacked(server, repository), pipe
     finally:
         process.kill()
         process.wait()
@@ -102,11 +100,10 @@ def send_garbage(server: Attacked) -> None:
             sock.recv(1000)
 
 
-@pytest.mark.parametrize("engine", ["fast", "grpcio"])
-def test_a_pipe_that_is_not_read_blocks_nothing(tmp_path: Path, engine: str) -> None:
+def test_a_pipe_that_is_not_read_blocks_nothing(tmp_path: Path) -> None:
     """Liveness, both protocols and SIGTERM work while standard output and standard error are a full pipe."""
-    with piped(engine, tmp_path, "--request-log", "all") as (server, pipe):
-        with watched(server, f"S3 log pipe unread, {engine}") as watch:
+    with piped(tmp_path, "--request-log", "all") as (server, pipe):
+        with watched(server, "S3 log pipe unread") as watch:
             pipe.pause()
             fail_often(server)
             send_garbage(server)
@@ -121,7 +118,7 @@ def test_a_pipe_that_is_not_read_blocks_nothing(tmp_path: Path, engine: str) -> 
 
 def test_dropped_lines_are_counted_where_they_were(tmp_path: Path) -> None:
     """After the pipe is read again, a line in the place of the dropped ones says how many; the others are in order."""
-    with piped("fast", tmp_path, "--log-format", "json") as (server, pipe):
+    with piped(tmp_path, "--log-format", "json") as (server, pipe):
         before = dropped(server)
         pipe.pause()
         verbose = [json.dumps({"log_verbose_level": level}).encode() for level in (1, 0)]
@@ -148,15 +145,17 @@ def dropped(server: Attacked) -> float:
     return sum(server.samples("headrace_telemetry_dropped_total", kind="log"))
 
 
-def test_garbage_is_one_line_in_an_interval(fast: Attacked) -> None:
+def test_garbage_is_one_line_in_an_interval(attacked: Attacked) -> None:
     """Connections that send garbage are one line, and a second one with the number left out."""
-    before = fast.server.text.count("Invalid HTTP request received")
-    with watched(fast, "S3 garbage connections") as watch:
-        send_garbage(fast)
+    before = attacked.server.text.count("Invalid HTTP request received")
+    with watched(attacked, "S3 garbage connections") as watch:
+        send_garbage(attacked)
     watch.check()
-    until(lambda: re.search(r"more lines like this one were left out .*Invalid HTTP", fast.server.text), timeout_s=20)
-    assert fast.server.text.count("Invalid HTTP request received") - before <= 4
-    fast.still_serves()
+    until(
+        lambda: re.search(r"more lines like this one were left out .*Invalid HTTP", attacked.server.text), timeout_s=20
+    )
+    assert attacked.server.text.count("Invalid HTTP request received") - before <= 4
+    attacked.still_serves()
 
 
 def test_a_closed_standard_error(tmp_path: Path) -> None:

@@ -79,36 +79,36 @@ JSON: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", JSON)
-def test_json(fast: Attacked, case: str) -> None:
+def test_json(attacked: Attacked, case: str) -> None:
     body, words = JSON[case]
-    status, text = fast.infer(body)
+    status, text = attacked.infer(body)
     assert status == 400, (status, text)
     assert any(word in text for word in words.split("|")), text
     assert len(text) < 400
-    fast.still_serves()
+    attacked.still_serves()
 
 
-def test_expensive_json_leaks_nothing(fast: Attacked) -> None:
+def test_expensive_json_leaks_nothing(attacked: Attacked) -> None:
     bodies = [JSON[case][0] for case in ("arrays nested 100,000 deep", "a million keys", "a million parameters")]
-    with fast.flat_memory(160 << 20):  # each is read whole, 12 MB, and looked at in pieces
+    with attacked.flat_memory(160 << 20):  # each is read whole, 12 MB, and looked at in pieces
         for _ in range(10):
             for body in bodies:
-                assert fast.infer(body)[0] in (400, 413)
+                assert attacked.infer(body)[0] in (400, 413)
 
 
-def test_the_limits_on_json_are_counted(fast: Attacked) -> None:
-    with fast.reaches("max_json_depth"), fast.reaches("max_json_keys"):
-        fast.infer(JSON["arrays nested 100,000 deep"][0])
-        fast.infer(JSON["a million keys"][0])
+def test_the_limits_on_json_are_counted(attacked: Attacked) -> None:
+    with attacked.reaches("max_json_depth"), attacked.reaches("max_json_keys"):
+        attacked.infer(JSON["arrays nested 100,000 deep"][0])
+        attacked.infer(JSON["a million keys"][0])
 
 
 @pytest.mark.parametrize("unknown", [{"x": 1}, {"x": {"y": [{"z": 1}, {"z": 2}]}}, {"id": "a:b:c"}, {"parameters": {}}])
-def test_valid_requests_that_look_like_attacks(fast: Attacked, unknown: dict[str, object]) -> None:
-    assert fast.infer(http_body(**unknown)) == (200, "")
+def test_valid_requests_that_look_like_attacks(attacked: Attacked, unknown: dict[str, object]) -> None:
+    assert attacked.infer(http_body(**unknown)) == (200, "")
 
 
-def test_json_as_deep_as_it_may_be(fast: Attacked) -> None:
-    assert fast.infer(b"{" + GOOD + b',"x":' + b"[" * 63 + b"]" * 63 + b"}") == (200, "")
+def test_json_as_deep_as_it_may_be(attacked: Attacked) -> None:
+    assert attacked.infer(b"{" + GOOD + b',"x":' + b"[" * 63 + b"]" * 63 + b"}") == (200, "")
 
 
 @pytest.mark.parametrize("path", ["/v2/repository/index", "/v2/logging", "/v2/repository/models/affine/load"])
@@ -123,10 +123,10 @@ def test_json_as_deep_as_it_may_be(fast: Attacked) -> None:
     ],
     ids=["deep", "many keys", "twice", "twice too", "NaN"],
 )
-def test_json_of_the_control_plane(fast: Attacked, path: str, body: bytes) -> None:
-    status, text = fast.post(path, body)
+def test_json_of_the_control_plane(attacked: Attacked, path: str, body: bytes) -> None:
+    status, text = attacked.post(path, body)
     assert status == 400, text
-    fast.still_serves()
+    attacked.still_serves()
 
 
 def test_a_configuration_nested_in_a_message(attacked: Attacked) -> None:
@@ -177,17 +177,17 @@ def shown(shape: list[int]) -> str:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=shown)
 @pytest.mark.parametrize("model", ["affine", "row_sums", "identity_bytes"])
-def test_shapes_over_http(fast: Attacked, shape: list[int], model: str) -> None:
+def test_shapes_over_http(attacked: Attacked, shape: list[int], model: str) -> None:
     datatype = "BYTES" if model == "identity_bytes" else "FP32"
-    with fast.flat_memory():
+    with attacked.flat_memory():
         entry = {"name": "X", "datatype": datatype, "shape": shape}
-        status, text = fast.infer(
+        status, text = attacked.infer(
             http_body({**entry, "data": ["x"] * 16 if datatype == "BYTES" else [0.5] * 16}), model
         )
         assert status == 400, text
         header = http_body({**entry, "parameters": {"binary_data_size": 64}})
         length = str(len(header))
-        status, text = fast.infer(header + bytes(64), model, Inference_Header_Content_Length=length)
+        status, text = attacked.infer(header + bytes(64), model, Inference_Header_Content_Length=length)
         assert status == 400, text
         assert len(text) < 400
 
@@ -211,10 +211,10 @@ def test_shapes_over_grpc(attacked: Attacked, shape: list[int], model: str) -> N
 
 
 @pytest.mark.parametrize("size", [-1, 0, 63, 65, 2**31, 2**63 - 1, 2**63, 2**100])
-def test_declared_sizes_that_the_shape_does_not_have(fast: Attacked, size: int) -> None:
+def test_declared_sizes_that_the_shape_does_not_have(attacked: Attacked, size: int) -> None:
     header = http_body({"name": "X", "datatype": "FP32", "shape": [1, 16], "parameters": {"binary_data_size": size}})
-    with fast.flat_memory():
-        status, _ = fast.infer(header + bytes(64), Inference_Header_Content_Length=str(len(header)))
+    with attacked.flat_memory():
+        status, _ = attacked.infer(header + bytes(64), Inference_Header_Content_Length=str(len(header)))
     assert status == 400
 
 
@@ -251,18 +251,20 @@ def test_texts_with_wrong_length_prefixes(attacked: Attacked, lengths: list[int]
         "\u0661",
     ],
 )
-def test_header_lengths_that_are_none(fast: Attacked, value: str) -> None:
-    status, text = fast.infer(http_body() + bytes(64), Inference_Header_Content_Length=value.encode().decode("latin-1"))
+def test_header_lengths_that_are_none(attacked: Attacked, value: str) -> None:
+    status, text = attacked.infer(
+        http_body() + bytes(64), Inference_Header_Content_Length=value.encode().decode("latin-1")
+    )
     assert status == 400, text
-    fast.still_serves()
+    attacked.still_serves()
 
 
-def test_two_header_lengths(fast: Attacked) -> None:
+def test_two_header_lengths(attacked: Attacked) -> None:
     """A proxy in front may have used the other header."""
     body = http_body()
     head = f"POST /v2/models/affine/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     lengths = f"Inference-Header-Content-Length: {len(body)}\r\nInference-Header-Content-Length: 5\r\n\r\n"
-    with fast.connect() as wire:
+    with attacked.connect() as wire:
         wire.pour([(head + lengths).encode() + body])
         assert wire.answer()[0] == 400
 

@@ -77,7 +77,7 @@ def test_a_hundred_thousand_instances(attacked: Attacked) -> None:
 
 def test_more_instances_than_the_system_has_threads(tmp_path: Path) -> None:
     """Threads cannot be started, since their stacks do not fit into the address space that is left."""
-    with attack("fast", tmp_path) as server:
+    with attack(tmp_path) as server:
         add_model(server.repository, "many", affine(), config="instance_group [ { count: 256 } ]")
         pid = server.server.process.pid
         with watched(server, "S10 no threads") as watch:
@@ -162,11 +162,10 @@ def test_a_model_that_returns_another_shape_than_it_declares(attacked: Attacked)
 # --- Memory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["fast", "grpcio"])
-def test_an_isolated_model_that_allocates_sixteen_gigabytes(tmp_path: Path, engine: str) -> None:
+def test_an_isolated_model_that_allocates_sixteen_gigabytes(tmp_path: Path) -> None:
     config = "isolation: process\nisolation_memory_limit: 640MiB\n"
     add_model(tmp_path / "models", "zeros", zeros(), files={"config.yaml": config})
-    with attack(engine, tmp_path) as server:
+    with attack(tmp_path) as server:
         (child,) = isolated_children(server.server.process.pid)
         with watched(server, "S25 isolated model of 16 GB") as watch:
             for size in (4 << 30, 1 << 28):
@@ -182,7 +181,7 @@ def test_an_isolated_model_that_allocates_sixteen_gigabytes(tmp_path: Path, engi
 
 def test_memory_of_large_batches_is_returned(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "repeated", repeated(), config="max_batch_size: 64")
-    with attack("fast", tmp_path) as server:
+    with attack(tmp_path) as server:
         until(
             lambda: server.memory_bytes() < 250 << 20
         )  # that of the batches that were measured at the load is returned

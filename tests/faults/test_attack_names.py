@@ -83,9 +83,9 @@ ROUTES = [
 
 @pytest.mark.parametrize("name", [name[:LONGEST_IN_A_PATH] for name in NAMES], ids=shown)
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_names_in_paths(fast: Attacked, name: str, method: str, path: str) -> None:
+def test_names_in_paths(attacked: Attacked, name: str, method: str, path: str) -> None:
     body = http_body() if path.endswith("infer") else b"{}" if method == "POST" else None
-    status, text = send(fast, method, path.format(quote(name, safe="")), body)
+    status, text = send(attacked, method, path.format(quote(name, safe="")), body)
     assert status == 400, text
     assert text.isprintable()
     assert len(text) < 400
@@ -93,10 +93,10 @@ def test_names_in_paths(fast: Attacked, name: str, method: str, path: str) -> No
 
 @pytest.mark.parametrize("version", [version[:LONGEST_IN_A_PATH] for version in VERSIONS], ids=shown)
 @pytest.mark.parametrize("rest", ["/infer", "", "/ready", "/config", "/stats"])
-def test_versions_in_paths(fast: Attacked, version: str, rest: str) -> None:
+def test_versions_in_paths(attacked: Attacked, version: str, rest: str) -> None:
     body = http_body() if rest == "/infer" else None
     path = f"/v2/models/affine/versions/{quote(version, safe='')}{rest}"
-    status, text = send(fast, "POST" if body else "GET", path, body)
+    status, text = send(attacked, "POST" if body else "GET", path, body)
     assert status == 400, text
     assert text.isprintable()
 
@@ -111,8 +111,8 @@ def test_versions_in_paths(fast: Attacked, version: str, rest: str) -> None:
         "/V2/models/affine",
     ],
 )
-def test_paths_are_not_resolved(fast: Attacked, path: str) -> None:
-    assert send(fast, "GET", path)[0] in (400, 404)
+def test_paths_are_not_resolved(attacked: Attacked, path: str) -> None:
+    assert send(attacked, "GET", path)[0] in (400, 404)
 
 
 CALLS: dict[str, Any] = {
@@ -170,14 +170,14 @@ def test_versions_in_calls(attacked: Attacked) -> None:
         assert code == "INVALID_ARGUMENT", text
 
 
-def test_folders_that_cannot_be_models(fast: Attacked) -> None:
+def test_folders_that_cannot_be_models(attacked: Attacked) -> None:
     """The index lists them; no request reaches them, and loading creates none."""
     for name in ("$(touch pwned)", "a b", "x\ny"):
-        (fast.repository / name).mkdir(exist_ok=True)
-    for name in ("..", "$(touch pwned)", "../models/affine", str(fast.repository / "affine")):
-        assert send(fast, "POST", f"/v2/repository/models/{quote(name, safe='')}/load", b"{}")[0] == 400
-    assert not list(fast.repository.glob("**/pwned"))
-    fast.still_serves()
+        (attacked.repository / name).mkdir(exist_ok=True)
+    for name in ("..", "$(touch pwned)", "../models/affine", str(attacked.repository / "affine")):
+        assert send(attacked, "POST", f"/v2/repository/models/{quote(name, safe='')}/load", b"{}")[0] == 400
+    assert not list(attacked.repository.glob("**/pwned"))
+    attacked.still_serves()
 
 
 @pytest.mark.parametrize(

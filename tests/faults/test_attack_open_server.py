@@ -57,10 +57,10 @@ GRPC_READS = {
 }
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     """A server on all addresses, without keys."""
-    with attack(request.param, tmp_path_factory.mktemp("network"), "--host", "0.0.0.0") as server:
+    with attack(tmp_path_factory.mktemp("network"), "--host", "0.0.0.0") as server:
         yield server
 
 
@@ -94,7 +94,7 @@ def test_a_network_address_answers_to_every_host(network: Attacked) -> None:
 
 
 def test_control_is_open_by_option(tmp_path: Path) -> None:
-    with attack("fast", tmp_path, "--host", "0.0.0.0", "--insecure-control") as server:
+    with attack(tmp_path, "--host", "0.0.0.0", "--insecure-control") as server:
         for path in HTTP_CHANGES:
             status, text = change(server, path)
             assert status not in (401, 403), (path, text)
@@ -136,6 +136,6 @@ def test_the_banner_of_a_server(network: Attacked) -> None:
 
 
 def test_the_json_log_says_what_is_open(tmp_path: Path) -> None:
-    with attack("fast", tmp_path, "--log-format", "json") as server:
+    with attack(tmp_path, "--log-format", "json") as server:
         lines = [json.loads(line) for line in server.server.text.splitlines() if '"listening"' in line]
     assert lines[0]["access"].startswith("every program on this machine may use every operation")

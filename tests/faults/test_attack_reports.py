@@ -27,7 +27,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
         add_model(folder / "models", f"serving_{number:04}", content)
     for number in range(FOLDERS):
         add_model(folder / "models", f"unloaded_{number:04}", b"")
-    with attack("fast", folder) as server:
+    with attack(folder) as server:
         yield server
 
 

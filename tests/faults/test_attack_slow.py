@@ -45,8 +45,8 @@ HEADER_S, BODY_S, STALL_S = 1.0, 1.5, 1.5
 SOON_S = 6.0  # by when each of them has taken effect, on a machine that does other things too
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def impatient(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     """A server with little time and few places."""
     options = {
         "header-timeout-s": HEADER_S,
@@ -58,16 +58,8 @@ def impatient(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         "max-header-bytes": 16384,
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    with attack(request.param, tmp_path_factory.mktemp("impatient"), *words) as server:
+    with attack(tmp_path_factory.mktemp("impatient"), *words) as server:
         yield server
-
-
-@pytest.fixture
-def strict(impatient: Attacked) -> Attacked:
-    """For what goes over HTTP, or which grpcio does in its own way: once is enough."""
-    if impatient.engine != "fast":
-        pytest.skip("HTTP is the same behind both engines, and grpcio knows other limits")
-    return impatient
 
 
 def drip(sock: socket.socket, parts: Iterator[bytes], every_s: float = 0.1, most_s: float = SOON_S) -> float:
@@ -96,30 +88,30 @@ def http_socket(server: Attacked) -> socket.socket:
     [(b"POST /", b"x"), (b"POST /v2 HTTP/1.1\r\n", b"X: y\r\n"), (b"POST /v2 HTTP/1.1\r\nX: ", b"y"), (b"", b"\r\n")],
     ids=["a path", "headers", "a value", "empty lines"],
 )
-def test_headers_in_crumbs(strict: Attacked, start: bytes, crumb: bytes) -> None:
-    with strict.reaches("header_timeout_s"):
-        took_s = drip(http_socket(strict), itertools.chain([start + crumb], itertools.repeat(crumb)))
+def test_headers_in_crumbs(impatient: Attacked, start: bytes, crumb: bytes) -> None:
+    with impatient.reaches("header_timeout_s"):
+        took_s = drip(http_socket(impatient), itertools.chain([start + crumb], itertools.repeat(crumb)))
         assert HEADER_S * 0.9 <= took_s < SOON_S
-    strict.still_serves()
+    impatient.still_serves()
 
 
-def test_connections_that_send_nothing_are_closed(strict: Attacked) -> None:
-    with strict.reaches("header_timeout_s"):
-        assert is_closed(http_socket(strict), SOON_S)
+def test_connections_that_send_nothing_are_closed(impatient: Attacked) -> None:
+    with impatient.reaches("header_timeout_s"):
+        assert is_closed(http_socket(impatient), SOON_S)
 
 
-def test_too_slow_requests_are_answered_with_an_error(strict: Attacked) -> None:
-    with strict.connect() as wire:
+def test_too_slow_requests_are_answered_with_an_error(impatient: Attacked) -> None:
+    with impatient.connect() as wire:
         wire.pour([b"POST /v2 HTTP/1.1\r\nHost: localhost\r\n"])
         status, text = wire.answer()
         assert (status, "did not arrive in time" in text) == (408, True)
         assert wire.closed()
 
 
-def test_empty_lines_between_requests_do_not_extend_the_timeout_forever(strict: Attacked) -> None:
+def test_empty_lines_between_requests_do_not_extend_the_timeout_forever(impatient: Attacked) -> None:
     """It ends the time that a connection may idle; something must begin anew."""
     body = http_body()
-    with strict.reaches("header_timeout_s"), strict.connect() as wire:
+    with impatient.reaches("header_timeout_s"), impatient.connect() as wire:
         wire.pour([head(INFER_PATH, f"Content-Length: {len(body)}") + body])
         assert wire.answer() == (200, "")
         wire.pour([b"\r\n"])
@@ -129,25 +121,25 @@ def test_empty_lines_between_requests_do_not_extend_the_timeout_forever(strict: 
 
 @pytest.mark.parametrize("path", [INFER_PATH, "/v2/models/nothing/infer", "/v2/logging"])
 @pytest.mark.parametrize("header", ["Content-Length: 1000000", "Content-Length: 1000", "Transfer-Encoding: chunked"])
-def test_bodies_in_crumbs(strict: Attacked, path: str, header: str) -> None:
+def test_bodies_in_crumbs(impatient: Attacked, path: str, header: str) -> None:
     crumb = b"1\r\nx\r\n" if "chunked" in header else b"x"
-    with strict.reaches("body_timeout_s"):
-        took_s = drip(http_socket(strict), itertools.chain([head(path, header)], itertools.repeat(crumb)))
+    with impatient.reaches("body_timeout_s"):
+        took_s = drip(http_socket(impatient), itertools.chain([head(path, header)], itertools.repeat(crumb)))
         assert BODY_S * 0.9 <= took_s < SOON_S
-    strict.still_serves()
+    impatient.still_serves()
 
 
-def test_a_body_delayed_by_the_previous_response_does_not_time_out(strict: Attacked) -> None:
+def test_a_body_delayed_by_the_previous_response_does_not_time_out(impatient: Attacked) -> None:
     """Two requests at once, and the first computes for longer than a body may take: the client is not to blame."""
     steps = 0
     for steps in (STEPS_PER_S, 4 * STEPS_PER_S):
         start_s = time.monotonic()
-        assert strict.call(busy_request(steps)) == ("OK", "")
+        assert impatient.call(busy_request(steps)) == ("OK", "")
         if time.monotonic() - start_s > 2 * BODY_S:
             break
     tensor = {"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [steps]}
     first, second = json.dumps({"inputs": [tensor]}).encode(), http_body(id="x" * 200_000)
-    with strict.connect() as wire:
+    with impatient.connect() as wire:
         wire.socket.settimeout(60)
         wire.pour([head("/v2/models/busy/infer", f"Content-Length: {len(first)}") + first])
         sender = threading.Thread(
@@ -167,27 +159,27 @@ def many_columns(columns: int) -> tuple[bytes, bytes]:
     return head("/v2/models/row_sums/infer", *lengths), header + bytes(4 * columns)
 
 
-def test_unread_responses_are_bounded_and_dropped(strict: Attacked) -> None:
+def test_unread_responses_are_bounded_and_dropped(impatient: Attacked) -> None:
     """Twenty clients request 8 MB each, ten times, and read nothing: the held bytes are bounded, and then dropped."""
     start, body = many_columns(2 << 20)
-    strict.still_serves()
-    with ExitStack() as stack, strict.flat_memory(20 * 40 << 20):
-        before = strict.reached("stall_timeout_s"), strict.reached("body_timeout_s")
+    impatient.still_serves()
+    with ExitStack() as stack, impatient.flat_memory(20 * 40 << 20):
+        before = impatient.reached("stall_timeout_s"), impatient.reached("body_timeout_s")
         sockets = []
         for _ in range(20):
-            sock = stack.enter_context(http_socket(strict))
+            sock = stack.enter_context(http_socket(impatient))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.settimeout(0.5)
             sockets.append(sock)
         with ThreadPoolExecutor(20) as pool:
             list(pool.map(lambda sock: flood(sock, start + body), sockets))
-        until(lambda: sum(strict.samples("headrace_connections", protocol="http")) <= 1, timeout_s=20)
-        stalls = strict.reached("stall_timeout_s") - before[0]
+        until(lambda: sum(impatient.samples("headrace_connections", protocol="http")) <= 1, timeout_s=20)
+        stalls = impatient.reached("stall_timeout_s") - before[0]
         # Whose next request was cut short by their own time-out may be ended for that.
-        assert stalls + strict.reached("body_timeout_s") - before[1] >= 20
+        assert stalls + impatient.reached("body_timeout_s") - before[1] >= 20
         assert stalls > 0
-    until(lambda: is_idle(strict, "row_sums"))
-    strict.still_serves()
+    until(lambda: is_idle(impatient, "row_sums"))
+    impatient.still_serves()
 
 
 def flood(sock: socket.socket, content: bytes) -> None:
@@ -199,10 +191,10 @@ def flood(sock: socket.socket, content: bytes) -> None:
         pass
 
 
-def test_a_slow_reader_gets_all_of_it(strict: Attacked) -> None:
+def test_a_slow_reader_gets_all_of_it(impatient: Attacked) -> None:
     """A client that reads a little now and then is no attacker."""
     start, body = many_columns(2 << 20)
-    with http_socket(strict) as sock:
+    with http_socket(impatient) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         sock.sendall(start + body)
         size, end_s = 0, time.monotonic() + 2.5 * STALL_S
@@ -215,29 +207,29 @@ def test_a_slow_reader_gets_all_of_it(strict: Attacked) -> None:
             size += len(more)
 
 
-# gRPC's slow clients: our engine by our limits, grpcio by its own.
+# gRPC's slow clients.
 
 
-def test_a_missing_preface(strict: Attacked) -> None:
+def test_a_missing_preface(impatient: Attacked) -> None:
     for start in (b"", HELLO[:10], HELLO[:24]):
-        sock = socket.create_connection((HOST, strict.server.grpc_port))
-        with strict.reaches("header_timeout_s", "grpc"):
+        sock = socket.create_connection((HOST, impatient.server.grpc_port))
+        with impatient.reaches("header_timeout_s", "grpc"):
             sock.sendall(start)
             assert is_closed(sock, SOON_S)
 
 
-def test_a_header_block_in_crumbs(strict: Attacked) -> None:
+def test_a_header_block_in_crumbs(impatient: Attacked) -> None:
     block = request(1, fields=grpc_head(INFER, (b"x", b"y" * 5_000)))
-    with strict.reaches("header_timeout_s", "grpc"):
-        sock = socket.create_connection((HOST, strict.server.grpc_port))
+    with impatient.reaches("header_timeout_s", "grpc"):
+        sock = socket.create_connection((HOST, impatient.server.grpc_port))
         sock.sendall(HELLO + block[:40])
         took_s = drip(sock, (block[index : index + 1] for index in range(40, len(block))))
         assert HEADER_S * 0.8 <= took_s < SOON_S
-    strict.still_serves()
+    impatient.still_serves()
 
 
-def test_a_message_in_crumbs(strict: Attacked) -> None:
-    with strict.reaches("body_timeout_s", "grpc"), RawPeer(strict.server.grpc_port) as peer:
+def test_a_message_in_crumbs(impatient: Attacked) -> None:
+    with impatient.reaches("body_timeout_s", "grpc"), RawPeer(impatient.server.grpc_port) as peer:
         peer.send(request(1, end=False, fields=grpc_head(INFER)), data(1, struct.pack(">BI", 0, 1000)))
         stop = threading.Event()
 
@@ -252,11 +244,11 @@ def test_a_message_in_crumbs(strict: Attacked) -> None:
         finally:
             stop.set()
             sender.join()
-    strict.still_serves()
+    impatient.still_serves()
 
 
 def test_answers_that_no_grpc_client_reads(impatient: Attacked) -> None:
-    """Eight streams of large answers, and no window for any: bounded, and with our engine given up."""
+    """Eight streams of large answers, and no window for any: bounded, and given up."""
     start, body = many_columns(1 << 20)
     del start
     created = pb.ModelInferRequest(model_name="row_sums", raw_input_contents=[body[-(4 << 20) :]])
@@ -270,8 +262,7 @@ def test_answers_that_no_grpc_client_reads(impatient: Attacked) -> None:
             peer.send(request(stream, end=False, fields=grpc_head(INFER)), data(stream, content[:5]))
             peer.pour(stream, content[5:])
             peer.send(data(stream, b"", end=True))
-        if impatient.engine == "fast":
-            until(lambda: impatient.reached("stall_timeout_s", "grpc") - before >= 4)
+        until(lambda: impatient.reached("stall_timeout_s", "grpc") - before >= 4)
         impatient.still_serves()
     until(lambda: is_idle(impatient, "row_sums"))
 
@@ -279,25 +270,25 @@ def test_answers_that_no_grpc_client_reads(impatient: Attacked) -> None:
 # Connections and streams.
 
 
-def test_connections_beyond_the_limit(strict: Attacked) -> None:
+def test_connections_beyond_the_limit(impatient: Attacked) -> None:
     """While none is idle they are refused, with a time to come back; the others are served, and places are given back."""
-    until(lambda: sum(strict.samples("headrace_connections", protocol="http")) <= 1)
+    until(lambda: sum(impatient.samples("headrace_connections", protocol="http")) <= 1)
     body = http_body()
-    before = strict.reached("max_connections")
+    before = impatient.reached("max_connections")
     with ExitStack() as stack:
-        wires = [stack.enter_context(strict.connect()) for _ in range(40)]
+        wires = [stack.enter_context(impatient.connect()) for _ in range(40)]
         for wire in wires:
             wire.pour([head(INFER_PATH, f"Content-Length: {len(body)}") + body[:-1]])
         for _ in range(10):
-            with strict.connect() as refused:
+            with impatient.connect() as refused:
                 refused.pour([head(INFER_PATH, f"Content-Length: {len(body)}") + body])
                 status, text = refused.answer()
                 assert (status, "40 connections" in text) == (503, True)
         for wire in wires:
             wire.pour([body[-1:]])
             assert wire.answer() == (200, "")
-    until(lambda: strict.infer(http_body())[0] == 200)
-    assert strict.reached("max_connections") - before >= 10
+    until(lambda: impatient.infer(http_body())[0] == 200)
+    assert impatient.reached("max_connections") - before >= 10
 
 
 def test_grpc_connections_beyond_the_limit(impatient: Attacked) -> None:
@@ -318,13 +309,9 @@ def test_streams_beyond_the_limit(impatient: Attacked) -> None:
         assert settings[frames.Setting.MAX_CONCURRENT_STREAMS] == 8
         before = impatient.reached("max_streams", "grpc")
         fields = grpc_head(SERVICE + "ModelStreamInfer")
-        try:
-            for stream in range(1, 201, 2):
-                peer.send(request(stream, end=False, fields=fields))
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # grpcio does not bear with it
-        if impatient.engine == "fast":
-            refused = [peer.until(frames.RST_STREAM) for _ in range(92)]
-            assert {frame.code for frame in refused} == {frames.ErrorCode.REFUSED_STREAM}
-            assert impatient.reached("max_streams", "grpc") - before == 92
+        for stream in range(1, 201, 2):
+            peer.send(request(stream, end=False, fields=fields))
+        refused = [peer.until(frames.RST_STREAM) for _ in range(92)]
+        assert {frame.code for frame in refused} == {frames.ErrorCode.REFUSED_STREAM}
+        assert impatient.reached("max_streams", "grpc") - before == 92
     impatient.still_serves()

@@ -21,11 +21,10 @@ def threadless(folder: Path, limit: Path, *options: str) -> Server:
     return start(repository, folder / "log", *options, command=command)
 
 
-@pytest.mark.parametrize("engine", ["fast", "grpcio"])
-def test_the_first_failed_request_needs_no_thread(tmp_path: Path, engine: str) -> None:
+def test_the_first_failed_request_needs_no_thread(tmp_path: Path) -> None:
     """Failed requests are answered and logged, metrics and pages are served, and the server stops in order."""
     limit, log = tmp_path / "limit", tmp_path / "requests"
-    server = threadless(tmp_path, limit, "--grpc-engine", engine, "--request-log-file", str(log))
+    server = threadless(tmp_path, limit, "--request-log-file", str(log))
     try:
         server.wait_until_ready()
         limit.write_text("0")

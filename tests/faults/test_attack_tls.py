@@ -29,13 +29,12 @@ class Secure:
 
     Attributes:
         server: the server.
-        engine: of gRPC.
         metrics_port: port of the metrics.
         certificates: certificates of the server and of a client.
     """
 
-    def __init__(self, server: Server, engine: str, metrics_port: int, certificates: Certificates) -> None:
-        self.server, self.engine, self.metrics_port = server, engine, metrics_port
+    def __init__(self, server: Server, metrics_port: int, certificates: Certificates) -> None:
+        self.server, self.metrics_port = server, metrics_port
         self.certificates = certificates
         self.context = ssl.create_default_context(cafile=str(certificates.authority))
 
@@ -72,15 +71,15 @@ class Secure:
         return len(list(Path(f"/proc/{self.server.process.pid}/fd").iterdir()))
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def secure(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
     folder = tmp_path_factory.mktemp("secure")
     certificates, port = Certificates(folder), free_port()
     pair = certificates.server
-    options = ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key), "--grpc-engine", request.param]
+    options = ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key)]
     options += ["--max-connections", str(MAX_CONNECTIONS), "--metrics-port", str(port), "--header-timeout-s", "3"]
     with serving(build(folder / "models"), folder, *options) as server:
-        yield Secure(server, request.param, port, certificates)
+        yield Secure(server, port, certificates)
         assert "Traceback" not in server.text
 
 
@@ -100,8 +99,7 @@ def test_connections_that_never_begin_the_handshake(secure: Secure, listener: st
         assert secure.get("/v2/health/live")[0] == 200
         assert secure.get("/metrics", secure.metrics_port)[0] == 200
         assert secure.infer() == 200
-        if listener != "grpc" or secure.engine == "fast":
-            secure.call()
+        secure.call()
         assert time.monotonic() - start_s < 5
         until(lambda: secure.descriptors() - before <= 4, timeout_s=40)
         assert is_closed(silent[-1], 5)
@@ -131,14 +129,13 @@ def served_certificate(port: int) -> bytes:
         return connected.getpeercert(binary_form=True) or b""
 
 
-@pytest.mark.parametrize("engine", ["fast", "grpcio"])
-def test_sighup_reloads_the_certificate(tmp_path: Path, engine: str) -> None:
+def test_sighup_reloads_the_certificate(tmp_path: Path) -> None:
     """New connections of all listeners get the new certificate, open ones stay; a broken file changes nothing."""
     certificates, metrics_port = Certificates(tmp_path), free_port()
     pair = certificates.server
-    options = ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key), "--grpc-engine", engine]
+    options = ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key)]
     with serving(build(tmp_path / "models"), tmp_path, *options, "--metrics-port", str(metrics_port)) as server:
-        secure = Secure(server, engine, metrics_port, certificates)
+        secure = Secure(server, metrics_port, certificates)
         ports = (server.port, metrics_port, server.grpc_port)
         first = served_certificate(server.port)
         kept = http.client.HTTPSConnection(HOST, server.port, timeout=10, context=secure.context)
@@ -169,10 +166,9 @@ def test_sighup_reloads_the_certificate(tmp_path: Path, engine: str) -> None:
         kept.close()
 
 
-@pytest.mark.parametrize("engine", ["fast", "grpcio"])
-def test_sighup_loses_no_request(tmp_path: Path, engine: str) -> None:
+def test_sighup_loses_no_request(tmp_path: Path) -> None:
     """A server without certificates and keys goes on, also with a request in flight; SIGTERM twice stops it once."""
-    with serving(build(tmp_path / "models"), tmp_path, "--grpc-engine", engine) as server:
+    with serving(build(tmp_path / "models"), tmp_path) as server:
         for _ in range(3):
             server.signal(signal.SIGHUP)
             assert server.request("POST", "/v2/models/affine/infer", http_body())[0] == 200

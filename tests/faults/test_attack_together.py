@@ -29,11 +29,11 @@ HOGS = 4  # leave less room than one more of them needs
 NAP_STEPS = 2_000
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     """A server with room for four and a half of the bodies that are sent here."""
     options = ("--max-body-bytes", str(1 << 20), "--max-total-body-bytes", str(TOTAL_BYTES))
-    with attack(request.param, tmp_path_factory.mktemp("small"), *options) as server:
+    with attack(tmp_path_factory.mktemp("small"), *options) as server:
         yield server
         until(lambda: held_bytes(server) == 0)
 
@@ -62,7 +62,7 @@ def hogs(server: Attacked, path: str = "/v2/models/affine/infer", chunked: bool 
 
 @contextmanager
 def counted(server: Attacked, protocol: str, times: int) -> Iterator[None]:
-    """The limit is met so often, also where grpcio keeps the others."""
+    """The limit is met so often."""
     before = server.reached(LIMIT, protocol)
     yield
     assert server.reached(LIMIT, protocol) - before == times
@@ -158,20 +158,14 @@ def test_calls_that_have_no_room(small: Attacked) -> None:
 
 
 def test_a_message_of_a_stream_that_has_no_room(small: Attacked) -> None:
-    """grpcio shows messages when they are whole: one is refused. With our engine the stream ends where the room does."""
+    """The stream ends where the room does."""
     with small.channel() as channel:
         stream = channel.stream_stream(SERVICE + "ModelStreamInfer")
         with hogs(small), counted(small, "grpc", 1):
             answers = stream(iter([large_message("large"), grpc_request(id="small").SerializeToString()]), timeout=30)
-            if small.engine == "grpcio":
-                errors = {each.infer_response.id: each.error_message for each in map(_answer, answers)}
-                assert errors.keys() == {"large", "small"}
-                assert "together" in errors["large"]
-                assert not errors["small"]
-            else:
-                with pytest.raises(grpc.RpcError) as caught:
-                    list(answers)
-                assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            with pytest.raises(grpc.RpcError) as caught:
+                list(answers)
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         served = [_answer(each) for each in stream(iter([large_message("a"), large_message("b")]), timeout=30)]
         assert {each.infer_response.id for each in served if not each.error_message} == {"a", "b"}
     until(lambda: held_bytes(small) == 0)
@@ -201,9 +195,7 @@ def test_disconnecting_callers_release_their_memory(small: Attacked) -> None:
 
 
 def test_messages_that_are_started_and_reset(small: Attacked) -> None:
-    """Before a method has begun there is only the stream of HTTP/2 to give them back; grpcio does not show such messages."""
-    if small.engine != "fast":
-        pytest.skip("grpcio shows messages when they are whole")
+    """Before a method has begun there is only the stream of HTTP/2 to give them back."""
     part = bytes(BODY_BYTES - 1)
     for method in ("ModelInfer", "ModelStreamInfer"):
         with RawPeer(small.server.grpc_port) as peer:

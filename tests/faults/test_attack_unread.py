@@ -22,7 +22,7 @@ from onnx import TensorProto, helper
 from tritonclient.grpc import service_pb2
 
 from loadtest.onnx_models import onnx_model
-from tests.support.attacks import BACK_BYTES, SERVICE, Attacked, attack, watched
+from tests.support.attacks import SERVICE, Attacked, attack, watched
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
 from tests.support.models import add_model
 from tests.support.waiting import until
@@ -31,12 +31,9 @@ pb: Any = service_pb2
 INFER, STREAM = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
 ELEMENTS = 4 << 20  # 16 MiB
 CALLS = 40
-# Memory that may stay after an attack: allocators keep some. grpcio copies each response, and under load its core frees so late
-# that the C library keeps up to 460 MB for the next responses; without the bounds it was 1.5 GB.
-KEPT_BYTES = {"fast": BACK_BYTES, "grpcio": 512 << 20}
 # The responses of all calls together have 640 MiB. Those up to the bound of a connection may be held, and those of the first
 # batches, whose size is not known before.
-MOST_BYTES = {"fast": 300 << 20, "grpcio": 640 << 20}  # grpcio copies each response
+MOST_BYTES = 300 << 20
 
 
 def zeros() -> onnx.ModelProto:
@@ -59,12 +56,12 @@ def zeros_request(elements: int = ELEMENTS, request_id: str = "") -> bytes:
     return bytes(created.SerializeToString())
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     folder = tmp_path_factory.mktemp("unread")
     add_model(folder / "models", "zeros", zeros())
     add_model(folder / "models", "texts", count_of_texts())
-    with attack(request.param, folder) as running:
+    with attack(folder) as running:
         yield running
 
 
@@ -81,7 +78,7 @@ def unread_bytes(server: Attacked) -> float:
 
 def grown_within(server: Attacked, before_bytes: int, more_bytes: int = 0) -> None:
     """Let the calls run for some time; fail if the server's memory grows beyond the bound."""
-    bound_bytes = MOST_BYTES[server.engine] + more_bytes
+    bound_bytes = MOST_BYTES + more_bytes
     time.sleep(4.0)
     grown = server.peak_bytes() - before_bytes
     assert grown < bound_bytes, f"the server's memory grew by {grown >> 20} MiB"
@@ -97,7 +94,7 @@ def test_calls_that_are_opened_at_once_and_not_read(server: Attacked, connection
         until(lambda: unread_bytes(server) > 0)
         grown_within(server, watch.before_bytes, (connections - 1) * (96 << 20))
         server.still_serves()
-    watch.check(KEPT_BYTES[server.engine])
+    watch.check()
     until(lambda: unread_bytes(server) == 0)
     server.still_serves()
 
@@ -111,7 +108,7 @@ def test_small_answers_do_not_hide_large_ones(server: Attacked) -> None:
         with RawPeer(server.server.grpc_port) as peer:
             open_calls(peer, CALLS, zeros_request())
             grown_within(server, watch.before_bytes)
-    watch.check(KEPT_BYTES[server.engine])
+    watch.check()
 
 
 def test_a_stream_that_is_not_read(server: Attacked) -> None:
@@ -122,7 +119,7 @@ def test_a_stream_that_is_not_read(server: Attacked) -> None:
             peer.send(data(1, message(zeros_request())))
         grown_within(server, watch.before_bytes)
         server.still_serves()
-    watch.check(KEPT_BYTES[server.engine])
+    watch.check()
 
 
 def test_calls_wait_until_the_client_reads(server: Attacked) -> None:
@@ -195,7 +192,7 @@ def test_typed_contents_of_many_elements(server: Attacked, name: str) -> None:
         for _ in range(3):
             code, _ = server.call(EXPENSIVE[name])
             assert code in ("INVALID_ARGUMENT", "OK")
-    watch.check(KEPT_BYTES[server.engine])
+    watch.check()
     server.still_serves()
 
 
@@ -222,7 +219,7 @@ def test_large_compressed_messages(server: Attacked) -> None:
         answers = list(
             stream(iter([request_of(each) for each in columns]), timeout=30, compression=grpc.Compression.Gzip)
         )
-    watch.check(KEPT_BYTES[server.engine], liveness_s=0.5)
+    watch.check(liveness_s=0.5)
     assert sums == pytest.approx([expected[0]] * 4, rel=1e-3)
     assert [answer.infer_response.id for answer in answers] == [str(each) for each in columns]
     totals = [struct.unpack("<f", answer.infer_response.raw_output_contents[0])[0] for answer in answers]
@@ -273,7 +270,7 @@ def test_texts_in_shared_memory(server: Attacked, shared_texts: tuple[str, int],
                     (only,) = stream(iter([created.SerializeToString()]), timeout=60)
                     answered = only.infer_response
                 assert struct.unpack("<q", answered.raw_output_contents[0]) == (TEXTS,)
-    watch.check(KEPT_BYTES[server.engine], liveness_s=0.5)
+    watch.check(liveness_s=0.5)
     assert server.post("/v2/systemsharedmemory/unregister", b"{}") == (200, "")
     server.still_serves()
 
@@ -302,6 +299,6 @@ def test_numbers_in_shared_memory(server: Attacked, shared_numbers: tuple[str, i
             status, _, answer = server.server.request("POST", "/v2/models/row_sums/infer", body, timeout_s=60)
             assert status == 200, answer
             assert json.loads(answer)["outputs"][0]["data"] == pytest.approx([size // 4], rel=1e-3)
-    watch.check(KEPT_BYTES[server.engine], liveness_s=0.5)
+    watch.check(liveness_s=0.5)
     assert server.post("/v2/systemsharedmemory/unregister", b"{}") == (200, "")
     server.still_serves()

@@ -1,4 +1,4 @@
-"""The fast gRPC engine under real clients of grpcio: calls, streams, deadlines, cancellation, compression, size."""
+"""The gRPC server under real clients of grpcio: calls, streams, deadlines, cancellation, compression, size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections of the fast gRPC engine with peers that flood, keep silent, vanish or do not read."""
+"""Connections of the gRPC server with peers that flood, keep silent, vanish or do not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that no gRPC client sends, as bytes to the fast engine: each is answered, and its connection goes on."""
+"""Requests that no gRPC client sends, as bytes to the server: each is answered, and its connection goes on."""
 
 from __future__ import annotations
 

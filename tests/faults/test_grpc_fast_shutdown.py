@@ -1,4 +1,4 @@
-"""The fast gRPC engine stops without a lost call."""
+"""The gRPC server stops without a lost call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast gRPC engine under TLS and mutual TLS."""
+"""The gRPC server under TLS and mutual TLS."""
 
 from __future__ import annotations
 

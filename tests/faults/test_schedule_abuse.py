@@ -20,11 +20,11 @@ X = np.ones((1, 16), np.float32)
 CONFIG = "max_batch_size: 8\ndynamic_batching { priority_levels: 2 default_priority_level: 2 }\n"
 
 
-@pytest.fixture(scope="module", params=["grpcio", "fast"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp(f"abuse_{request.param}")
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("abuse")
     add_model(folder / "repository", "affine", affine(), config=CONFIG)
-    with serving(folder / "repository", folder, "--grpc-engine", request.param) as running:
+    with serving(folder / "repository", folder) as running:
         yield running
 
 

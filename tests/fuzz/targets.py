@@ -107,7 +107,7 @@ async def _http2(data: bytes) -> None:
 
 
 def http2(data: bytes) -> None:
-    """A connection of the fast gRPC engine: frames, header blocks, messages."""
+    """A gRPC connection: frames, header blocks, messages."""
     _loop.run_until_complete(_http2(data))
 
 

@@ -217,7 +217,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
         for transport, name in (("http", "HTTP"), ("grpc", "gRPC (grpcio)")):
             rate = images_per_s(measure(server, folder, transport, CLIENTS, IMAGES, GPU_SECONDS))
             job.figures[f"{name}, {CLIENTS} clients, TensorRT, images/s"] = rate
-    with serving(gpu, folder, "--grpc-engine", "fast", env=state) as server:
+    with serving(gpu, folder, env=state) as server:
         job.restarted = parameters(server)
         rate = images_per_s(measure(server, folder, "grpc", CLIENTS, IMAGES, GPU_SECONDS))
         job.figures[f"gRPC (fast), {CLIENTS} clients, TensorRT, images/s"] = rate

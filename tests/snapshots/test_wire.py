@@ -24,7 +24,6 @@ from tests.snapshots.comparison import compare
 from tests.support import models
 from tests.support.serving import HOST, Server, serving
 
-ENGINES = ("grpcio", "fast")
 LABELLED = """
 max_batch_size: 4
 input { name: "X" data_type: TYPE_FP32 dims: 5 }
@@ -43,8 +42,8 @@ MASKS = (
 )
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("wire")
     repository = folder / "repository"
     models.add_model(repository, "row_sums", models.row_sums())
@@ -56,8 +55,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     models.add_model(repository, "table_lookup", models.table_lookup())
     models.add_model(repository, "scores", models.scores(), config=LABELLED, files={"labels.txt": "apple\nbanana\n"})
     models.add_model(repository, "broken", b"this is no ONNX file")
-    with serving(repository, folder, "--grpc-engine", request.param, "--max-body-bytes", "100000") as running:
-        yield request.param, running
+    with serving(repository, folder, "--max-body-bytes", "100000") as running:
+        yield running
 
 
 def masked(data: bytes) -> bytes:
@@ -242,27 +241,21 @@ def keys(value: object, at: str = "") -> Iterator[str]:
         yield f"{at}: {'number' if kind in (int, float) else kind.__name__}"
 
 
-def test_http(server: tuple[str, Server]) -> None:
-    engine, running = server
-    if engine != ENGINES[0]:
-        pytest.skip("HTTP is the same beside both gRPC engines")
+def test_http(server: Server) -> None:
     texts = []
     for name, request in HTTP.items():
-        with socket.create_connection((HOST, running.port), timeout=30) as connection:
+        with socket.create_connection((HOST, server.port), timeout=30) as connection:
             connection.sendall(request)
             texts.append(f"# {name}\n  {shown(masked(read_http(connection)))}\n")
     compare("http.txt", "\n".join(texts))
 
 
-def test_keys_of_json_documents(server: tuple[str, Server]) -> None:
-    engine, running = server
-    if engine != ENGINES[0]:
-        pytest.skip("HTTP is the same beside both gRPC engines")
+def test_keys_of_json_documents(server: Server) -> None:
     for _ in range(3):
-        assert running.request("POST", "/v2/models/row_sums/infer", json.dumps({"inputs": [ROWS]}).encode())[0] == 200
+        assert server.request("POST", "/v2/models/row_sums/infer", json.dumps({"inputs": [ROWS]}).encode())[0] == 200
     lines: list[str] = []
     for path in DOCUMENTS:
-        status, _, content = running.request("GET", path)
+        status, _, content = server.request("GET", path)
         assert status == 200, (path, content)
         lines += [f"# {path}", *dict.fromkeys(keys(json.loads(content))), ""]
     compare("json_keys.txt", "\n".join(lines))
@@ -401,26 +394,24 @@ def call(channel: grpc.Channel, method: str, message: Message, metadata: dict[st
     return "\n".join(f"  {line}" for line in [*first, *lines, f"{code} {details}".strip(), *last])
 
 
-def test_grpc(server: tuple[str, Server]) -> None:
-    engine, running = server
-    with grpc.insecure_channel(running.grpc_address) as channel:
+def test_grpc(server: Server) -> None:
+    with grpc.insecure_channel(server.grpc_address) as channel:
         texts = [f"# {name}\n{call(channel, *case)}\n" for name, case in GRPC.items()]
-    compare(f"grpc_{engine}.txt", "\n".join(texts))
+    compare("grpc.txt", "\n".join(texts))
 
 
-def test_grpc_stream(server: tuple[str, Server]) -> None:
+def test_grpc_stream(server: Server) -> None:
     """Answers, and an error as a message of the stream."""
-    engine, running = server
     messages = [request("row_sums", X, id="1"), request("nowhere", X, id="2"), request("row_sums", X, id="3")]
     lines: list[str] = []
-    with grpc.insecure_channel(running.grpc_address) as channel:
+    with grpc.insecure_channel(server.grpc_address) as channel:
         run = channel.stream_stream(SERVICE + "ModelStreamInfer", request_serializer=None, response_deserializer=None)
         stream = run(iter([message.SerializeToString() for message in messages]), timeout=30)
         for content in stream:
             lines += described("ModelStreamInfer", content)
         lines += [f"{stream.code().name} {stream.details()}".strip()]
         lines += [f"trailing {line}" for line in lines_of(stream.trailing_metadata())]
-    compare(f"grpc_stream_{engine}.txt", "\n".join(lines))
+    compare("grpc_stream.txt", "\n".join(lines))
 
 
 # --- HTTP/2 ------------------------------------------------------------------------------------------------------------
@@ -474,10 +465,7 @@ def exchange(port: int, first: bytes, done: Callable[[str, int, int], bool]) -> 
     return "\n".join(line for stream in sorted(streams) for line in streams[stream])
 
 
-def test_frames_of_our_own_engine(server: tuple[str, Server]) -> None:
-    engine, running = server
-    if engine != "fast":
-        pytest.skip("grpcio writes its own frames")
+def test_frames_of_grpc(server: Server) -> None:
     encoder = hpack.Encoder()
     infers = [request("row_sums", X, id="1"), request("row_sums", X, id="2"), request("nowhere", X)]
     texts = []
@@ -487,7 +475,7 @@ def test_frames_of_our_own_engine(server: tuple[str, Server]) -> None:
 
     for name, message in zip(("an answer", "another answer", "an error"), infers, strict=True):
         call = opened(hpack.Encoder(), 1, SERVICE + "ModelInfer", message.SerializeToString())
-        texts.append(f"# {name}\n{exchange(running.grpc_port, call, ended)}\n")
+        texts.append(f"# {name}\n{exchange(server.grpc_port, call, ended)}\n")
     call = opened(encoder, 1, SERVICE + "ServerLive", b"") + frame("PING", 0, 0, b"12345678")
     both = {("PING", 0): False, ("HEADERS", 1): False}
 
@@ -496,13 +484,13 @@ def test_frames_of_our_own_engine(server: tuple[str, Server]) -> None:
             both[kind, stream] = True
         return all(both.values())
 
-    texts.append(f"# a short call and a PING\n{exchange(running.grpc_port, call, pinged)}\n")
+    texts.append(f"# a short call and a PING\n{exchange(server.grpc_port, call, pinged)}\n")
     for name, data in {
         "a frame on stream 2": frame("DATA", 0, 2, b"x"),
         "a PING of the wrong size": frame("PING", 0, 0, b"1234"),
         "a window that overflows": frame("WINDOW_UPDATE", 0, 0, (2**31 - 1).to_bytes(4, "big")),
         "settings of the wrong size": frame("SETTINGS", 0, 0, b"12345"),
     }.items():
-        text = exchange(running.grpc_port, data, lambda kind, flags, stream: kind == "GOAWAY")
+        text = exchange(server.grpc_port, data, lambda kind, flags, stream: kind == "GOAWAY")
         texts.append(f"# {name}\n{text}\n")
     compare("http2.txt", "\n".join(texts))

@@ -52,12 +52,12 @@ def build(repository: Path) -> Path:
 
 
 @contextmanager
-def attack(engine: str, folder: Path, *options: str) -> Iterator[Attacked]:
+def attack(folder: Path, *options: str) -> Iterator[Attacked]:
     """A server of its own for the length of a `with`; then it must stop as every server does, with status 0."""
     repository = build(folder / "models")
     limits = ("--max-body-bytes", str(MAX_BODY_BYTES))
-    with serving(repository, folder, "--grpc-engine", engine, *limits, *OPTIONS, *options) as running:
-        yield Attacked(running, engine, repository)
+    with serving(repository, folder, *limits, *OPTIONS, *options) as running:
+        yield Attacked(running, repository)
 
 
 def http_changes(log_verbose_level: int, trace_rate: str) -> dict[str, dict[str, Any] | None]:
@@ -113,12 +113,10 @@ class Attacked:
 
     Attributes:
         server: its process and ports.
-        engine: of gRPC.
         repository: the folder of its models.
     """
 
     server: Server
-    engine: str
     repository: Path
 
     # --- HTTP ---------------------------------------------------------------------------------------------------------
@@ -179,12 +177,11 @@ class Attacked:
 
     @contextmanager
     def reaches(self, limit: str, protocol: str = "http", times: int = 1) -> Iterator[None]:
-        """Fail unless a limit is counted so often in the `with`; grpcio, which keeps the limits by itself, counts none."""
+        """Fail unless a limit is counted so often in the `with`."""
         before = self.reached(limit, protocol)
         yield
-        counts = protocol == "http" or self.engine == "fast"
         met = self.reached(limit, protocol) - before
-        assert met == (times if counts else 0), f"{limit} was met {met:g} times"
+        assert met == times, f"{limit} was met {met:g} times"
 
     def memory_bytes(self) -> int:
         """Return the resident memory of the process, in bytes."""
@@ -324,7 +321,6 @@ class Watch:
             time.sleep(0.05)
         figures = {
             "attack": self.name,
-            "engine": server.engine,
             "probes": len(probe.latencies_s),
             "unanswered": len(probe.failed_s),
             "liveness_p50_ms": round(1e3 * probe.quantile_s(0.5), 2),

@@ -95,10 +95,10 @@ def over_grpc(address: str) -> Counter[str]:
 
 def main() -> int:
     """Serve, measure, stop."""
-    repository, engine = sys.argv[1:]
+    (repository,) = sys.argv[1:]
     parser = argparse.ArgumentParser()
     settings.add_arguments(parser)
-    options = ["--model-repository", repository, "--http-port", "0", "--grpc-port", "0", "--grpc-engine", engine]
+    options = ["--model-repository", repository, "--http-port", "0", "--grpc-port", "0"]
     chosen = settings.from_arguments(parser.parse_args(options))
 
     def measure(addresses: Addresses) -> None:

@@ -1,4 +1,4 @@
-"""A fast gRPC engine with a few simple methods, on an event loop in a thread, for clients of every kind."""
+"""A gRPC server with a few simple methods, on an event loop in a thread, for clients of every kind."""
 
 from __future__ import annotations
 

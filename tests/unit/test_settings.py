@@ -57,7 +57,6 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "metrics": ("off", False),
         "metrics_config": ("summary_latencies=false", TritonMetrics(summary_latencies=False)),
         "grpc": ("off", False),
-        "grpc_engine": ("fast", "fast"),
         "poll_interval_s": ("0.5", 0.5),
         "tls_cert": ("c.pem", "c.pem"),
         "tls_key": ("k.pem", "k.pem"),
@@ -90,6 +89,13 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         if isinstance(expected, bool):
             line = [option if expected else option.replace("--", "--no-", 1)]
         assert getattr(parse(*line), name) == expected
+
+
+@pytest.mark.parametrize("value", ["fast", "grpcio", ""])
+def test_the_variable_of_a_removed_option_is_refused(value: str) -> None:
+    text = f"HEADRACE_GRPC_ENGINE={value}: .* is gone: there is one gRPC server, Headrace's own; unset it"
+    with pytest.raises(ValueError, match=text):
+        parse(HEADRACE_GRPC_ENGINE=value)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,11 @@ def test_options_that_answers_name_are_there() -> None:
     [
         ([*SERVE, "--htp-port", "1"], "unknown option --htp-port: did you mean --http-port?"),
         ([*SERVE, "--model-control=pol"], "did you mean poll?"),
+        (
+            [*SERVE, "--grpc-engine=fast"],
+            "unknown option --grpc-engine of Headrace 0.1, which is gone: there is one gRPC",
+        ),
+        ([*SERVE, "--grpc-engine", "grpcio"], "Headrace's own; leave the option out"),
         (["serv"], "did you mean serve?"),
         (["explain", "m", "--jsn"], "unknown option --jsn: did you mean --json?"),
         (["infer", "m", "--log-verbose=1"], "unknown option --log-verbose"),

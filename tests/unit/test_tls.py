@@ -26,11 +26,6 @@ def test_a_client_ca_makes_a_client_certificate_necessary(files: TlsFiles) -> No
     assert files.ssl_context(()).minimum_version == ssl.TLSVersion.TLSv1_2
 
 
-def test_grpcio_accepts_the_files(files: TlsFiles) -> None:
-    assert ServerTls(files).grpc_credentials() is not None
-    assert ServerTls(TlsFiles(files.certificate, files.key)).grpc_credentials() is not None
-
-
 @pytest.mark.parametrize("field", ["certificate", "key", "client_ca"])
 @pytest.mark.parametrize("wrong", ["absent", "garbage"])
 def test_a_wrong_file_is_named(files: TlsFiles, tmp_path: Path, field: str, wrong: str) -> None:
@@ -38,10 +33,9 @@ def test_a_wrong_file_is_named(files: TlsFiles, tmp_path: Path, field: str, wron
     if wrong == "garbage":
         path.write_text("no PEM")
     paths = {"certificate": files.certificate, "key": files.key, "client_ca": files.client_ca, field: str(path)}
-    for use in (lambda: TlsFiles(**paths).ssl_context(()), lambda: ServerTls(TlsFiles(**paths)).grpc_credentials()):
-        with pytest.raises(OSError, match="TLS") as caught:
-            use()
-        assert str(path) in str(caught.value.strerror)
+    with pytest.raises(OSError, match="TLS") as caught:
+        TlsFiles(**paths).ssl_context(())
+    assert str(path) in str(caught.value.strerror)
 
 
 def test_a_key_of_another_certificate_is_refused(files: TlsFiles, tmp_path: Path) -> None:
@@ -70,7 +64,6 @@ def test_reload_replaces_all_contexts(files: TlsFiles) -> None:
 def test_a_broken_file_keeps_all_contexts(files: TlsFiles) -> None:
     tls = ServerTls(files)
     before, expiry_s = tls.context("h2"), tls.expiry_s
-    tls.grpc_credentials()
     Path(files.key).write_text("no PEM")
     with pytest.raises(OSError, match="TLS"):
         tls.reload()

@@ -1,6 +1,6 @@
 """Protobuf messages of Triton's gRPC service and model configuration, from the package tritonclient.
 
-`import tritonclient.grpc` also imports its client and with it grpcio, which a server with its own gRPC engine does not need.
+`import tritonclient.grpc` also imports its client and with it grpcio, which the server does not need.
 The modules with the messages need neither. They are imported here with an empty module in place of their package, which is
 removed at once: a later `import tritonclient.grpc` loads the whole package, with the same message classes.
 """

@@ -443,7 +443,7 @@ class ClientLimits:
 
     __slots__ = ("_cells", "_others", "bodies", "limits", "protocol")
 
-    # Whether the protocol's engine reports its connections, their number, and the hits of each limit.
+    # Whether the protocol is served, the number of its connections, and the hits of each limit.
     CELLS: ClassVar[int] = 2 + len(LIMIT_NAMES)
 
     def __init__(
@@ -467,7 +467,7 @@ class ClientLimits:
 
     @property
     def connections(self) -> int | None:
-        """Open connections of this process; None if the protocol's engine does not report them."""
+        """Open connections of this process; None if the protocol is not served."""
         return self._cells[1] if self._cells[0] else None
 
     @connections.setter

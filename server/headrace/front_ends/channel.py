@@ -33,13 +33,11 @@ class Ports(msgspec.Struct, array_like=True):
     Attributes:
         url: URL of HTTP.
         grpc: host and port of gRPC; "" without gRPC.
-        grpc_port: its port, 0 without gRPC.
         metrics: URL of the metrics page.
     """
 
     url: str
     grpc: str
-    grpc_port: int
     metrics: str
 
 

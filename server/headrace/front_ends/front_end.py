@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -28,7 +28,6 @@ from headrace.front_ends.shared_page import PageState, SharedPage
 from headrace.front_ends.sharing import shared_arrays, shared_limits
 from headrace.front_ends.table import sticky_headers
 from headrace.grpc.infer import InferStreams
-from headrace.grpc.methods import GrpcEngine
 from headrace.inference.codec_threads import CodecThreads
 from headrace.inference.load_report import LoadReports
 from headrace.inference.services import Services
@@ -164,7 +163,7 @@ class FrontEndProcess:
         opened = [server.opened for server in self._servers.values()]
         serving = [asyncio.ensure_future(server.serve()) for server in self._servers.values()]
         if settings.grpc:
-            serving.append(asyncio.ensure_future(await self._open_grpc(self._answer)))
+            serving.append(asyncio.ensure_future(self._open_grpc(self._answer)))
         for each in opened:
             await each.wait()
         self._takers |= {port: server.connections for port, server in self._servers.items()}
@@ -173,8 +172,10 @@ class FrontEndProcess:
             self._drain()
         await asyncio.gather(*serving)
 
-    async def _open_grpc(self, answer: EngineFacts) -> Any:
-        """Open the gRPC engine; returns the coroutine that serves until the drain."""
+    def _open_grpc(self, answer: EngineFacts) -> Coroutine[Any, Any, None]:
+        """Open the gRPC server; returns the coroutine that serves until the drain."""
+        from headrace.grpc.fast_server import FastGrpcServer
+
         settings = self._settings
         methods = proxy_methods(self._link, answer, self._reader, self._threads)
         path, stream_path = (f"/inference.GRPCInferenceService/{name}" for name in ("ModelInfer", "ModelStreamInfer"))
@@ -188,19 +189,9 @@ class FrontEndProcess:
             direct={path: infer},
             streams={**methods.streams, stream_path: streams.serve},
         )
-        engine: GrpcEngine
-        if settings.grpc_engine == "fast":
-            from headrace.grpc.fast_server import FastGrpcServer
-
-            fast = FastGrpcServer(methods, self._limits.grpc, self._tls, max_age_s=settings.grpc_max_connection_age_s)
-            self._takers["grpc"] = fast.open()
-            engine = fast
-        else:
-            from headrace.grpc.grpcio_server import GrpcioServer
-
-            engine = GrpcioServer(methods, self._limits.grpc, self._tls, True, settings.grpc_max_connection_age_s)
-            await engine.start(settings.host, self._start.ports.grpc_port)
-        self._grpc = GrpcListener(engine, settings.drain_timeout_s)
+        server = FastGrpcServer(methods, self._limits.grpc, self._tls, max_age_s=settings.grpc_max_connection_age_s)
+        self._takers["grpc"] = server.open()
+        self._grpc = GrpcListener(server, settings.drain_timeout_s)
         return self._grpc.serve()
 
     # --- Engine -------------------------------------------------------------------------------------------------------

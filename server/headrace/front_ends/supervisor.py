@@ -52,7 +52,6 @@ class ServerSupervisor:
         self._model_filter = model_filter or {}
         self._first_model = first_model
         self._acceptors: list[Acceptor] = []
-        self._shared_port: socket.socket | None = None
         self._front_ends: list[Child] = []
         # Connections that were passed to each front end, and that it has not counted yet.
         self._passed = [0] * (settings.front_ends + 1)
@@ -94,22 +93,16 @@ class ServerSupervisor:
         sockets = {"http": bind(settings.host, settings.http_port)}
         if settings.metrics and settings.metrics_port is not None and settings.metrics_port != settings.http_port:
             sockets["metrics"] = bind(settings.host, settings.metrics_port)
-        grpc_port = 0
+        grpc = ""
         if settings.grpc:
-            is_fast = settings.grpc_engine == "fast"
-            sock = bind(settings.host, settings.grpc_port, shared=not is_fast)
-            grpc_port = sock.getsockname()[1]
-            if is_fast:
-                sockets["grpc"] = sock
-            else:
-                self._shared_port = sock  # bound, not listening: it keeps the port while front ends start
+            sock = sockets["grpc"] = bind(settings.host, settings.grpc_port)
+            grpc = _address(settings.host, sock.getsockname()[1])
         urls = {
             port: f"{scheme}://{_address(*sock.getsockname()[:2])}" for port, sock in sockets.items() if port != "grpc"
         }
         for port, sock in sockets.items():
             self._acceptors.append(Acceptor(sock, partial(self._pass_on, port)))
-        grpc = _address(settings.host, grpc_port) if settings.grpc else ""
-        return Ports(urls["http"], grpc, grpc_port, f"{urls.get('metrics', urls['http'])}/metrics")
+        return Ports(urls["http"], grpc, f"{urls.get('metrics', urls['http'])}/metrics")
 
     def _start_children(self, ports: Ports) -> None:
         settings = self._settings

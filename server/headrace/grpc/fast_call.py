@@ -1,4 +1,4 @@
-"""Calls of the fast gRPC engine: one object is the HTTP/2 stream and the call that its method sees."""
+"""Calls of the gRPC server: one object is the HTTP/2 stream and the call that its method sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast gRPC engine: HTTP/2 and gRPC in Python, on the event loop that serves HTTP.
+"""The gRPC server: HTTP/2 and gRPC in Python, on the event loop that serves HTTP.
 
 It supports what inference clients use: unary and bidirectional streaming methods, deadlines, cancellation, compressed requests,
 flow control, TLS, graceful shutdown. Responses are never compressed.
@@ -38,7 +38,7 @@ from headrace.tls import ServerTls
 
 
 class FastGrpcServer:
-    """`GrpcEngine` on our HTTP/2 server.
+    """Serves `Methods` over gRPC on our HTTP/2.
 
     Ownership: the event loop on which it was started.
 
@@ -94,7 +94,18 @@ class FastGrpcServer:
         self._disconnected = asyncio.Event()
 
     async def start(self, host: str, port: int) -> int:
-        """See `GrpcEngine.start`."""
+        """Listen on an address.
+
+        Args:
+            host: address or name.
+            port: 0 for a free one.
+
+        Returns:
+            The port.
+
+        Raises:
+            OSError: the address is not available, or a TLS file is invalid.
+        """
         loop = asyncio.get_running_loop()
         self.deadline_timer = DeadlineTimer(loop)
         if self._tls is not None:
@@ -120,7 +131,11 @@ class FastGrpcServer:
         return Http2Connection(self, self._limits, asyncio.get_running_loop())
 
     async def stop(self, grace_s: float) -> None:
-        """See `GrpcEngine.stop`."""
+        """Shut down gracefully: refuse new calls (GOAWAY), wait for running calls, then end the rest with UNAVAILABLE.
+
+        Args:
+            grace_s: longest wait for running calls, in seconds.
+        """
         listener = self._server or self._listener
         if listener is None:
             return

@@ -71,7 +71,7 @@ class GrpcInference:
         if self.large_responses and envelope.model_name in self.large_responses:
             # It waits while the client does not read earlier ones.
             expected_bytes = self.large_responses[envelope.model_name]
-            room = call.room  # held: grpcio keeps a room only while something refers to it
+            room = call.room  # of a connection that may close before the end
             await room.start(expected_bytes)
         try:
             service = self.service
@@ -207,7 +207,7 @@ class GrpcInference:
         Args:
             pending: the request.
             encoded: from `finish_large`, None to encode the response here.
-            call: of a unary request. A response that the engine would refuse fails here, so that the request counts as failed.
+            call: of a unary request. A response that the server would refuse fails here, so that the request counts as failed.
 
         Raises:
             HeadraceError: the request failed; the error is for the caller, and counted.
@@ -265,7 +265,7 @@ class GrpcInference:
 # --- ModelStreamInfer: many requests in flight on one stream, with responses in the order of the requests --------------
 #
 # A stream has two coroutines, and a request has none. The reader decodes and queues requests. Completions call back. The writer
-# encodes and sends the responses that are next in order. Most messages resume neither: while the reader waits, the engine
+# encodes and sends the responses that are next in order. Most messages resume neither: while the reader waits, the server
 # passes a small request to `take`, and while the writer waits, the callback sends a small response. Stock clients match
 # responses by their order, as Triton sends them. A request with the parameter `headrace_unordered` is answered as soon as it is
 # done and delays no other. Responses of decoupled models are not ordered either (`DecoupledRequest`). The limit on requests in
@@ -598,7 +598,7 @@ class _Stream:
         if envelope is None or self._forward(entry, message, envelope):
             return
         try:
-            # Without the deadline of the stream: the engine ends the whole stream at its deadline.
+            # Without the deadline of the stream: the server ends the whole stream at its deadline.
             pending = self._infer.begin(message, envelope, received_ns, 0, self._options, takes_many=True)
         except BaseException as error:
             self._refuse(entry, error, envelope.id)

@@ -1,8 +1,8 @@
-"""Interface between the gRPC engines and the services: methods on serialized messages.
+"""Interface between the gRPC server and the services: methods on serialized messages.
 
-An engine (`grpcio_server`, or `fast_server` on our HTTP/2) implements HTTP/2, deadlines and message framing, and is independent
-of inference. The services (`service`) implement inference and control, and are independent of HTTP/2. Messages are serialized
-protobuf on both sides, so that the hot path needs no message objects.
+The server (`fast_server`) implements HTTP/2, deadlines and message framing, and is independent of inference. The services
+(`service`) implement inference and control, and are independent of HTTP/2. Messages are serialized protobuf on both sides, so
+that the hot path needs no message objects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GrpcCall(Protocol):
         received_ns: monotonic time at which the request had arrived.
         deadline_ns: monotonic time at which the client stops waiting; 0 for none.
         options: request options from the call's metadata; raises BadRequest if they are invalid.
-        completion: completion for which the method waits, set by the method. The engine settles or abandons it when the client
+        completion: completion for which the method waits, set by the method. The server settles or abandons it when the client
             disconnects.
         load_report: serialized report for the trailer `endpoint-load-metrics-bin`, set by the method; b"" for none.
         peer: address of the client, host:port.
@@ -67,10 +67,10 @@ class StreamCall(Protocol):
         load_report: as in `GrpcCall`; sent at the end of the stream.
         room: as in `GrpcCall`.
         reservation: of the stream in the budget for all bodies. `read` releases the bytes of its message; a method that
-            keeps the message must grow the reservation and shrink it again. The engine releases the rest when the call ends.
+            keeps the message must grow the reservation and shrink it again. The server releases the rest when the call ends.
         stopping: True once the server stops. The method then accepts no new request and ends as soon as it can.
         take: set by the method to take messages while `read` waits, without resuming its task; returns False for a message that
-            `read` must return. An engine need not call it.
+            `read` must return.
     """
 
     deadline_ns: int
@@ -122,7 +122,7 @@ class StartedRequest(Protocol):
 
 
 class DirectMethod(Protocol):
-    """A unary method in two synchronous halves, which an engine runs without a task: the completion of the request calls back."""
+    """A unary method in two synchronous halves, which run without a task: the completion of the request calls back."""
 
     def start(self, message: RequestMessage, call: GrpcCall) -> StartedRequest | None:
         """Start a request; None if it needs the coroutine in `Methods.unary`. Raises as the coroutine."""
@@ -143,7 +143,7 @@ class Methods:
     """All methods of a server by path, such as "/inference.GRPCInferenceService/ModelInfer".
 
     A method raises HeadraceError for errors that the client reads (`status.grpc_code`). Any other exception is an error of the
-    server: the engine logs it with a reference and responds with INTERNAL.
+    server: it is logged with a reference and responds with INTERNAL.
 
     Attributes:
         unary: methods with one request and one response message.
@@ -151,7 +151,7 @@ class Methods:
         options_reader: parser of the request options in a call's metadata.
         open_paths: methods that callers without a key may call. Their implementation checks the permission if it depends on
             the message.
-        direct: the same methods as in `unary`, for engines that can run them without a task.
+        direct: some methods of `unary`, which need no task.
         codec_threads: decompress large messages.
     """
 
@@ -161,28 +161,3 @@ class Methods:
     open_paths: Collection[str] = ()
     direct: Mapping[str, DirectMethod] = field(default_factory=dict)
     codec_threads: CodecThreads = field(default_factory=CodecThreads)
-
-
-class GrpcEngine(Protocol):
-    """A gRPC server, constructed with `Methods`, limits and TLS files."""
-
-    async def start(self, host: str, port: int) -> int:
-        """Listen on an address.
-
-        Args:
-            host: address or name.
-            port: 0 for a free one.
-
-        Returns:
-            The port.
-
-        Raises:
-            OSError: the address is not available.
-        """
-
-    async def stop(self, grace_s: float) -> None:
-        """Shut down gracefully: refuse new calls (GOAWAY), wait for running calls, then end the rest with UNAVAILABLE.
-
-        Args:
-            grace_s: longest wait for running calls, in seconds.
-        """

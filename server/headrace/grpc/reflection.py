@@ -1,7 +1,7 @@
 """Server reflection (grpc.reflection.v1 and v1alpha): descriptors of the services of this server, from a descriptor pool.
 
-grpcio-reflection has the messages and a servicer. The servicer imports grpcio, which the gRPC engine of this server does not
-need, so only its messages are used.
+grpcio-reflection has the messages and a servicer. The servicer imports grpcio, which the server does not need, so only its
+messages are used.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from headrace.http2.connection import Http2Connection
 
 
 class LimitedGrpcConnection:
-    """A connection of the fast engine that takes part in the limit of connections; see `LimitedConnection`.
+    """A gRPC connection that takes part in the limit of connections; see `LimitedConnection`.
 
     Ownership: the event loop.
 
@@ -45,7 +45,7 @@ class LimitedGrpcConnection:
 
 
 class GrpcReserve:
-    """All connections of the fast engine; decides on the first call of those over the limit.
+    """All gRPC connections; decides on the first call of those over the limit.
 
     Ownership: the event loop.
 

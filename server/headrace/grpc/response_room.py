@@ -46,7 +46,6 @@ class ResponseRoom:
     """
 
     __slots__ = (
-        "__weakref__",
         "_closed",
         "_expected_bytes",
         "_give_way",
@@ -115,10 +114,6 @@ class ResponseRoom:
         self._update()
         if not self._closed:
             self._unread.observe(monotonic_ns(), self._give_way)
-
-    def add(self, change_bytes: int) -> None:
-        """Change the number of bytes that are written and not read."""
-        self.update(self._unread_bytes + change_bytes)
 
     def close(self) -> None:
         """Release everything: the connection is closed. Calls that end later change nothing."""

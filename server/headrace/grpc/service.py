@@ -1,4 +1,4 @@
-"""Methods of the gRPC port on serialized messages, for every engine: control, health, reflection, and the table of all."""
+"""Methods of the gRPC port on serialized messages: control, health, reflection, and the table of all."""
 
 from __future__ import annotations
 
@@ -420,7 +420,7 @@ def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
 
     Args:
         services: of the server.
-        max_message_bytes: largest request, which the engines enforce; also the bytes in flight on one stream.
+        max_message_bytes: largest request, which the server enforces; also the bytes in flight on one stream.
     """
     infer, access = GrpcInference(services, max_message_bytes), services.access
     health = HealthService(ControlPlane(services))

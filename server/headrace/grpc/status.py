@@ -1,4 +1,4 @@
-"""Status of a failed gRPC call: code, text and trailing metadata, the same for every engine."""
+"""Status of a failed gRPC call: code, text and trailing metadata."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.observability.labelled_counter import ERRORS
 
 logger = logging.getLogger("headrace.grpc")
 
-# google.rpc.Code. Not from grpcio, which is not imported here: the engine of this server does not need it.
+# google.rpc.Code. Not from grpcio, which the server does not import.
 CODES: dict[str, int] = {
     "OK": 0,
     "CANCELLED": 1,

@@ -53,7 +53,7 @@ class MalformedHeadersError(Exception):
 
 
 class Application(Protocol):
-    """The application behind a connection, here the gRPC engine. A "head" is its own type for parsed header fields."""
+    """The application behind a connection, here the gRPC server. A "head" is its own type for parsed header fields."""
 
     def parse_head(self, fields: Sequence[HeaderField] | None) -> Any:
         """Parse header fields into a head.

@@ -221,7 +221,7 @@ FAILURES = _requests(
 ERRORS = _requests("headrace_errors_total", "Error responses, with or without a model.", labels=("protocol", "reason"))
 LIMIT_HITS = _requests(
     "headrace_limit_hits_total",
-    "Requests, connections and streams that reached a limit, by option. grpcio counts only the limit on all bodies.",
+    "Requests, connections and streams that reached a limit, by option.",
     labels=("protocol", "limit"),
 )
 
@@ -521,7 +521,7 @@ LOOP_LAG = _server(
     kind="histogram",
     native=True,
 )
-CONNECTIONS = _server("headrace_connections", "Open connections; absent for grpcio.", "protocol")
+CONNECTIONS = _server("headrace_connections", "Open connections; absent for a protocol that is not served.", "protocol")
 BODIES = _server(
     "headrace_body_bytes",
     "Bytes of the bodies of all requests in the server; --max-total-body-bytes is the limit, with headrace_unread_bytes.",

@@ -359,7 +359,6 @@ def _write_now(stream: QueuedStream, data: bytes) -> None:
 LINE_INTERVAL_S = 10.0
 _LINES_PER_INTERVAL = {
     "asyncio": 1,
-    "grpc": 1,
     "uvicorn": 1,
     "headrace.uncaught": 20,
     "py.warnings": 20,

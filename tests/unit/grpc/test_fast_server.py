@@ -1,4 +1,4 @@
-"""The fast gRPC engine on a connection without a socket: honest clients under backpressure and overload."""
+"""The gRPC server on a connection without a socket: honest clients under backpressure and overload."""
 
 from __future__ import annotations
 

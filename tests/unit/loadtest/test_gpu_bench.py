@@ -360,7 +360,7 @@ def test_engine_scheduler_and_wire_are_measured_without_a_gpu(tmp_path: Path) ->
         assert not result["failure"], name
         assert all(figure["spread"]["median"] > 0 for figure in result["figures"] if figure["unit"] != "images/s"), name
     ways = {figure["contender"] for figure in actual["c fp32"]["figures"]}
-    assert {"http body", "http system", "grpc fast system", "grpc grpcio body"} <= ways
+    assert {"http body", "http system", "grpc system", "grpc body"} <= ways
     assert len(actual["d fp32"]["comparisons"]) == 6
     assert "in process, pinned, blocking call" in {figure["contender"] for figure in actual["d fp32"]["figures"]}
     assert remove_left() == 0

@@ -44,7 +44,7 @@ def test_the_page_has_the_facts_of_the_server() -> None:
     assert values["headrace_server_utilization_ratio",] == 1.25
     assert values["headrace_ready",] == 0
     assert values["headrace_connections", "http"] == 7
-    assert ("headrace_connections", "grpc") not in values, "grpcio does not report it"
+    assert ("headrace_connections", "grpc") not in values, "it is not served"
     assert values["headrace_limit", "max_chunks"] == 5
     hits = {key[1:]: value for key, value in values.items() if key[0] == "headrace_limit_hits_total"}
     assert {key for key, value in hits.items() if value} == {("max_chunks", "http")}
