@@ -103,6 +103,7 @@ def test_tokens_work_on_every_protocol_and_end_at_their_expiry(case: Case) -> No
     assert token.split(".")[1] not in case.server.text
 
 
+@pytest.mark.timing
 def test_new_keys_of_the_issuer_are_fetched_soon_but_rarely(case: Case) -> None:
     until(lambda: case.infer(case.issuer.token("es256")) == 200, "the key set was not read")
     stranger = Issuer("ES256")

@@ -158,6 +158,7 @@ def reference(number: int, x: np.ndarray) -> np.ndarray:
     return x
 
 
+@pytest.mark.timing
 def test_the_time_to_start_is_bounded_by_the_work(pipelines: Path, tmp_path: Path) -> None:
     """A pipeline loads nothing of its own, so 100 of them cost little beside their ten models."""
 

@@ -113,6 +113,7 @@ def test_a_failed_call_is_an_error_of_its_response(server: Server, model: str, w
     np.testing.assert_array_equal(call(server, "bls_sync", "onnx", A, B), [A + B, A - B])
 
 
+@pytest.mark.timing
 def test_a_call_ends_at_its_own_timeout(server: Server) -> None:
     begun = time.monotonic()
     with pytest.raises(InferenceServerException, match="deadline"):

@@ -219,6 +219,7 @@ def test_it_works_with_the_keyboard_and_has_names(browser: Browser, server: Serv
     finish(page, server)
 
 
+@pytest.mark.timing
 def test_a_hundred_steps_are_drawn_and_updated_quickly(browser: Browser, server: Server) -> None:
     page = opened(browser, server, "chain")
     assert page.evaluate(f"{BOXES}.length") == STEPS

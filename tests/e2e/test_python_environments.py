@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from tests.support.pythons import python_of
 from tests.support.serving import Server, serving
 from tests.support.waiting import until
-from tests.support.wheels import OFFLINE, add_numpy, add_wheel
+from tests.support.wheels import OFFLINE, add_numpy, add_uv, add_wheel
 
 CODE = """
 import sys
@@ -42,6 +43,13 @@ backend: "python"
 input { name: "X", data_type: TYPE_FP32, dims: [ 1 ] }
 output { name: "FACTS", data_type: TYPE_STRING, dims: [ 1 ] }
 """
+
+
+@pytest.fixture(autouse=True)
+def small_uv(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `small_uv` install the packages; a slow test takes the machine's uv or pip."""
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setenv("PATH", f"{add_uv(tmp_path / 'programs').parent}{os.pathsep}{os.environ['PATH']}")
 
 
 def add_model(repository: Path, name: str, config: str = "") -> Path:
@@ -77,6 +85,7 @@ def row(server: Server, name: str) -> dict[str, str]:
     return dict(found)
 
 
+@pytest.mark.slow
 def test_requirements_are_installed_while_other_models_serve(tmp_path: Path) -> None:
     repository, state = tmp_path / "repository", tmp_path / "state"
     add_requirements(add_model(repository, "measured"))

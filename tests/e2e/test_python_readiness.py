@@ -210,6 +210,7 @@ def test_a_long_batch_does_not_delay_the_answer(server: Server) -> None:
     assert statuses == [200]
 
 
+@pytest.mark.timing
 def test_an_is_ready_that_does_not_return_is_a_no_after_its_limit_and_blocks_nothing(server: Server) -> None:
     answers: list[tuple[bool, float]] = []
 

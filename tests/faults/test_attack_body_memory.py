@@ -367,6 +367,7 @@ def test_messages_without_content_count_with_their_memory(bounded: Attacked) -> 
     bounded.still_serves()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("path", [STREAM, "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"])
 def test_thousands_of_messages_without_content_in_one_segment(bounded: Attacked, path: str) -> None:
     """Each costs an error response. A stream yields between two: one segment held the event loop for 0.3 s."""

@@ -196,7 +196,7 @@ def request_until(server: Server, until: Callable[[], bool], seconds: float) -> 
     return durations
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 @pytest.mark.parametrize("fault", ["killed", "paused"])
 def test_redis_is_killed_or_paused_in_the_middle_of_traffic(tmp_path: Path, fault: str) -> None:
     repository = tmp_path / "repository"

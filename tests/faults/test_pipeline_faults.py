@@ -61,6 +61,7 @@ def test_a_killed_process_fails_its_step_and_comes_back(server: Server) -> None:
     until(lambda: is_ready(server, "pair"))
 
 
+@pytest.mark.timing
 def test_a_hanging_step_ends_at_the_deadline_or_at_its_own_limit(server: Server) -> None:
     until(lambda: infer(server, "pair")[0] == 200)
     (child,) = isolated_children(server.process.pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from pathlib import Path
 
@@ -37,3 +38,12 @@ def add_wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> P
 def add_numpy(folder: Path) -> Path:
     """Write a wheel whose NumPy is that of this interpreter, for environments of the same version."""
     return add_wheel(folder, "numpy", np.__version__, {"numpy_of_the_tests.pth": f"{Path(np.__file__).parents[1]}\n"})
+
+
+def add_uv(folder: Path) -> Path:
+    """Write the program `uv` (`small_uv`) into a folder, for PATH."""
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / "uv"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -P {Path(__file__).with_name("small_uv.py")} "$@"\n')
+    program.chmod(0o755)
+    return program

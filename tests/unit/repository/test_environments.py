@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import tarfile
@@ -30,7 +31,25 @@ from headrace.repository.environments import (
 )
 
 from tests.support.waiting import until
-from tests.support.wheels import OFFLINE, add_numpy, add_wheel
+from tests.support.wheels import OFFLINE, add_numpy, add_uv, add_wheel
+
+# Installers: the path of `uv`, None for the real one, "" for pip.
+SMALL = "small uv"
+REAL = [pytest.param(None, id="uv", marks=pytest.mark.slow), pytest.param("", id="pip", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def small_uv(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `small_uv` install what no test leaves to the real uv or to pip."""
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setenv("PATH", f"{add_uv(tmp_path / 'programs').parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def installer(path: str | None) -> str | None:
+    """Return the path of an installer as `Environments` takes it; skips the test if it is not installed."""
+    if path is None and not Environments(None)._uv:
+        pytest.skip("needs uv")
+    return None if path == SMALL else path
 
 
 def model(path: Path, **parameters: str) -> ModelFolder:
@@ -81,14 +100,12 @@ def test_a_model_without_an_environment_runs_on_the_servers_python(tmp_path: Pat
     assert not (tmp_path / "root").exists()
 
 
-@pytest.mark.parametrize("installer", ["uv", "pip"])
+@pytest.mark.parametrize("uv", [SMALL, *REAL])
 def test_requirements_are_installed_once(
-    tmp_path: Path, folder: ModelFolder, caplog: pytest.LogCaptureFixture, installer: str
+    tmp_path: Path, folder: ModelFolder, caplog: pytest.LogCaptureFixture, uv: str | None
 ) -> None:
     caplog.set_level(logging.INFO, "headrace.environments")
-    uv = None if installer == "uv" else ""
-    if installer == "uv" and not Environments(None)._uv:
-        pytest.skip("needs uv")
+    uv = installer(uv)
     with closing(Environments(tmp_path / "root", uv)) as environments:
         first = environments.python_for(folder, 1)
         assert not first.is_own
@@ -169,12 +186,12 @@ def test_an_environment_whose_interpreter_is_gone_is_made_again(
         assert evaluate(again.python_for(folder, 1).command, "__import__('gauge').value") == "1"
 
 
-@pytest.mark.parametrize("uv", [None, ""], ids=["uv", "pip"])
+@pytest.mark.parametrize("uv", [SMALL, *REAL])
 def test_a_failed_installation_names_the_cause_and_leaves_nothing(
     tmp_path: Path, folder: ModelFolder, caplog: pytest.LogCaptureFixture, uv: str | None
 ) -> None:
     (folder.path / "1" / "requirements.txt").write_text(f"{OFFLINE}package-that-is-not-there==3\n")
-    with closing(Environments(tmp_path / "root", uv)) as environments:
+    with closing(Environments(tmp_path / "root", installer(uv))) as environments:
         with pytest.raises(ConfigError, match="package-that-is-not-there") as failure:
             environments.python_for(folder, 1)
         assert "model/1: error: its Python environment cannot be made: " in str(failure.value)
