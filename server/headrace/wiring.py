@@ -34,7 +34,8 @@ from headrace.core.clock import monotonic_ns
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.heap import HeapTrimmer
 from headrace.core.limits import BodyMemory, Cells, ClientLimits
-from headrace.core.telemetry import ProcessFigures, Telemetry
+from headrace.core.response_bodies import ProcessFigures
+from headrace.core.telemetry import Telemetry
 from headrace.core.threads import start_pool
 from headrace.cuda.devices import Nvml
 from headrace.cuda.shared_memory import find_client_memory

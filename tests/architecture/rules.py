@@ -55,7 +55,7 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "server/headrace/http": {
         "ours": "headrace.core headrace.observability headrace.inference",
-        "third": "fastapi httptools msgspec numpy orjson pydantic starlette uvicorn",
+        "third": "fastapi httptools msgspec numpy orjson starlette uvicorn",
     },
     "server/headrace/http2": {"ours": "headrace.core", "third": "hpack uvloop"},
     "server/headrace/grpc": {
@@ -173,10 +173,9 @@ EXTRA: dict[str, str] = {
     "server/headrace/core/*_config.py": "pydantic",
     "server/headrace/core/config_*.py": "pydantic",
     "server/headrace/core/command_line.py": "rich",
+    "server/headrace/core/response_bodies.py": "msgspec",
     "server/headrace/backends/onnxruntime.py": "onnxruntime",
     "server/headrace/backends/onnxruntime_cuda.py": "onnxruntime",
-    "server/headrace/http/bodies.py": "pydantic",
-    "server/headrace/http/routes.py": "pydantic",
     "server/headrace/cuda/tensorrt.py": "tensorrt",
     # cuDNN is measured through PyTorch where it is installed.
     "engines/headrace_engines/lab/cudnn.py": "torch",

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
+from headrace.core.response_bodies import TRAFFIC_STATES
 from headrace.core.tensor import Array
-from headrace.observability.metrics_traffic import RULES, STATES
+from headrace.observability.metrics_traffic import RULES
 
 from tests.support import models
 from tests.support.prometheus import read_page
@@ -284,7 +285,7 @@ def test_metrics_page_and_explain_show_the_traffic(server: Server) -> None:
     assert values("headrace_traffic_share", "short") == {("1",): 0.95, ("2",): 0.05}
     states = values("headrace_traffic_state", "short", "state")
     assert {key for key, value in states.items() if value} == {("1", "stable"), ("2", "canary")}
-    assert {state for _, state in states} == set(STATES)
+    assert {state for _, state in states} == set(TRAFFIC_STATES)
     assert {rule for _, rule in values("headrace_traffic_undone", "short", "rule")} == set(RULES)
     assert values("headrace_shadow_requests", "shadowed", "outcome").keys() >= {("2", "compared"), ("2", "failed")}
     explanation = json.loads(server.request("GET", "/v2/models/short/explain")[2])

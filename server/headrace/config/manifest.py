@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Final, Literal, NoReturn, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -41,6 +41,7 @@ from headrace.core.optimization_config import (
     requested_precision,
     tensorrt_accelerator,
 )
+from headrace.core.response_bodies import LayerTimes
 
 
 def onnx_digest(path: Path) -> str:
@@ -306,9 +307,9 @@ class LayerReport:
     total_us: _Time
     layers: tuple[MeasuredLayer, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> LayerTimes:
         """Return plain data for clients; the machine as text."""
-        return asdict(self) | {"machine": str(self.machine)}
+        return cast(LayerTimes, asdict(self) | {"machine": str(self.machine)})
 
 
 def read_layers(folder: Path) -> LayerReport | None:

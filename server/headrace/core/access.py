@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import Forbidden, QuotaExceeded, Unauthenticated
 from headrace.core.quota import Quota
+
+Row = TypeVar("Row", bound=Mapping[str, object])
 
 
 class Scope(StrEnum):
@@ -246,7 +248,7 @@ class Principal:
             allowed = self._models[model] = any(fnmatchcase(model, pattern) for pattern in grant.models)
         return allowed
 
-    def filter_models(self, rows: Iterable[Mapping[str, object]], field: str = "name") -> list[Mapping[str, object]]:
+    def filter_models(self, rows: Iterable[Row], field: str = "name") -> list[Row]:
         """Return the rows of a list whose model is allowed.
 
         Args:

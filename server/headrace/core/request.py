@@ -227,23 +227,3 @@ class ModelLoad(NamedTuple):
     rows_hz: float
     late: int
     levels: tuple[LevelLoad, ...]
-
-
-class SequenceFigures(NamedTuple):
-    """Figures of the sequences of a version at one moment.
-
-    Attributes:
-        live: sequences between START and end, those in the backlog included.
-        slots: slots of the live instances.
-        used: slots with a sequence.
-        backlog: sequences that wait for a slot.
-        ends: sequences that have ended since the load, by reason.
-        refusals: requests that were refused because of their sequence since the load, by reason.
-    """
-
-    live: int
-    slots: int
-    used: int
-    backlog: int
-    ends: Mapping[str, int]
-    refusals: Mapping[str, int]

@@ -101,26 +101,6 @@ class GpuReading:
     slowed: Mapping[str, bool] = field(default_factory=dict)
 
 
-class ProcessFigures(NamedTuple):
-    """One process of a server with front ends.
-
-    Attributes:
-        name: supervisor, engine or front_end_ with its number.
-        pid: process id; 0 while it does not run.
-        cpu_s: CPU time in seconds, with that of the processes that it replaces.
-        memory_bytes: resident memory, shared memory included; 0 while it does not run.
-        starts: number of starts.
-        connections: open client connections.
-    """
-
-    name: str
-    pid: int
-    cpu_s: float
-    memory_bytes: int
-    starts: int
-    connections: int
-
-
 @dataclass(slots=True)
 class LoadCounts:
     """Load and eviction counters of one version.

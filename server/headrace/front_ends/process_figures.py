@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.core.clock import NS_PER_S
-from headrace.core.telemetry import ProcessFigures
+from headrace.core.response_bodies import ProcessFigures
 from headrace.front_ends.counter_array import CounterArray
 
 ENGINE, SUPERVISOR = "engine", "supervisor"

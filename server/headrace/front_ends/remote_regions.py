@@ -7,8 +7,7 @@ concern the engine alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -91,7 +90,7 @@ class RemoteRegions:
         """Raise Unavailable: a route of the engine."""
         raise _not_here()
 
-    def status(self, kind: str, name: str) -> Sequence[Mapping[str, object]]:
+    def status(self, kind: str, name: str) -> NoReturn:
         """Raise Unavailable: a route of the engine."""
         raise _not_here()
 

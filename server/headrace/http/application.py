@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import msgspec
@@ -259,6 +260,8 @@ def _json(result: object) -> bytes:
 def _to_dict(value: object) -> object:
     if isinstance(value, Mapping):
         return dict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 

@@ -1,6 +1,7 @@
 """Routes of the HTTP port: the table of the control plane, the web pages, and the OpenAPI 3.1 document.
 
-FastAPI serves and documents every route in the table. It generates the document from the table and from the types of `bodies`.
+FastAPI serves and documents every route in the table. It generates the document from the table; the schemas are those of the types of
+`headrace.core.response_bodies` and `bodies`.
 """
 
 from __future__ import annotations
@@ -9,20 +10,18 @@ import base64
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 from fastapi import FastAPI
-from pydantic import BaseModel
-from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from starlette.responses import JSONResponse, Response
 
+from headrace.core import response_bodies as responses
 from headrace.core.limits import REGION_PATTERN
 from headrace.http import bodies
-from headrace.http.traffic_bodies import TrafficReport, TrafficRequest
 from headrace.inference.control_plane import MAX_LISTED_MODELS, ControlPlane
 from headrace.inference.operations import http_operation
 from headrace.inference.services import Services
@@ -100,6 +99,11 @@ class Route:
     documented: bool = True
     openapi_extra: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_json(self) -> bool:
+        """True if the response has a body of JSON."""
+        return self.response is not None and self.media_type == JSON
+
 
 def routes(services: Services, max_body_bytes: int) -> list[Route]:
     """List every route of the control plane; the first that matches a path serves it.
@@ -142,13 +146,13 @@ READY_TEXT = (
 
 def _server(control: ControlPlane) -> Iterator[Route]:
     health, server = partial(Route, "health"), partial(Route, "server")
-    yield health("/v2/health/live", "200 while the process answers", control.live, bodies.ServerLive)
-    yield health("/v2/health/ready", READY_TEXT, control.require_ready, bodies.ServerReady, statuses=(503,))
+    yield health("/v2/health/live", "200 while the process answers", control.live, responses.ServerLive)
+    yield health("/v2/health/ready", READY_TEXT, control.require_ready, responses.ServerReady, statuses=(503,))
     yield server(
-        "/v2", "Name, version and protocol extensions of the server", control.server_metadata, bodies.ServerMetadata
+        "/v2", "Name, version and protocol extensions of the server", control.server_metadata, responses.ServerMetadata
     )
     summary = "Every version with its state, counts and gauges, for monitoring: rates follow from two responses"
-    yield server("/v2/status", summary, control.status, bodies.ServerStatus, filters=True)
+    yield server("/v2/status", summary, control.status, responses.ServerStatus, filters=True)
 
 
 def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
@@ -158,7 +162,7 @@ def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
         "/v2/repository/index",
         "Every version in the repository, its state and, if it is not served, the reason",
         control.index,
-        list[bodies.IndexRow],
+        list[responses.IndexRow],
         body=bodies.IndexRequest,
         example={"ready": True},
         filters=True,
@@ -188,15 +192,15 @@ def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
         path,
         "Shares, states and figures of the versions",
         traffic.show,
-        TrafficReport,
+        responses.TrafficReport,
         statuses=(404, 503),
     )
     yield post(
         path,
         "Change the shares of the versions, promote a version, or return to the configuration; returns the traffic in force",
         lambda model, **changes: traffic.change(model, changes),
-        TrafficReport,
-        body=TrafficRequest,
+        responses.TrafficReport,
+        body=bodies.TrafficRequest,
         body_required=True,
         example={"versions": {"2": "5%"}},
         statuses=(403, 404, 409, 503),
@@ -204,13 +208,13 @@ def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
 
 
 def _models(control: ControlPlane) -> Iterator[Route]:
-    services, statistics = control.services, bodies.Statistics
+    services, statistics = control.services, responses.Statistics
     yield Route(
         "repository",
         "/v2/models",
         "Every model with its platform and the state of its versions, by name; with `limit` in pages",
         control.list_models,
-        bodies.ModelList,
+        responses.ModelList,
         filters=True,
         query=("limit", "after"),
         openapi_extra={"parameters": _LIST_PARAMETERS},
@@ -219,20 +223,32 @@ def _models(control: ControlPlane) -> Iterator[Route]:
     yield Route("statistics", "/v2/models/stats", summary, control.all_statistics, statistics, filters=True)
     config, layers = services.models.config, services.overview.layers
     of_model: tuple[tuple[str, str, str, Callable[..., object], type], ...] = (
-        ("model", "", "Inputs, outputs and versions", control.model_metadata, bodies.ModelMetadata),
-        ("health", "/ready", "200 while the model can serve requests", control.require_model_ready, bodies.ModelReady),
+        ("model", "", "Inputs, outputs and versions", control.model_metadata, responses.ModelMetadata),
+        (
+            "health",
+            "/ready",
+            "200 while the model can serve requests",
+            control.require_model_ready,
+            responses.ModelReady,
+        ),
         ("model", "/config", "The configuration in force, with derived fields", config, bodies.ServedModelConfig),
         ("statistics", "/stats", "Exact counts and times since the model was loaded", control.statistics, statistics),
-        ("profile", "/profile", "Compute times of each batch size", control.profile, bodies.ProfileResponse),
+        ("profile", "/profile", "Compute times of each batch size", control.profile, responses.ProfileResponse),
         (
             "load",
             "/load",
             "Queue, running batches and predicted wait of the model",
             control.model_load,
-            bodies.LoadResponse,
+            responses.LoadResponse,
         ),
-        ("profile", "/explain", "What limits the model now, and what would help", services.explain, bodies.Explanation),
-        ("profile", "/layers", "Layer times measured by `headrace inspect --publish`", layers, bodies.LayerTimes),
+        (
+            "profile",
+            "/explain",
+            "What limits the model now, and what would help",
+            services.explain,
+            responses.Explanation,
+        ),
+        ("profile", "/layers", "Layer times measured by `headrace inspect --publish`", layers, responses.LayerTimes),
     )
     for tag, suffix, summary, run, response in of_model:
         for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
@@ -244,7 +260,7 @@ def _system_regions(services: Services) -> Iterator[Route]:
         services.regions.register_system(region, key, offset, byte_size)
 
     example = {"key": "/input_0", "byte_size": 64}
-    yield from _regions(services, "system", register, bodies.SystemRegionRequest, bodies.SystemRegionStatus, example)
+    yield from _regions(services, "system", register, bodies.SystemRegionRequest, responses.SystemRegionStatus, example)
 
 
 def _cuda_regions(services: Services) -> Iterator[Route]:
@@ -252,7 +268,7 @@ def _cuda_regions(services: Services) -> Iterator[Route]:
         services.regions.register_cuda(region, base64.b64decode(raw_handle["b64"]), device_id, byte_size)
 
     # No example: a handle is valid only while the process that exported it lives.
-    yield from _regions(services, "cuda", register, bodies.CudaRegionRequest, bodies.CudaRegionStatus, None)
+    yield from _regions(services, "cuda", register, bodies.CudaRegionRequest, responses.CudaRegionStatus, None)
 
 
 def _regions(
@@ -290,7 +306,7 @@ def _settings(control: ControlPlane) -> Iterator[Route]:
     def update_traces(model: str = "", **changes: object) -> object:
         return control.trace_settings(model, changes)
 
-    trace, response, statuses = partial(Route, "trace"), bodies.TraceSettings, (404, 503)
+    trace, response, statuses = partial(Route, "trace"), responses.TraceSettings, (404, 503)
     traces_update = partial(
         trace,
         method="POST",
@@ -304,7 +320,7 @@ def _settings(control: ControlPlane) -> Iterator[Route]:
     yield trace(path, "Trace settings of one model", control.trace_settings, response, statuses=statuses)
     yield traces_update(path, text.format("one model"), update_traces, response, statuses=(403, *statuses))
     logs = control.services.logs
-    logging, settings = partial(Route, "logging", "/v2/logging"), bodies.LogSettingsResponse
+    logging, settings = partial(Route, "logging", "/v2/logging"), responses.LogSettingsResponse
     yield logging("Log settings", logs.settings, settings)
     yield logging(
         "Change log settings; returns the settings in force",
@@ -426,7 +442,7 @@ _RETRY_HEADERS = {
     "Retry-After-Ms": {"description": "milliseconds", "required": True, "schema": {"type": "integer", "minimum": 0}},
 }
 _EXAMPLE_NAMES = {"model": "tiny", "version": "1", "region": "input_0"}
-_REFERENCE = "#/components/schemas/{model}"
+_REFERENCE = "#/components/schemas/{name}"
 _BINARY = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 _IMAGES = {f"image/{kind}": {"schema": {"type": "string", "format": "binary"}} for kind in ("jpeg", "png", "webp")}
 _INFER_EXAMPLE = {
@@ -447,13 +463,12 @@ def add_route(app: FastAPI, route: Route, endpoint: Any) -> None:
         route: documentation, method and path.
         endpoint: takes the request and returns the response. It reads and validates the request itself, FastAPI does not.
     """
-    is_json = route.response is not None and route.media_type == JSON
-    responses: dict[int | str, dict[str, Any]] = {200: {"description": route.summary}}
-    if route.response is not None and not is_json:  # without the parameters of the media type
-        responses[200]["content"] = {route.media_type.partition(";")[0]: {"schema": {"type": "string"}}}
+    answers: dict[int | str, dict[str, Any]] = {200: {"description": route.summary}}
+    if route.response is not None and not route.is_json:  # without the parameters of the media type
+        answers[200]["content"] = {route.media_type.partition(";")[0]: {"schema": {"type": "string"}}}
     for status in sorted(_error_statuses(route)):
         headers = {"headers": _CHALLENGE if status == 401 else _RETRY_HEADERS} if status in (401, 429, 503) else {}
-        responses[status] = {"description": _ERRORS[status], "content": _json_body(bodies.Error), **headers}
+        answers[status] = {"description": _ERRORS[status], "content": _json_body(responses.Error), **headers}
     parameters = [_path_parameter(name) for name in re.findall(r"{(\w+)}", route.path)]
     extra = {**route.openapi_extra, "parameters": [*parameters, *route.openapi_extra.get("parameters", ())]}
     if route.body is not None:
@@ -462,12 +477,12 @@ def add_route(app: FastAPI, route: Route, endpoint: Any) -> None:
         route.path,
         endpoint,
         methods=[route.method],
-        response_model=route.response if is_json else None,
-        response_class=JSONResponse if is_json else Response,
+        response_model=None,
+        response_class=JSONResponse if route.is_json else Response,
         tags=[route.tag],
         summary=route.summary,
         operation_id="_".join([route.method.lower(), *re.findall(r"\w+", route.path)]),
-        responses=responses,
+        responses=answers,
         openapi_extra=extra,
         include_in_schema=route.documented,
     )
@@ -493,23 +508,24 @@ def document(app: FastAPI, table: Sequence[Route], has_keys: bool) -> dict[str, 
         table: its routes; the types of their request bodies become components.
         has_keys: True if callers need a key.
     """
-    requests = {route.body for route in table if route.body is not None}
-    _, structs = msgspec.json.schema_components(requests, ref_template=_REFERENCE.format(model="{name}"))
-    for schema in structs.values():
-        schema["description"] = inspect.cleandoc(schema["description"])
-    requests_of_inference: Any = [(bodies.InferenceRequest, "validation"), (bodies.GenerateRequest, "validation")]
-    models: Any = [(bodies.Error, "serialization"), *requests_of_inference]
-    _, schemas = models_json_schema(models, ref_template=_REFERENCE, schema_generator=_Schema)
+    documented = [route for route in table if route.documented]
+    requests = [route.body for route in documented if route.body is not None]
+    inference = [bodies.InferenceRequest, bodies.GenerateRequest]
+    answers = [route.response if route.is_json else responses.Error for route in documented]
+    schemas, components = msgspec.json.schema_components([*answers, *requests, *inference], ref_template=_REFERENCE)
     openapi = app.openapi()
-    openapi["components"]["schemas"] |= {**structs, **schemas["$defs"]}
-    openapi["components"]["securitySchemes"] = _SECURITY_SCHEMES
+    openapi["components"] = {
+        "schemas": {name: _described(name, schema) for name, schema in sorted(components.items())},
+        "securitySchemes": _SECURITY_SCHEMES,
+    }
     keys: list[dict[str, list[str]]] = [{name: []} for name in _SECURITY_SCHEMES]
-    for route in table:
-        if route.documented:
-            is_open = http_operation(route.method, route.path).scope is None
-            # An empty entry: a key is optional.
-            security = [] if is_open else keys if has_keys else [*keys, {}]
-            openapi["paths"][route.path][route.method.lower()]["security"] = security
+    for route, schema in zip(documented, schemas, strict=False):
+        operation = openapi["paths"][route.path][route.method.lower()]
+        is_open = http_operation(route.method, route.path).scope is None
+        # An empty entry: a key is optional.
+        operation["security"] = [] if is_open else keys if has_keys else [*keys, {}]
+        if route.is_json:
+            operation["responses"]["200"]["content"][JSON]["schema"] = schema
     return openapi
 
 
@@ -586,15 +602,25 @@ def _not_reached(**names: str) -> NoReturn:
     raise NotImplementedError("the HTTP application serves inference before FastAPI")
 
 
-class _Schema(GenerateJsonSchema):
-    """JSON schema without default values: a default only marks a field as optional, it is never sent."""
-
-    def default_schema(self, schema: Any) -> dict[str, Any]:
-        return self.generate_inner(schema["schema"])
+def _described(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a type with the descriptions of its docstring, and its fields in their order."""
+    text, _, attributes = inspect.cleandoc(schema["description"]).partition("\n\nAttributes:\n")
+    properties: dict[str, dict[str, Any]] = schema["properties"]
+    for line in attributes.replace("\n        ", " ").splitlines():
+        field_name, _, description = line.strip().partition(": ")
+        properties[field_name]["description"] = description.removesuffix(".")
+    kind = getattr(responses, name, None) or getattr(bodies, name)
+    if name in vars(responses):
+        schema["additionalProperties"] = False
+    if is_dataclass(kind):  # a default is for the server's code: a response has every field
+        schema["required"] = list(properties)
+        for field_schema in properties.values():
+            field_schema.pop("default", None)
+    return schema | {"description": text, "properties": {name: properties[name] for name in kind.__annotations__}}
 
 
 def _json_body(kind: type, example: Mapping[str, object] | None = None) -> dict[str, Any]:
-    body: dict[str, Any] = {"schema": {"$ref": _REFERENCE.format(model=kind.__name__)}}
+    body: dict[str, Any] = {"schema": {"$ref": _REFERENCE.format(name=kind.__name__)}}
     return {JSON: body if example is None else {**body, "example": example}}
 
 
@@ -603,7 +629,8 @@ def _path_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": schema}
 
 
-def _headers(model: type[BaseModel]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and OpenAPI definitions of the headers that are the fields of a model."""
-    for name, schema in model.model_json_schema()["properties"].items():
+def _headers(kind: type) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and OpenAPI definitions of the headers that are the fields of a type."""
+    _, components = msgspec.json.schema_components([kind])
+    for name, schema in _described(kind.__name__, components[kind.__name__])["properties"].items():
         yield name.replace("_", "-").title(), {"description": schema.pop("description", ""), "schema": schema}

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from headrace.core.access import Principal
 from headrace.core.clock import pause
 from headrace.core.completion import probe_answer
 from headrace.core.errors import BadRequest, HeadraceError, Unavailable
+from headrace.core.response_bodies import (
+    IndexRow,
+    ListedModel,
+    LoadResponse,
+    ModelList,
+    ModelMetadata,
+    ModelReady,
+    ProfileResponse,
+    ServerLive,
+    ServerMetadata,
+    ServerReady,
+    ServerStatus,
+    Statistics,
+    TensorMetadata,
+    TraceSettings,
+)
 from headrace.core.tensor import ModelSpec, TensorSpec
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.load_report import describe_load
@@ -44,11 +59,11 @@ class ControlPlane:
         self._index = SharedRuns(lambda _: models.index())
         self._statistics = SharedRuns(lambda _: models.statistics("", ""))
 
-    def live(self) -> dict[str, object]:
+    def live(self) -> ServerLive:
         """Return the liveness response that KServe's client parses."""
         return {"live": True}
 
-    def require_ready(self) -> dict[str, object]:
+    def require_ready(self) -> ServerReady:
         """Return the readiness response that KServe's client parses; raises Unavailable if the server is not ready."""
         if not self.services.models.ready():
             raise Unavailable(
@@ -57,17 +72,17 @@ class ControlPlane:
             )
         return {"ready": True}
 
-    def server_metadata(self) -> dict[str, object]:
+    def server_metadata(self) -> ServerMetadata:
         """Return name, version and protocol extensions of the server."""
         services = self.services
         return {"name": services.name, "version": services.version, "extensions": list(services.extensions)}
 
-    def model_metadata(self, model: str, version: str = "") -> dict[str, object]:
+    def model_metadata(self, model: str, version: str = "") -> ModelMetadata:
         """Return inputs, outputs and versions of a model; raises NotFound or Unavailable."""
         with self._lease(model, version) as handle:
             return describe(handle.spec, list(self.services.models.versions(model)))
 
-    async def require_model_ready(self, model: str, version: str = "") -> dict[str, object]:
+    async def require_model_ready(self, model: str, version: str = "") -> ModelReady:
         """Return the readiness response of a model, within `headrace.core.completion.PROBE_LIMIT_S`.
 
         Raises:
@@ -84,7 +99,7 @@ class ControlPlane:
                 )
         return {"name": model, "ready": True}
 
-    async def list_models(self, principal: Principal, limit: str = "", after: str = "") -> dict[str, object]:
+    async def list_models(self, principal: Principal, limit: str = "", after: str = "") -> ModelList:
         """List the models that a principal may read with their platform and the state of each version, by name.
 
         A page begins after a name, so models that come or go meanwhile move no other model between pages.
@@ -100,21 +115,21 @@ class ControlPlane:
         if not limit and not after:
             return {"models": principal.filter_models(await self._list.result())}
         count = _page_size(limit)
-        rows = [row for row in principal.filter_models(await self._index.result()) if str(row["name"]) > after]
-        names = list(dict.fromkeys(str(row["name"]) for row in rows))
+        rows = [row for row in principal.filter_models(await self._index.result()) if row["name"] > after]
+        names = list(dict.fromkeys(row["name"] for row in rows))
         last = names[count - 1] if len(names) > count else ""
-        page = [row for row in rows if not last or str(row["name"]) <= last]
+        page = [row for row in rows if not last or row["name"] <= last]
         models = await asyncio.to_thread(self._listed, page)
         return {"models": models, "next": last} if last else {"models": models}
 
-    def _list_all(self) -> Sequence[Mapping[str, object]]:
+    def _list_all(self) -> list[ListedModel]:
         return self._listed(self.services.models.index())
 
-    def _listed(self, rows: Iterable[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
-        models: dict[str, dict[str, Any]] = {}
+    def _listed(self, rows: Iterable[IndexRow]) -> list[ListedModel]:
+        models: dict[str, ListedModel] = {}
         for row in rows:
             pause()
-            name, version = str(row["name"]), str(row["version"])
+            name, version = row["name"], row["version"]
             model = models.setdefault(name, {"name": name, "platform": "", "versions": []})
             if version:
                 model["versions"].append({"version": version, "state": row["state"], "reason": row["reason"]})
@@ -125,39 +140,39 @@ class ControlPlane:
                     model["platform"] = handle.spec.platform
         return list(models.values())
 
-    def statistics(self, model: str, version: str = "") -> dict[str, object]:
+    def statistics(self, model: str, version: str = "") -> Statistics:
         """Return exact counts and times since a model was loaded."""
-        return {"model_stats": list(self.services.models.statistics(model, version))}
+        return {"model_stats": self.services.models.statistics(model, version)}
 
-    async def all_statistics(self, principal: Principal) -> dict[str, object]:
+    async def all_statistics(self, principal: Principal) -> Statistics:
         """Return the statistics of all models that a principal may read."""
         return {"model_stats": principal.filter_models(await self._statistics.result())}
 
-    def profile(self, model: str, version: str = "") -> dict[str, object]:
+    def profile(self, model: str, version: str = "") -> ProfileResponse:
         """Return the latency table of a version: compute time by batch size; raises NotFound or Unavailable."""
         with self._lease(model, version) as handle:
-            return {"name": model, "version": handle.spec.version, "profile": list(handle.latency_table.table())}
+            return {"name": model, "version": handle.spec.version, "profile": handle.latency_table.table()}
 
-    def model_load(self, model: str, version: str = "") -> dict[str, object]:
+    def model_load(self, model: str, version: str = "") -> LoadResponse:
         """Return queue, running batches and predicted wait of a version; raises NotFound or Unavailable."""
         with self._lease(model, version) as handle:
             load = handle.load()
             load = load._replace(in_flight=load.in_flight - 1)  # without the lease of this call
             return describe_load(model, handle.spec.version, load)
 
-    async def status(self, principal: Principal) -> dict[str, object]:
+    async def status(self, principal: Principal) -> ServerStatus:
         """Return the state, counts and gauges of every version of the models that a principal may read."""
         services = self.services
         status = await services.overview.status()
-        models: Any = status.get("models", ())
-        return {"name": "headrace", "version": services.version, **status, "models": principal.filter_models(models)}
+        models = principal.filter_models(status["models"])
+        return {"name": "headrace", "version": services.version, **status, "models": models}
 
-    async def index(self, ready: bool, principal: Principal) -> Sequence[Mapping[str, object]]:
+    async def index(self, ready: bool, principal: Principal) -> list[IndexRow]:
         """List every version of the models that a principal may read; only READY versions if `ready`."""
         rows = principal.filter_models(await self._index.result())
         return [row for row in rows if row["state"] == "READY"] if ready else rows
 
-    def trace_settings(self, model: str = "", changes: Mapping[str, object] | None = None) -> Mapping[str, object]:
+    def trace_settings(self, model: str = "", changes: Mapping[str, object] | None = None) -> TraceSettings:
         """Apply changes of trace settings, if any, and return the settings in force.
 
         Args:
@@ -245,19 +260,21 @@ def _failed_to(action: str, model: str) -> Iterator[None]:
         raise
 
 
-def describe(spec: ModelSpec, versions: list[str]) -> dict[str, object]:
+def describe(spec: ModelSpec, versions: list[str]) -> ModelMetadata:
     """Return the model metadata of the protocol; with `parameters` if a built engine serves the model."""
-    return {
+    metadata: ModelMetadata = {
         "name": spec.name,
         "versions": versions,
         "platform": spec.platform,
         "inputs": [_describe_tensor(tensor) for tensor in spec.inputs.values()],
         "outputs": [_describe_tensor(tensor) for tensor in spec.outputs.values()],
-        **({"parameters": dict(spec.parameters)} if spec.parameters else {}),
     }
+    if spec.parameters:
+        metadata["parameters"] = dict(spec.parameters)
+    return metadata
 
 
-def _describe_tensor(tensor: TensorSpec) -> dict[str, object]:
+def _describe_tensor(tensor: TensorSpec) -> TensorMetadata:
     return {"name": tensor.name, "datatype": tensor.datatype.name, "shape": list(tensor.shape)}
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ import orjson
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.limits import Cells
 from headrace.core.request import ModelLoad
+from headrace.core.response_bodies import LoadFigures, LoadResponse
 from headrace.inference.response_metadata import Header, Headers, header_lines
 from headrace.observability.counters import Recorder
 
@@ -269,7 +270,7 @@ def load_parameters(load: ModelLoad) -> dict[str, int | str]:
     return {"headrace_queue_depth": load.depth, "headrace_predicted_wait_us": load.wait_ns // NS_PER_US}
 
 
-def describe_load(name: str, version: str, load: ModelLoad) -> dict[str, object]:
+def describe_load(name: str, version: str, load: ModelLoad) -> LoadResponse:
     """Return the complete load of a version as JSON values."""
     return {
         "name": name,
@@ -290,7 +291,7 @@ def describe_load(name: str, version: str, load: ModelLoad) -> dict[str, object]
     }
 
 
-def model_figures(load: ModelLoad) -> dict[str, int]:
+def model_figures(load: ModelLoad) -> LoadFigures:
     """Return the named metrics of a report: the load of the model of a request."""
     return {
         "queue_depth": load.depth,
@@ -322,7 +323,7 @@ _ENTRY = struct.Struct("<BBBB")
 _FIXED64, _LENGTH_DELIMITED = 1, 2
 
 
-def serialized(server: dict[str, float], named: dict[str, int]) -> bytes:
+def serialized(server: Mapping[str, float], named: Mapping[str, object]) -> bytes:
     """Serialize a report.
 
     Args:

@@ -11,6 +11,17 @@ from headrace.core.access import AccessControl, QuotaBucket
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import HeadraceError, NotFound
 from headrace.core.request import InferRequest, InferResponse, Probe
+from headrace.core.response_bodies import (
+    CudaRegionStatus,
+    Explanation,
+    IndexRow,
+    LayerTimes,
+    OverviewStatus,
+    ProfileRow,
+    SystemRegionStatus,
+    TrafficReport,
+    VersionStatistics,
+)
 from headrace.core.telemetry import TraceContext
 from headrace.core.tensor import ModelSpec, Region
 from headrace.inference.codec_threads import CodecThreads
@@ -25,8 +36,8 @@ from headrace.observability.tracing import SamplingDecision, Tracer
 class ComputeTimes(Protocol):
     """Compute times of a version by batch size; see `headrace.scheduling.latency_table.LatencyTable`."""
 
-    def table(self) -> Sequence[Mapping[str, object]]:
-        """Return one entry per measured batch size: rows, median_us, p95_us, observations, source."""
+    def table(self) -> list[ProfileRow]:
+        """Return one entry per measured batch size."""
 
 
 class HasReadiness(Protocol):
@@ -94,10 +105,10 @@ class Models(Protocol):
     def config(self, model: str, version: str = "") -> Mapping[str, object]:
         """Return the configuration in force in Triton's JSON."""
 
-    def statistics(self, name: str, version: str) -> Sequence[Mapping[str, object]]:
+    def statistics(self, name: str, version: str) -> list[VersionStatistics]:
         """Return statistics in Triton's JSON; of all models if `name` is ""."""
 
-    def index(self) -> Sequence[Mapping[str, object]]:
+    def index(self) -> list[IndexRow]:
         """List every version in the repository with its state and the reason for it."""
 
     def ready(self) -> bool:
@@ -118,10 +129,10 @@ class TrafficSplits(Protocol):
     def splits(self) -> Mapping[str, ModelTraffic]:
         """Traffic of each model that has a configuration of it; replaced as a whole."""
 
-    def show(self, model: str) -> Mapping[str, object]:
+    def show(self, model: str) -> TrafficReport:
         """Return shares, states and figures of a model; raises NotFound without traffic."""
 
-    async def change(self, name: str, changes: Mapping[str, Any]) -> Mapping[str, object]:
+    async def change(self, name: str, changes: Mapping[str, Any]) -> TrafficReport:
         """Change the traffic of a model, and return it; raises BadRequest, Conflict, NotFound or Unavailable."""
 
 
@@ -134,11 +145,11 @@ class NoTraffic:
 
     splits: Mapping[str, ModelTraffic] = MappingProxyType({})
 
-    def show(self, model: str) -> Mapping[str, object]:
+    def show(self, model: str) -> TrafficReport:
         """Raise NotFound."""
         raise NotFound(f"this process distributes no traffic: it has none of model '{model}'")
 
-    async def change(self, name: str, changes: Mapping[str, Any]) -> Mapping[str, object]:
+    async def change(self, name: str, changes: Mapping[str, Any]) -> TrafficReport:
         """Raise NotFound."""
         return self.show(name)
 
@@ -202,15 +213,8 @@ class Regions(Protocol):
     def unregister(self, kind: str, name: str) -> None:
         """Unregister a region, or all of the kind if `name` is ""; an unknown name is no error, as in Triton."""
 
-    def status(self, kind: str, name: str) -> Sequence[Mapping[str, object]]:
-        """Describe one region, or all of the kind if `name` is "".
-
-        Returns:
-            For each region: name, key, offset, byte_size; for CUDA: name, device_id, byte_size. Sizes and offsets are bytes.
-
-        Raises:
-            NotFound: no region of the kind has this name.
-        """
+    def status(self, kind: str, name: str) -> Sequence[SystemRegionStatus | CudaRegionStatus]:
+        """Describe one region, or all of the kind if `name` is ""; raises NotFound if no region of the kind has this name."""
 
 
 class Observer(Protocol):
@@ -233,10 +237,10 @@ class Observer(Protocol):
 class Overview(Protocol):
     """Data of the server's web page; see `headrace.repository.overview.ServerOverview`."""
 
-    async def status(self) -> Mapping[str, object]:
+    async def status(self) -> OverviewStatus:
         """Return time, readiness and every version: state, reason, and counts and gauges if it serves."""
 
-    async def layers(self, model: str, version: str = "") -> Mapping[str, object]:
+    async def layers(self, model: str, version: str = "") -> LayerTimes:
         """Return the compute time of each layer; raises NotFound (also if it was not measured) or Unavailable."""
 
 
@@ -254,7 +258,7 @@ class Services:
         overview: data of the web page.
         version: of Headrace.
         extensions: protocol extensions that are enabled.
-        explain: reports the bottleneck of a version ("" for the latest) as JSON values; see `headrace.repository.registry`.
+        explain: reports the bottlenecks of a version ("" for the latest); see `headrace.repository.explanation`.
         name: of the server, in its metadata.
         options_reader: parser of the request options and credentials in headers and metadata.
         codec_threads: decode and encode large bodies.
@@ -273,7 +277,7 @@ class Services:
     overview: Overview
     version: str
     extensions: Sequence[str]
-    explain: Callable[..., Mapping[str, object]]
+    explain: Callable[..., Explanation]
     name: str = "headrace"
     options_reader: RequestOptionsReader = field(default_factory=RequestOptionsReader)
     codec_threads: CodecThreads = field(default_factory=CodecThreads)

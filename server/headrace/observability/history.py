@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from headrace.core.clock import NS_PER_S, stepwise
+from headrace.core.response_bodies import RequestRates
 
 PERIOD_NS = 5 * NS_PER_S
 LENGTH = 120
@@ -50,7 +51,7 @@ class RequestHistory:
 
     def __init__(self) -> None:
         self._series: dict[tuple[str, str], _Series] = {}
-        self._rates: dict[int, dict[str, list[float]]] = {}  # by id() of a recorder that its series holds
+        self._rates: dict[int, RequestRates] = {}  # by id() of a recorder that its series holds
         self._sampled_ns = 0
 
     def sample(self, sources: Iterable[tuple[str, str, Counted]], now_ns: int) -> None:
@@ -63,7 +64,7 @@ class RequestHistory:
         # A period that was longer, because the event loop was busy, still gives the right rate.
         elapsed_s = max(now_ns - self._sampled_ns, 1) / NS_PER_S
         series: dict[tuple[str, str], _Series] = {}
-        rates = {}
+        rates: dict[int, RequestRates] = {}
         for name, version, source in stepwise(sources):
             recorder = source.recorder
             ring = self._series.get((name, version)) or _Series(recorder)
@@ -82,7 +83,7 @@ class RequestHistory:
             }
         self._series, self._rates, self._sampled_ns = series, rates, now_ns
 
-    def rates(self, recorder: Counts) -> dict[str, list[float]]:
+    def rates(self, recorder: Counts) -> RequestRates:
         """Return requests and failures a second in each period, the latest last, from the first that is not zero on."""
         return self._rates.get(id(recorder), {"requests_per_s": [], "failures_per_s": []})
 

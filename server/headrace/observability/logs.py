@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Literal
 
 from headrace.core.errors import BadRequest, Forbidden
+from headrace.core.response_bodies import LogSettingsResponse
 
 _HIDDEN = "[redacted]"
 _WORDS = "api[-_]?key|apikey|authorization|cookie|credential|passwd|password|private[-_]?key|secret|session|token"
@@ -232,7 +233,7 @@ class LogSettings:
             if isinstance(handler.formatter, TextFormatter):
                 self._formatters.append(handler.formatter)
 
-    def settings(self) -> Mapping[str, bool | int | str]:
+    def settings(self) -> LogSettingsResponse:
         """Return the settings in force."""
         iso8601 = any(formatter.iso8601 for formatter in self._formatters)
         return {
@@ -244,7 +245,7 @@ class LogSettings:
             "log_format": "ISO8601" if iso8601 else "default",
         }
 
-    def update(self, changes: Mapping[str, object]) -> Mapping[str, bool | int | str]:
+    def update(self, changes: Mapping[str, object]) -> LogSettingsResponse:
         """Change all given settings or none of them; return the settings in force.
 
         Args:
@@ -344,5 +345,5 @@ def _handlers(logger: logging.Logger) -> list[logging.Handler]:
     return handlers
 
 
-def _same(before: Mapping[str, bool | int | str], name: str, value: object) -> bool:
+def _same(before: Mapping[str, object], name: str, value: object) -> bool:
     return name in before and type(value) is type(before[name]) and value == before[name]

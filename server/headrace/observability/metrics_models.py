@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 from prometheus_client.metrics_core import Metric
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns, stepwise
-from headrace.core.request import ModelLoad, SequenceFigures
+from headrace.core.request import ModelLoad
+from headrace.core.response_bodies import SequenceFigures
 from headrace.core.telemetry import TritonMetrics
 from headrace.core.tensor import ModelSpec
 from headrace.observability import metrics_table as table

@@ -18,7 +18,8 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns, stepwise
 from headrace.core.ledger import CPU, HOST, Ledger
 from headrace.core.limits import ClientLimits
-from headrace.core.telemetry import GpuReading, LoadCounts, ProcessFigures, StoreStatus
+from headrace.core.response_bodies import ProcessFigures
+from headrace.core.telemetry import GpuReading, LoadCounts, StoreStatus
 from headrace.observability import metrics_table as table
 from headrace.observability.histograms import FINE_BUCKETS, Counts, Histogram
 from headrace.observability.labelled_counter import (

@@ -8,10 +8,9 @@ from typing import NamedTuple, Protocol
 from prometheus_client.metrics_core import Metric
 
 from headrace.core.clock import stepwise
+from headrace.core.response_bodies import TRAFFIC_STATES
 from headrace.observability import metrics_table as table
 
-STATES = ("stable", "canary", "shadow", "idle", "undone", "not_ready")
-"""States of a version of a model with traffic; see docs/traffic.md."""
 RULES = ("max_error_rate", "max_p99_ms", "min_agreement")
 
 
@@ -20,7 +19,7 @@ class TrafficRow(NamedTuple):
 
     Attributes:
         model, version: of the row.
-        state: one of `STATES`.
+        state: one of `TRAFFIC_STATES`.
         share: of the requests that name no version, from 0 to 1.
         routed: requests that named no version and reached it.
         undone: number of times that each rule has taken the share of the version.
@@ -64,7 +63,7 @@ class TrafficCollector(table.ScrapeCollector):
             labels = [row.model, row.version]
             share.add_metric(labels, row.share)
             routed.add_metric(labels, row.routed)
-            for name in STATES:
+            for name in TRAFFIC_STATES:
                 state.add_metric([*labels, name], row.state == name)
             for name in RULES:
                 undone.add_metric([*labels, name], row.undone.get(name, 0))

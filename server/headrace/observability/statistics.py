@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from headrace.core.response_bodies import Duration, TritonStatistics
 from headrace.observability.counters import Totals
 
 
-def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:
+def to_triton(name: str, version: str, totals: Totals) -> TritonStatistics:
     """Return the statistics of one model version under Triton's names.
 
     As in Triton, `inference_count` counts rows, `execution_count` batches, and all others requests; `batch_stats` has one entry
@@ -42,5 +43,5 @@ def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:
     }
 
 
-def _duration(count: int, time_ns: int) -> dict[str, int]:
+def _duration(count: int, time_ns: int) -> Duration:
     return {"count": count, "ns": time_ns}

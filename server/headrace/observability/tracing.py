@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import BadRequest, Forbidden, TooLarge, Unavailable
+from headrace.core.response_bodies import TraceSettings
 from headrace.core.telemetry import TraceContext
 from headrace.observability.access_log import OK, AccessRecord, RequestLog
 from headrace.observability.background import BackgroundWorker
@@ -288,7 +289,7 @@ class Tracer:
         self._samplers: dict[str, _Sampler] = {}
         self._refresh()
 
-    def settings(self, model: str) -> Mapping[str, object]:
+    def settings(self, model: str) -> TraceSettings:
         """Return the settings in force for a model, or with "" for all: strings, and for `trace_level` a list of strings.
 
         `trace_file` has the name of the file without its folder.
@@ -303,7 +304,7 @@ class Tracer:
             "trace_mode": _MODE_NAMES[sampler.mode],
         }
 
-    def update(self, model: str, changes: Mapping[str, object]) -> Mapping[str, object]:
+    def update(self, model: str, changes: Mapping[str, object]) -> TraceSettings:
         """Change all given settings or none of them; return the settings in force. The count of requests restarts.
 
         Args:
@@ -412,7 +413,7 @@ class Tracer:
         values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
         if name == "trace_file":
             # An unchanged value is accepted, so that a client can send back settings that it has read.
-            if all(each == self.settings("")[name] for each in values):
+            if all(each == self.settings("")["trace_file"] for each in values):
                 return None
             raise Forbidden("trace_file cannot be changed by clients: start the server with --trace-file")
         if name not in self._defaults:

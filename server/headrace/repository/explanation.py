@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from headrace.core.clock import NS_PER_MS, NS_PER_US, monotonic_ns
+from headrace.core.response_bodies import Bottleneck, Explanation
 from headrace.pipelines.handle import PipelineHandle
 from headrace.pipelines.step_totals import slowest_step
 from headrace.repository.registry import Registry
-from headrace.scheduling.bottlenecks import (
-    Bottleneck,
-    LoadSnapshot,
-    find_bottlenecks,
-    find_full_slots,
-    snapshot_figures,
-)
+from headrace.scheduling.bottlenecks import LoadSnapshot, find_bottlenecks, find_full_slots, snapshot_figures
 from headrace.scheduling.version_handle import VersionHandle
 
 
-def explain(registry: Registry, model: str, version: str = "") -> dict[str, object]:
+def explain(registry: Registry, model: str, version: str = "") -> Explanation:
     """Return the bottlenecks of a version, most important first, and the figures of the last seconds; thread-safe.
 
     Args:
         registry: registry of the versions.
         model: name of the model.
         version: version number or label; "" is the latest.
-
-    Returns:
-        name, version, limit (one word), summary (a sentence), findings (kind, explanation, cure, setting and
-        expected of each) and numbers.
 
     Raises:
         NotFound, Unavailable: see `Registry.lease`.
@@ -55,12 +46,12 @@ def explain(registry: Registry, model: str, version: str = "") -> dict[str, obje
         if sequences is not None and (full := find_full_slots(sequences, handle.policy)) is not None:
             bottlenecks.insert(0, full)
         first = bottlenecks[0]
-        document: dict[str, object] = {
+        document: Explanation = {
             "name": model,
             "version": handle.spec.version,
             "limit": first.kind,
             "summary": f"{first.explanation}; cure: {first.cure}" if first.cure else first.explanation,
-            "findings": [asdict(bottleneck) for bottleneck in bottlenecks],
+            "findings": bottlenecks,
             "numbers": snapshot_figures(snapshot) | figures,
         }
         if handle.cache is not None:
@@ -68,9 +59,9 @@ def explain(registry: Registry, model: str, version: str = "") -> dict[str, obje
         if handle.padding is not None:
             document["padding"] = dict(handle.padding)
         if sequences is not None:
-            document["sequences"] = sequences._asdict()
+            document["sequences"] = sequences
         if (traffic := registry.traffic_report(model)) is not None:
-            document["traffic"] = dict(traffic)
+            document["traffic"] = traffic
         return document
     finally:
         handle.release()
@@ -119,9 +110,7 @@ def _find_slowest_step(
     )
     bottlenecks = [Bottleneck("slowest_step", explanation)]
     if registry.serving(step.model, step.version) is not None:
-        findings = explain(registry, step.model, step.version)["findings"]
-        assert isinstance(findings, list)
-        inner = [Bottleneck(**finding) for finding in findings]
+        inner = explain(registry, step.model, step.version)["findings"]
         bottlenecks += [replace(each, explanation=f"step '{slowest}': {each.explanation}") for each in inner]
         bottlenecks[0] = replace(
             bottlenecks[0], cure=inner[0].cure, setting=inner[0].setting, expected=inner[0].expected

@@ -7,14 +7,25 @@ difference of two responses. Requests pay nothing for being observed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from headrace.config.manifest import is_artefact_name, read_layers
 from headrace.core.clock import NS_PER_MS, NS_PER_S, REPORT_STEP_NS, Clock, allow_pauses, monotonic_ns, pause
 from headrace.core.errors import ConfigError, NotFound
-from headrace.core.telemetry import ProcessFigures, StoreStatus
+from headrace.core.response_bodies import (
+    LayerTimes,
+    OverviewStatus,
+    PipelineStatus,
+    ProcessFigures,
+    RepositoryStoreStatus,
+    ServingStatus,
+    StepStatus,
+    TrafficReport,
+    VersionStatus,
+    VersionTraffic,
+)
+from headrace.core.telemetry import StoreStatus
 from headrace.observability.counters import StepTotal
 from headrace.observability.histograms import FIRST_NATIVE, SCHEMA, Counts
 from headrace.observability.history import PERIOD_NS, RequestHistory
@@ -22,7 +33,7 @@ from headrace.pipelines.graph import Step
 from headrace.pipelines.handle import PipelineHandle
 from headrace.pipelines.step_totals import slowest_step
 from headrace.repository.folders import find
-from headrace.repository.registry import PLACEMENT, Registry
+from headrace.repository.registry import Registry, placement
 from headrace.scheduling.version_handle import VersionHandle
 
 # One report is shared by all requests within this time, and longer if creating it takes long: any number of viewers takes
@@ -57,7 +68,7 @@ class ServerOverview:
         self._clock = clock
         self._started_ns = clock()
         self._stale_ns = self._started_ns
-        self._status: Mapping[str, object] = {}
+        self._status: OverviewStatus  # set by the first refresh
         self._refresh_task: asyncio.Task[None] | None = None
         self._history = RequestHistory()
         self._timer: asyncio.TimerHandle | None = None
@@ -82,7 +93,7 @@ class ServerOverview:
         allow_pauses(REPORT_STEP_NS)
         self._history.sample(self._registry.used_sources(), self._clock())
 
-    async def status(self) -> Mapping[str, object]:
+    async def status(self) -> OverviewStatus:
         """Return time, readiness, and for every version its state and reason, and its counters and gauges if it serves."""
         if self._refresh_task is None and self._clock() >= self._stale_ns:
             self._refresh_task = asyncio.create_task(self._refresh())
@@ -91,7 +102,7 @@ class ServerOverview:
             await asyncio.shield(self._refresh_task)
         return self._status
 
-    async def layers(self, model: str, version: str = "") -> Mapping[str, object]:
+    async def layers(self, model: str, version: str = "") -> LayerTimes:
         """Return the compute time of each layer of a serving version, as measured by `headrace inspect --publish`.
 
         Args:
@@ -129,18 +140,13 @@ class ServerOverview:
         finally:
             self._refresh_task = None
 
-    def _collect(self, now_ns: int) -> Mapping[str, object]:
+    def _collect(self, now_ns: int) -> OverviewStatus:
         allow_pauses(REPORT_STEP_NS)
         handles = {(model, version): handle for model, version, handle in self._registry.sources()}
-        models = []
+        models: list[VersionStatus] = []
         for row in self._registry.index():
-            handle = handles.get((str(row["name"]), str(row["version"])))
-            if handle is None:
-                models.append({**row, "serving": None})
-            else:
-                traffic = _version_traffic(self._registry.traffic_report(handle.spec.name), handle.spec.version)
-                serving = {**_serving(handle), "traffic": traffic, **self._history.rates(handle.recorder)}
-                models.append({**row, "serving": serving})
+            handle = handles.get((row["name"], row["version"]))
+            models.append({**row, "serving": None if handle is None else self._serving(handle)})
             pause()
         models_ready, models_expected = self._registry.model_counts()
         return {
@@ -151,62 +157,65 @@ class ServerOverview:
             "models_expected": models_expected,
             "buckets_per_doubling": 1 << SCHEMA,
             "history_period_ns": PERIOD_NS,
-            "processes": [each._asdict() for each in (() if self._processes is None else self._processes())],
-            "stores": [_store(each, now_ns) for each in (() if self._stores is None else self._stores())],
+            "processes": [] if self._processes is None else list(self._processes()),
+            "stores": [] if self._stores is None else [_store(each, now_ns) for each in self._stores()],
             "models": models,
         }
 
+    def _serving(self, handle: VersionHandle) -> ServingStatus:
+        spec, totals, load = handle.spec, handle.recorder.totals(), handle.load()
+        where = placement(spec.parameters)
+        return {
+            "platform": spec.platform,
+            "engine": str(spec.parameters.get("engine.precision", "")),
+            "runtime": where.get("runtime", ""),
+            "device": where.get("device", ""),
+            "precision": where.get("precision", ""),
+            "artefact": where.get("artefact", ""),
+            "not_on_gpu": where.get("not_on_gpu", ""),
+            "max_batch_size": spec.max_batch_size and handle.policy.batch.max_rows,
+            "instances": handle.policy.instances,
+            "living": load.instances,
+            "restarts": handle.restarts,
+            "parked": handle.evicted,
+            "queued": load.depth,
+            "wait_ns": load.wait_ns,
+            "in_flight": load.in_flight,
+            "late": load.late,
+            "requests": totals.successes,
+            "rows": totals.rows,
+            "failures": dict(totals.failures),
+            "batches": dict(totals.reasons),
+            "sizes": {str(rows): size.count for rows, size in sorted(totals.sizes.items())},
+            "queue_ns": totals.queue_ns,
+            "assemble_ns": totals.assemble_ns,
+            "compute_ns": totals.compute_ns,
+            "split_ns": totals.split_ns,
+            "total_ns": totals.request_ns,
+            "latency": _by_bucket(totals.phases["total"].native),
+            "pipeline": _pipeline(handle) if isinstance(handle, PipelineHandle) else None,
+            "sequences": handle.sequence_figures,
+            "traffic": _version_traffic(self._registry.traffic_report(spec.name), spec.version),
+            **self._history.rates(handle.recorder),
+        }
 
-def _store(status: StoreStatus, now_ns: int) -> Mapping[str, object]:
+
+def _store(status: StoreStatus, now_ns: int) -> RepositoryStoreStatus:
     age_s = max(now_ns - status.compared_ns, 0) // NS_PER_S if status.compared_ns else None
     return {"url": status.url, "reachable": not status.error, "error": status.error, "compared_s_ago": age_s}
 
 
-def _serving(handle: VersionHandle) -> Mapping[str, object]:
-    spec, totals, load = handle.spec, handle.recorder.totals(), handle.load()
-    latency, sequences = totals.phases["total"].native, handle.sequence_figures
-    return {
-        "platform": spec.platform,
-        "engine": str(spec.parameters.get("engine.precision", "")),
-        **{name: str(spec.parameters.get(f"headrace.{name}", "")) for name in PLACEMENT},
-        "max_batch_size": spec.max_batch_size and handle.policy.batch.max_rows,
-        "instances": handle.policy.instances,
-        "living": load.instances,
-        "restarts": handle.restarts,
-        "parked": handle.evicted,
-        "queued": load.depth,
-        "wait_ns": load.wait_ns,
-        "in_flight": load.in_flight,
-        "late": load.late,
-        "requests": totals.successes,
-        "rows": totals.rows,
-        "failures": dict(totals.failures),
-        "batches": dict(totals.reasons),
-        "sizes": {str(rows): size.count for rows, size in sorted(totals.sizes.items())},
-        "queue_ns": totals.queue_ns,
-        "assemble_ns": totals.assemble_ns,
-        "compute_ns": totals.compute_ns,
-        "split_ns": totals.split_ns,
-        "total_ns": totals.request_ns,
-        # Values that count as zero have the index below the first one, which ends where the first one begins.
-        "latency": _by_bucket(latency),
-        "pipeline": _pipeline(handle) if isinstance(handle, PipelineHandle) else None,
-        "sequences": None if sequences is None else sequences._asdict(),
-    }
-
-
-def _version_traffic(report: Mapping[str, object] | None, version: str) -> object:
+def _version_traffic(report: TrafficReport | None, version: str) -> VersionTraffic | None:
     """Return the row of a version in the report of its model's traffic; None without one."""
-    rows: Any = () if report is None else report["versions"]
-    return next((row for row in rows if row["version"] == version), None)
+    return next((row for row in (report["versions"] if report else ()) if row["version"] == version), None)
 
 
-def _by_bucket(native: Counts) -> Mapping[str, int]:
+def _by_bucket(native: Counts) -> dict[str, int]:
     # Values that count as zero have the index below the first one, which ends where the first one begins.
     return {str(FIRST_NATIVE - 1 + index): int(native[index]) for index in native.nonzero()[0].tolist()}
 
 
-def _pipeline(handle: PipelineHandle) -> Mapping[str, object]:
+def _pipeline(handle: PipelineHandle) -> PipelineStatus:
     """Return the graph of a pipeline with the figures of its steps."""
     graph, totals = handle.graph, handle.steps()
     return {
@@ -218,7 +227,7 @@ def _pipeline(handle: PipelineHandle) -> Mapping[str, object]:
     }
 
 
-def _step(step: Step, member: VersionHandle | None, total: StepTotal) -> Mapping[str, object]:
+def _step(step: Step, member: VersionHandle | None, total: StepTotal) -> StepStatus:
     """Return a step as it is configured, with its totals and the load of the version that runs it now."""
     load = None if member is None else member.load(by_level=False)
     return {

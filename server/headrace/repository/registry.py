@@ -19,6 +19,7 @@ from typing import Literal
 from headrace.core.clock import pause, stepwise
 from headrace.core.errors import BadRequest, HeadraceError, NotFound, Unavailable
 from headrace.core.model_config import is_version, name_problem
+from headrace.core.response_bodies import IndexRow, TrafficReport, VersionStatistics
 from headrace.core.traffic_config import Traffic
 from headrace.observability.statistics import to_triton
 from headrace.scheduling.sequences.directory import SequenceDirectory
@@ -161,12 +162,12 @@ _UNKNOWN = "Request for unknown model:"
 _MAX_LISTED_VERSIONS = 16
 
 
-def placement(parameters: Mapping[str, object]) -> dict[str, object]:
+def placement(parameters: Mapping[str, object]) -> dict[str, str]:
     """Return the placement of a version from its metadata, by name without "headrace."."""
-    return {name: parameters[f"headrace.{name}"] for name in PLACEMENT if f"headrace.{name}" in parameters}
+    return {name: str(parameters[f"headrace.{name}"]) for name in PLACEMENT if f"headrace.{name}" in parameters}
 
 
-def _statistics(name: str, version: str, handle: VersionHandle) -> dict[str, object]:
+def _statistics(name: str, version: str, handle: VersionHandle) -> VersionStatistics:
     return {**to_triton(name, version, handle.recorder.totals()), "headrace": placement(handle.spec.parameters)}
 
 
@@ -208,7 +209,7 @@ class Registry:
         self._serving: Mapping[str, Serving] = {}
         self.on_published: Callable[[], None] = _do_nothing
         self.on_traffic: Callable[[str, Traffic | None], None] = _do_nothing
-        self.traffic_report: Callable[[str], Mapping[str, object] | None] = lambda _name: None
+        self.traffic_report: Callable[[str], TrafficReport | None] = lambda _name: None
         self._traffic_changes: dict[str, tuple[Traffic | None, Traffic]] = {}  # of the configuration, and in force
         self._configured_traffic: dict[str, Traffic] = {}  # of serving models
         self.generation = 1
@@ -276,7 +277,7 @@ class Registry:
         """Return the configuration in force, in Triton's JSON; raises the errors of `lease`."""
         return self._find(model, version)[0].config
 
-    def statistics(self, name: str, version: str) -> Sequence[Mapping[str, object]]:
+    def statistics(self, name: str, version: str) -> list[VersionStatistics]:
         """Return statistics in Triton's JSON, of all models if `name` is "", of all versions if `version` is "".
 
         Raises:
@@ -295,11 +296,11 @@ class Registry:
             if not version or other is handle
         ]
 
-    def index(self) -> Sequence[Mapping[str, object]]:
+    def index(self) -> list[IndexRow]:
         """Return name, version, state and reason of every known version."""
         with self._lock:  # only for the copy: the event loop takes it too
             records = [(*key, record.state, record.reason) for key, record in self._records.items()]
-        rows = []
+        rows: list[IndexRow] = []
         for name, version, state, reason in sorted(records, key=itemgetter(0, 1)):
             rows.append({"name": name, "version": version, "state": state.triton_name, "reason": reason})
             pause()

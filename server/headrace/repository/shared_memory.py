@@ -22,7 +22,7 @@ import re
 import stat
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ import numpy as np
 
 from headrace.core.errors import BadRequest, Conflict, Forbidden, NotFound, TooLarge, Unavailable, Unsupported
 from headrace.core.limits import REGION_PATTERN
+from headrace.core.response_bodies import CudaRegionStatus, SystemRegionStatus
 from headrace.core.tensor import PINNED, Array, Region, ResidentRows, check_range
 
 SYSTEM = "system"
@@ -177,7 +178,7 @@ class _Registration:
 
     kind: str
     region: Region
-    status: Mapping[str, object]
+    status: SystemRegionStatus | CudaRegionStatus
 
 
 class SharedMemoryRegions:
@@ -237,7 +238,7 @@ class SharedMemoryRegions:
                 f"a region needs an offset of at least 0 and a byte_size of at least 1, not {offset} and {size_bytes}"
             )
         region = _open_system(file, offset, size_bytes, self._pin)
-        status = {"name": name, "key": key, "offset": offset, "byte_size": size_bytes}
+        status: SystemRegionStatus = {"name": name, "key": key, "offset": offset, "byte_size": size_bytes}
         self._regions[name] = _Registration(SYSTEM, region, status)
 
     def register_cuda(self, name: str, handle: bytes, device: int, size_bytes: int) -> None:
@@ -278,7 +279,7 @@ class SharedMemoryRegions:
             if registration is not None and registration.kind == kind:
                 del self._regions[region_name]
 
-    def status(self, kind: str, name: str) -> Sequence[Mapping[str, object]]:
+    def status(self, kind: str, name: str) -> Sequence[SystemRegionStatus | CudaRegionStatus]:
         """Return Triton's JSON of one region, or of all of the kind if `name` is ""; empty while shared memory is off.
 
         Raises:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from headrace.core.request import SequenceFigures
+from headrace.core.response_bodies import Bottleneck, SequenceFigures
 from headrace.observability.counters import RecentTotals
 from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.latency_table import LatencyTable
@@ -172,25 +172,6 @@ _BUSY = 0.85  # utilisation from which an instance counts as busy: nearly every 
 _OFTEN = 0.25  # share of batches, or of a request's latency, from which a cause is reported
 _REFUSED = 0.01  # share of rejected requests from which they are reported
 _GAIN = 1.15  # throughput ratio from which a change of settings is proposed: less is not worth a change
-
-
-@dataclass(frozen=True, slots=True)
-class Bottleneck:
-    """A cause that limits a version's throughput or latency.
-
-    Attributes:
-        kind: one word, for scripts.
-        explanation: the cause, with the figures that show it.
-        cure: the change to make; "" if there is none.
-        setting: configuration field that the cure changes; "" if it changes none.
-        expected: predicted effect of the change; "" if unknown.
-    """
-
-    kind: str
-    explanation: str
-    cure: str = ""
-    setting: str = ""
-    expected: str = ""
 
 
 def find_bottlenecks(load: LoadSnapshot) -> list[Bottleneck]:

@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.core.clock import NS_PER_US
+from headrace.core.response_bodies import ProfileRow
 
 WINDOW = 64  # times for each number of rows: the 95th percentile ignores three outliers
 RUN = 8
@@ -472,7 +473,7 @@ class LatencyTable:
         with self._lock:
             return [entry for table in dict.fromkeys(self._tables) for entry in table.entries()]
 
-    def table(self) -> list[dict[str, object]]:
+    def table(self) -> list[ProfileRow]:
         """Return `entries` as JSON objects."""
         return [
             {

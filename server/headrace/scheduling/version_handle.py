@@ -17,7 +17,8 @@ from headrace.backends.base import LoadedModel, ProcessStatus
 from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import GroupCompletion, LoopCompletion
 from headrace.core.errors import HeadraceError, Unsupported
-from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe, SequenceFigures
+from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
+from headrace.core.response_bodies import SequenceFigures
 from headrace.core.tensor import ModelSpec
 from headrace.observability.counters import Recorder, StepTotal
 from headrace.scheduling.admission import AdmissionForecast, WaitForecast

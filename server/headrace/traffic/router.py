@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest, NotFound
+from headrace.core.response_bodies import TrafficReport
 from headrace.core.traffic_config import MODEL_PREFIX, Traffic, model_of, target_order, traffic_problems
 from headrace.observability.metrics_traffic import TrafficRow
 from headrace.traffic.contract import contract_problem
@@ -94,7 +95,7 @@ class TrafficRouter:
 
     # Control
 
-    def report(self, name: str) -> Mapping[str, object] | None:
+    def report(self, name: str) -> TrafficReport | None:
         """Return shares, states and figures of a model; None without traffic. Any thread may call."""
         split = self.splits.get(name)
         return None if split is None else split.report()
@@ -104,7 +105,7 @@ class TrafficRouter:
         for split in self.splits.values():
             yield from split.rows()
 
-    def show(self, model: str) -> Mapping[str, object]:
+    def show(self, model: str) -> TrafficReport:
         """Return shares, states and figures of a model; raises NotFound without traffic."""
         report = self.report(model)
         if report is None:
@@ -114,7 +115,7 @@ class TrafficRouter:
             )
         return report
 
-    async def change(self, name: str, changes: Mapping[str, Any]) -> Mapping[str, object]:
+    async def change(self, name: str, changes: Mapping[str, Any]) -> TrafficReport:
         """Change the traffic of a model, and return it.
 
         Args:
@@ -135,7 +136,7 @@ class TrafficRouter:
             raise BadRequest(f"{problem.message}: {problem.cure}")
         # On another thread: with front-end processes it waits until they have applied it.
         await asyncio.to_thread(self._registry.set_traffic, name, traffic)
-        return self.report(name) or {"model": name, "versions": []}
+        return self.report(name) or {"model": name, "sticky_header": "", "shadow": None, "rules": None, "versions": []}
 
     def _changed(self, name: str, changes: Mapping[str, Any]) -> Traffic | None:
         """Return the traffic after the changes; None for that of the configuration."""

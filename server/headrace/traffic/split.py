@@ -14,6 +14,7 @@ from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest, Conflict, HeadraceError
 from headrace.core.request import InferRequest, InferResponse
+from headrace.core.response_bodies import TrafficReport, VersionTraffic
 from headrace.core.traffic_config import ALL_SHARES, Traffic, model_of, share_units, target_order
 from headrace.observability.metrics_traffic import TrafficRow
 from headrace.scheduling.version_handle import VersionHandle
@@ -350,7 +351,7 @@ class TrafficSplit:
                 totals.difference,
             )
 
-    def report(self) -> dict[str, object]:
+    def report(self) -> TrafficReport:
         """Return configuration, shares, states and figures as JSON values."""
         traffic = self.traffic
         return {
@@ -361,7 +362,7 @@ class TrafficSplit:
             "versions": [self._report(target) for target in self.targets()],
         }
 
-    def _report(self, target: str) -> dict[str, object]:
+    def _report(self, target: str) -> VersionTraffic:
         state, figures = self.state(target), self.figures(target)
         is_candidate = target in self.traffic.versions or target == self._shadow_version
         sums = None if figures is None else figures.totals

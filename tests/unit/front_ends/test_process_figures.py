@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from headrace.core.response_bodies import ProcessFigures
 from headrace.front_ends.counter_array import CounterArray
 from headrace.front_ends.process_figures import ServerProcesses
 from headrace.observability.metrics import MetricsPage
@@ -41,10 +42,10 @@ def test_figures_are_those_of_proc() -> None:
     names = ["supervisor", "engine", "front_end_1", "front_end_2"]
     figures = processes.figures()
     assert [each.name for each in figures] == names
-    assert figures[0] == ("supervisor", 7, 3.0, 10 * PAGE_BYTES, 1, 0)
-    assert figures[1] == ("engine", 100, 8.0, 20 * PAGE_BYTES, 1, 0)
-    assert figures[2] == ("front_end_1", 200, 0.0, 0, 1, 4), "it has just ended"
-    assert figures[3] == ("front_end_2", 0, 0.0, 0, 0, 0)
+    assert figures[0] == ProcessFigures("supervisor", 7, 3.0, 10 * PAGE_BYTES, 1, 0)
+    assert figures[1] == ProcessFigures("engine", 100, 8.0, 20 * PAGE_BYTES, 1, 0)
+    assert figures[2] == ProcessFigures("front_end_1", 200, 0.0, 0, 1, 4), "it has just ended"
+    assert figures[3] == ProcessFigures("front_end_2", 0, 0.0, 0, 0, 0)
     del files["/proc/100/stat"]
     assert processes.figures()[1].cpu_s == 8.0, "its end is not recorded yet"
     arrays[0].end(9 * 10**9)

@@ -84,8 +84,8 @@ def test_the_provider_goes_on_serving_a_model_that_tensorrt_refuses(
         assert index(registry)["m", "1"][1].endswith(f"building it failed: {FAILED}")
         reason = f"building its engine failed: {FAILED}"
         assert facts(registry) == {"runtime": CUDA_RUNTIME, "device": "GPU 0", "not_on_tensorrt": reason}
-        (finding,) = [one for one in _findings(registry) if one["kind"] == "not_on_tensorrt"]
-        assert str(finding["explanation"]).endswith(reason)
+        (finding,) = [one for one in explain(registry, "m", "")["findings"] if one.kind == "not_on_tensorrt"]
+        assert finding.explanation.endswith(reason)
         assert not registry.substitutes()
         handle = registry.lease("m", "")
         assert handle.policy.instances == (1 if "count: 1" in config else 2)
@@ -93,12 +93,6 @@ def test_the_provider_goes_on_serving_a_model_that_tensorrt_refuses(
 
     workshop.run(check)
     assert {options["device_id"] for options in provider.options} == {"0"}
-
-
-def _findings(registry: Registry) -> list[dict[str, object]]:
-    findings = explain(registry, "m", "")["findings"]
-    assert isinstance(findings, list)
-    return findings
 
 
 def test_a_file_that_the_provider_refuses_is_served_as_without_it(

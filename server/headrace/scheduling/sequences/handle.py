@@ -9,7 +9,8 @@ from headrace.backends.base import Execution
 from headrace.core.clock import NS_PER_S, Clock
 from headrace.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion
 from headrace.core.errors import BadRequest, DeadlineExceeded, Unavailable
-from headrace.core.request import InferRequest, InferResponse, SequenceFields, SequenceFigures
+from headrace.core.request import InferRequest, InferResponse, SequenceFields
+from headrace.core.response_bodies import SequenceFigures
 from headrace.scheduling.admission import rejection
 from headrace.scheduling.entries import member_of
 from headrace.scheduling.handle import DEADLINE_PASSED, ModelHandle, set_deadline

@@ -9,7 +9,7 @@ from headrace.backends.base import Rescheduled
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import settle_all
 from headrace.core.errors import QueueTimeout, Unavailable
-from headrace.core.request import SequenceFigures
+from headrace.core.response_bodies import SequenceFigures
 from headrace.scheduling.batching import WaitUntil
 from headrace.scheduling.policy import BatchPolicy, QueueLimits, SequencePolicy
 from headrace.scheduling.queue import FAR_NS, Entry
