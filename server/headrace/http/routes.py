@@ -1,7 +1,7 @@
 """Routes of the HTTP port: the table of the control plane, the web pages, and the OpenAPI 3.1 document.
 
-FastAPI serves and documents every route in the table. It generates the document from the table; the schemas are those of the types of
-`headrace.core.response_bodies` and `bodies`.
+FastAPI serves and documents every route in the table. It generates the document from the table; the schemas are those of
+the types of `headrace.core.response_bodies` and `bodies`.
 """
 
 from __future__ import annotations

@@ -137,9 +137,10 @@ class SequenceScheduler(Scheduler):
         """Return the figures of the sequences."""
         with self._lock:
             table = self._table
-            return SequenceFigures(
-                table.live, table.slots, table.used_slots, table.backlog, dict(table.ends), dict(table.refusals)
-            )
+            # Plain text: orjson writes no member of an enumeration as a key, and the fallback is slow.
+            ends = {str(reason): count for reason, count in table.ends.items()}
+            refusals = {str(reason): count for reason, count in table.refusals.items()}
+            return SequenceFigures(table.live, table.slots, table.used_slots, table.backlog, ends, refusals)
 
     # Called by instances
 

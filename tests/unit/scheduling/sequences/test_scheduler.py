@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+import orjson
 import pytest
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import Overloaded, QueueTimeout, Unavailable
@@ -85,6 +86,7 @@ def test_many_sequences_from_many_threads() -> None:
     assert (figures.live, figures.slots, figures.used, figures.backlog) == (0, 6, 0, 0)
     assert {reason: count for reason, count in figures.ends.items() if count} == {"end": 80}
     assert not any(figures.refusals.values())
+    orjson.dumps(figures)
     instances.scheduler.close()
     instances.join()
 
