@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,20 +18,17 @@ from headrace.core import errors
 from headrace.core.errors import HeadraceError
 from headrace.inference import status
 
+from tests.snapshots.commands import Commands
 from tests.snapshots.comparison import compare
 from tests.support import models
 from tests.support.serving import ROOT, serving
 
-HEADRACE = Path(sys.executable).with_name("headrace")
-# Wider than any help text: how a version of argparse breaks lines does not matter.
-COLUMNS = "5000"
 
-
-def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the console command in an empty folder, without settings from outside."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-    env |= {"COLUMNS": COLUMNS, "NO_COLOR": "1", "PYTHON_COLORS": "0", "TERM": "dumb", "HOME": str(folder)}
-    return subprocess.run([HEADRACE, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    commands = Commands(tmp_path_factory.mktemp("commands"))
+    yield commands
+    commands.close()
 
 
 def subcommands(text: str) -> list[str]:
@@ -51,25 +46,19 @@ def plain(text: str) -> str:
     return re.sub(r"(?m)^(  --?[\w-]+) (\S+), (?=--[\w-]+ \2)", r"\1, ", text)
 
 
-def help_texts(folder: Path) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The help text of the command and of each command below it."""
+def test_help_texts(commands: Commands) -> None:
+    """Of the command and of each command below it."""
+    actual: dict[tuple[str, ...], str] = {}
     waiting: list[tuple[str, ...]] = [()]
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        while waiting:
-            results = list(threads.map(lambda words: run(*words, "--help", folder=folder), waiting))
-            deeper = []
-            for words, result in zip(waiting, results, strict=True):
-                assert (result.returncode, result.stderr) == (0, ""), words
-                yield words, result.stdout
-                deeper += [(*words, name) for name in subcommands(result.stdout)]
-            waiting = deeper
-
-
-def test_help_texts(tmp_path: Path) -> None:
-    actual = dict(help_texts(tmp_path))
+    while waiting:
+        words = waiting.pop()
+        result = commands.run(*words, "--help")
+        assert (result.returncode, result.stderr) == (0, ""), words
+        actual[words] = result.stdout
+        waiting += [(*words, name) for name in subcommands(result.stdout)]
     assert {("engines", "verify"), ("models", "build"), ("serve",)} <= set(actual)
     lines = [
-        f"$ {' '.join(('headrace', *words, '--help'))}\n{plain(text).replace(str(tmp_path), 'HOME')}"
+        f"$ {' '.join(('headrace', *words, '--help'))}\n{plain(text).replace(str(commands.folder), 'HOME')}"
         for words, text in sorted(actual.items())
     ]
     compare("help.txt", "\n".join(lines))
@@ -101,18 +90,19 @@ CALLS = [
 ]
 
 
-def test_command_output_without_a_server_or_a_model(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        results = threads.map(lambda words: run(*words, folder=tmp_path), CALLS)
-        texts = []
-        for words, result in zip(CALLS, results, strict=True):
-            streams = {"stdout": result.stdout, "stderr": result.stderr}
-            printed = [f"{name}: {line}" for name, text in streams.items() for line in text.splitlines()]
-            # The usage stands in help.txt; versions of argparse quote the choices in different ways.
-            printed = [line.replace(str(tmp_path), "FOLDER") for line in printed if not re.match(r"\w+: usage: ", line)]
-            printed = [re.sub(r"\(choose from .*?\)", "(choose from ...)", line) for line in printed]
-            printed = [re.sub(r"\[\d\d/\d\d/\d\d \d\d:\d\d:\d\d\]", "[TIME]", line) for line in printed]
-            texts.append("\n".join([f"$ headrace {' '.join(words)}", *printed, f"exit status {result.returncode}", ""]))
+def test_command_output_without_a_server_or_a_model(commands: Commands) -> None:
+    texts = []
+    for words in CALLS:
+        result = commands.run(*words)
+        streams = {"stdout": result.stdout, "stderr": result.stderr}
+        printed = [f"{name}: {line}" for name, text in streams.items() for line in text.splitlines()]
+        # The usage stands in help.txt; versions of argparse quote the choices in different ways.
+        printed = [
+            line.replace(str(commands.folder), "FOLDER") for line in printed if not re.match(r"\w+: usage: ", line)
+        ]
+        printed = [re.sub(r"\(choose from .*?\)", "(choose from ...)", line) for line in printed]
+        printed = [re.sub(r"\[\d\d/\d\d/\d\d \d\d:\d\d:\d\d\]", "[TIME]", line) for line in printed]
+        texts.append("\n".join([f"$ headrace {' '.join(words)}", *printed, f"exit status {result.returncode}", ""]))
     compare("calls.txt", "\n".join(texts))
 
 
