@@ -152,7 +152,8 @@ class _HopperConvolution(PreparedConvolution):
         filters = np.ascontiguousarray(weights, dtype=np.float16)
         address, self._bias = resources.constants(filters, bias_of(epilogue, bias, shape))
         sizes = shape.c, shape.r * shape.s, shape.k
-        self._weights_map = encode_tiles(address, sizes, (BOX_CHANNELS, 1, tile.bn))
+        with resources.current():
+            self._weights_map = encode_tiles(address, sizes, (BOX_CHANNELS, 1, tile.bn))
         self._maps: dict[tuple[int, int, int, int], tuple[TensorMap, TensorMap, TensorMap]] = {}
         self._has_residual = epilogue.residual
         self._resident_blocks = tile.blocks * resources.multiprocessors()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,21 +67,25 @@ class GpuResources:
     def constants(self, *arrays: Array | None) -> list[int]:
         """Copy arrays to the GPU; return their addresses, 0 for None."""
         block, addresses = copy_to_gpu(self._device, [array for array in arrays if array is not None])
-        self._stack.callback(self._free, block)
+        self._stack.callback(self._in_context, block.free)
         remaining = iter(addresses)
         return [0 if array is None else next(remaining) for array in arrays]
 
     def workspace(self, size_bytes: int) -> int:
         """Allocate scratch memory; return its address, a multiple of 256."""
-        with driver.current(self._device):
+        with self.current():
             block = DeviceBuffer(size_bytes)
-        self._stack.callback(self._free, block)
+        self._stack.callback(self._in_context, block.free)
         self.workspace_bytes += size_bytes
         return block.address
 
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Make the context of the GPU current, for calls of the driver that need one."""
+        return driver.current(self._device)
+
     def multiprocessors(self) -> int:
         """Return the number of multiprocessors of the GPU."""
-        with driver.current(self._device), check("reading the properties of the GPU"):
+        with self.current(), check("reading the properties of the GPU"):
             return int(loaded().Device(self._device).multiprocessor_count)
 
     def kernels_complete(self) -> None:
@@ -89,14 +93,14 @@ class GpuResources:
 
     def transform(self, size: int, batch: int, inverse: bool) -> PlaneTransform:
         """Plan Fourier transforms; arguments as for `PlaneTransform`."""
-        with driver.current(self._device):
+        with self.current():
             transform = PlaneTransform(size, batch, inverse)
-        self._stack.callback(transform.close)
+        self._stack.callback(self._in_context, transform.close)
         return transform
 
-    def _free(self, block: DeviceBuffer) -> None:
-        with driver.current(self._device):
-            block.free()
+    def _in_context(self, release: Callable[[], None]) -> None:
+        with self.current():
+            release()
 
     def close(self) -> None:
         """Free the memory and unload the kernels; all work must be done."""
@@ -118,13 +122,13 @@ class _KernelCompiler(GpuResources):
         headers: Sequence[str] = (ELEMENTS,),
         shared_bytes: Mapping[str, int] | None = None,
     ) -> Any:
-        with driver.current(self._device):
+        with self.current():
             compile_file(self._device, f"{FOLDER}/{file}", options, headers)
 
     def load_with_structures(
         self, file: str, name: str, options: Mapping[str, int], headers: Sequence[str], shared_bytes: int
     ) -> Any:
-        with driver.current(self._device):
+        with self.current():
             compile_file(self._device, f"{FOLDER}/{file}", options, headers, own_instructions=True)
 
     def constants(self, *arrays: Array | None) -> list[int]:
