@@ -174,6 +174,8 @@ def copy_to_gpu(device: int, arrays: Sequence[Array]) -> tuple[DeviceBuffer, lis
             raise
         finally:
             staged.free()
+            # PyCUDA destroys a stream only while its context is current.
+            del stream
     return block, [block.address + start for start in starts]
 
 
