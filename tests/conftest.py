@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 from _pytest.runner import runtestprotocol
+from headrace.core.completion import Mailbox
 
 from tests.support.examples import examples
 
@@ -74,3 +78,36 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Name the tests that ran twice in the last lines of the run."""
     for name in config.stash[REPEATED]:
         print(f"ran twice: {name}")
+
+
+# More than any step of a coroutine test takes on busy cores.
+COROUTINE_TIMEOUT_S = 60
+
+
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    """The event loop of a coroutine test."""
+    with asyncio.Runner() as created:
+        yield created
+
+
+@pytest.fixture
+def mailbox(runner: asyncio.Runner) -> Mailbox:
+    """Completions on the event loop of a coroutine test."""
+    return Mailbox(runner.get_loop())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    runner: asyncio.Runner = pyfuncitem._request.getfixturevalue("runner")
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+
+    async def main() -> None:
+        async with asyncio.timeout(COROUTINE_TIMEOUT_S):
+            await pyfuncitem.obj(**arguments)
+
+    runner.run(main())
+    return True

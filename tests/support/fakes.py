@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 from headrace.core.completion import Mailbox
@@ -81,3 +82,17 @@ def infer_request(value: float, rows: int = 1, **more: object) -> InferRequest:
     """A request whose every row holds `value`."""
     inputs = {"x": np.full((rows, 2), value, np.float32)}
     return InferRequest(inputs=inputs, rows=rows, shape_key=None, received_ns=more.pop("received_ns", 1), **more)  # type: ignore[arg-type]
+
+
+async def wait_started(model: FakeModel) -> None:
+    """Wait until a batch is running."""
+    assert await asyncio.to_thread(model.started.acquire, timeout=5)
+
+
+async def error_of(waiting: Awaitable[object]) -> Exception:
+    """Await something that must fail, and return its error."""
+    try:
+        await waiting
+    except Exception as error:
+        return error
+    raise AssertionError("no error came")

@@ -175,13 +175,10 @@ def test_timers_fire_when_due_and_not_before(kind: type[DueTimer]) -> None:
     assert all(at >= due for due, at in fired)
 
 
-def test_the_best_timer_is_chosen() -> None:
-    async def task() -> None:
-        timer = open_timer(lambda: None)
-        assert isinstance(timer, DueTimer)
-        timer.close()
-
-    asyncio.run(task())
+async def test_the_best_timer_is_chosen() -> None:
+    timer = open_timer(lambda: None)
+    assert isinstance(timer, DueTimer)
+    timer.close()
 
 
 def test_arrivals() -> None:

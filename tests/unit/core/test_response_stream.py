@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from typing import Any
 
 import numpy as np
 from headrace.core.completion import LoopCompletion, Mailbox
@@ -23,89 +21,67 @@ def value(answer: object) -> int:
     return int(answer.outputs["y"][0])  # type: ignore[index,call-overload]
 
 
-def play(scenario: Coroutine[Any, Any, None]) -> None:
-    async def main() -> None:
-        await asyncio.wait_for(scenario, 60)
+async def test_responses_of_another_thread_arrive_in_order_and_before_the_end() -> None:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    stream, completion = ResponseStream(mailbox), LoopCompletion(mailbox)
 
-    asyncio.run(main())
+    def send() -> None:
+        for number in range(1000):
+            stream.send(response(number))
+        completion.settle(InferResponse({}))
 
-
-def test_responses_of_another_thread_arrive_in_order_and_before_the_end() -> None:
-    async def scenario() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop())
-        stream, completion = ResponseStream(mailbox), LoopCompletion(mailbox)
-
-        def send() -> None:
-            for number in range(1000):
-                stream.send(response(number))
-            completion.settle(InferResponse({}))
-
-        thread = threading.Thread(target=send)
-        thread.start()
-        assert [value(answer) async for answer in stream.until(completion)] == list(range(1000))
-        assert (await completion).outputs == {}
-        assert stream.sent == 1000
-        thread.join()
-
-    play(scenario())
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert [value(answer) async for answer in stream.until(completion)] == list(range(1000))
+    assert (await completion).outputs == {}
+    assert stream.sent == 1000
+    thread.join()
 
 
-def test_an_error_ends_the_stream_after_the_responses_before_it() -> None:
-    async def scenario() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop())
-        stream, completion = ResponseStream(mailbox), LoopCompletion(mailbox)
-        stream.send(response(1))
-        completion.settle(ModelFailed("the second token"))
-        assert [value(answer) async for answer in stream.until(completion)] == [1]
-        assert isinstance(completion.outcome, ModelFailed)
-
-    play(scenario())
+async def test_an_error_ends_the_stream_after_the_responses_before_it() -> None:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    stream, completion = ResponseStream(mailbox), LoopCompletion(mailbox)
+    stream.send(response(1))
+    completion.settle(ModelFailed("the second token"))
+    assert [value(answer) async for answer in stream.until(completion)] == [1]
+    assert isinstance(completion.outcome, ModelFailed)
 
 
-def test_a_stream_without_responses_ends_with_its_request() -> None:
-    async def scenario() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop())
-        stream, completion = ResponseStream(mailbox), LoopCompletion(mailbox)
-        asyncio.get_running_loop().call_soon(completion.settle, response(7))
-        assert [value(answer) async for answer in stream.until(completion)] == []
-        assert value(await completion) == 7
-
-    play(scenario())
+async def test_a_stream_without_responses_ends_with_its_request() -> None:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    stream, completion = ResponseStream(mailbox), LoopCompletion(mailbox)
+    asyncio.get_running_loop().call_soon(completion.settle, response(7))
+    assert [value(answer) async for answer in stream.until(completion)] == []
+    assert value(await completion) == 7
 
 
-def test_credit_is_returned_with_the_bytes_of_the_oldest_responses() -> None:
-    async def scenario() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop())
-        stream = ResponseStream(mailbox)
-        credit: list[tuple[int, int]] = []
-        stream.on_consumed = lambda count, size_bytes: credit.append((count, size_bytes))
-        for size in (10, 20, 30):
-            stream.send(response(size), size)
-        assert [value(answer) for _ in range(4) if (answer := stream.take()) is not None] == [10, 20, 30]
-        assert credit == [], "a response that is taken is not consumed yet"
-        stream.consumed(2)
-        stream.consumed()
-        assert credit == [(2, 30), (1, 30)]
-
-    play(scenario())
+async def test_credit_is_returned_with_the_bytes_of_the_oldest_responses() -> None:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    stream = ResponseStream(mailbox)
+    credit: list[tuple[int, int]] = []
+    stream.on_consumed = lambda count, size_bytes: credit.append((count, size_bytes))
+    for size in (10, 20, 30):
+        stream.send(response(size), size)
+    assert [value(answer) for _ in range(4) if (answer := stream.take()) is not None] == [10, 20, 30]
+    assert credit == [], "a response that is taken is not consumed yet"
+    stream.consumed(2)
+    stream.consumed()
+    assert credit == [(2, 30), (1, 30)]
 
 
-def test_the_callback_runs_on_the_loop_after_then() -> None:
-    async def scenario() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop())
-        stream, calls = ResponseStream(mailbox), [0]
+async def test_the_callback_runs_on_the_loop_after_then() -> None:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    stream, calls = ResponseStream(mailbox), [0]
 
-        def count() -> None:
-            calls[0] += 1
+    def count() -> None:
+        calls[0] += 1
 
-        stream.then(count)
-        stream.send(response(1))
-        stream.send(response(2))
-        assert calls == [0]
-        await asyncio.sleep(0)
-        assert calls == [1], "one call for all responses that arrived together"
-        stream.send(response(3))
-        await asyncio.sleep(0)
-        assert calls == [2]
-
-    play(scenario())
+    stream.then(count)
+    stream.send(response(1))
+    stream.send(response(2))
+    assert calls == [0]
+    await asyncio.sleep(0)
+    assert calls == [1], "one call for all responses that arrived together"
+    stream.send(response(3))
+    await asyncio.sleep(0)
+    assert calls == [2]

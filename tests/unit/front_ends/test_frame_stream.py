@@ -38,38 +38,32 @@ async def open_stream(on_frame: Any) -> tuple[FrameStream, Transport]:
     return stream, transport
 
 
-def test_answers_of_a_read_are_one_write_before_deferred_work() -> None:
-    async def main() -> None:
-        order: list[str] = []
-        loop = asyncio.get_running_loop()
+async def test_answers_of_a_read_are_one_write_before_deferred_work() -> None:
+    order: list[str] = []
+    loop = asyncio.get_running_loop()
 
-        def on_frame(buffer: bytes, start: int, end: int) -> None:
-            loop.call_soon(lambda: order.append(f"deferred after {len(transport.writes)} writes"))
-            stream.write((buffer[start:end],))
+    def on_frame(buffer: bytes, start: int, end: int) -> None:
+        loop.call_soon(lambda: order.append(f"deferred after {len(transport.writes)} writes"))
+        stream.write((buffer[start:end],))
 
-        stream, transport = await open_stream(on_frame)
-        received = frames.cancel_frame(1) + frames.cancel_frame(2)
-        stream.data_received(received)
-        assert transport.writes == [received]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert order == ["deferred after 1 writes"] * 2
-        assert transport.writes == [received], "the scheduled write had nothing left"
-
-    asyncio.run(main())
+    stream, transport = await open_stream(on_frame)
+    received = frames.cancel_frame(1) + frames.cancel_frame(2)
+    stream.data_received(received)
+    assert transport.writes == [received]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert order == ["deferred after 1 writes"] * 2
+    assert transport.writes == [received], "the scheduled write had nothing left"
 
 
-def test_frames_of_one_turn_are_one_write() -> None:
-    async def main() -> None:
-        stream, transport = await open_stream(lambda *_: None)
-        for group in range(3):
-            stream.write((frames.cancel_frame(group),))
-        assert transport.writes == []
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert transport.writes == [b"".join(frames.cancel_frame(group) for group in range(3))]
-
-    asyncio.run(main())
+async def test_frames_of_one_turn_are_one_write() -> None:
+    stream, transport = await open_stream(lambda *_: None)
+    for group in range(3):
+        stream.write((frames.cancel_frame(group),))
+    assert transport.writes == []
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert transport.writes == [b"".join(frames.cancel_frame(group) for group in range(3))]
 
 
 @given(st.data())

@@ -229,29 +229,26 @@ def test_a_wrong_size_ends_the_stream() -> None:
     assert stream.is_lost
 
 
-def test_large_and_small_frames_over_a_socket() -> None:
-    async def main() -> None:
-        received: list[bytes] = []
-        done = asyncio.Event()
+async def test_large_and_small_frames_over_a_socket() -> None:
+    received: list[bytes] = []
+    done = asyncio.Event()
 
-        def on_frame(buffer: bytes, start: int, end: int) -> None:
-            received.append(bytes(buffer[start:end]))
-            if len(received) == 4:
-                done.set()
+    def on_frame(buffer: bytes, start: int, end: int) -> None:
+        received.append(bytes(buffer[start:end]))
+        if len(received) == 4:
+            done.set()
 
-        near, far = socket.socketpair()
-        writer, reader = FrameStream(lambda *_: None, lambda _: None), FrameStream(on_frame, lambda _: None)
-        await writer.open(near)
-        await reader.open(far)
-        sent = [frames.counts_frame(1, (5,) * count) for count in (2, 400_000, 4, 90_000)]
-        for frame in sent:
-            writer.write([frame[:24], memoryview(frame)[24:]])
-        await asyncio.wait_for(done.wait(), 30)
-        assert received == sent
-        writer.close()
-        reader.close()
-
-    asyncio.run(main())
+    near, far = socket.socketpair()
+    writer, reader = FrameStream(lambda *_: None, lambda _: None), FrameStream(on_frame, lambda _: None)
+    await writer.open(near)
+    await reader.open(far)
+    sent = [frames.counts_frame(1, (5,) * count) for count in (2, 400_000, 4, 90_000)]
+    for frame in sent:
+        writer.write([frame[:24], memoryview(frame)[24:]])
+    await asyncio.wait_for(done.wait(), 30)
+    assert received == sent
+    writer.close()
+    reader.close()
 
 
 def place_of(array: np.ndarray[Any, Any], slot: int, writer: TensorWriter) -> TensorPlace:

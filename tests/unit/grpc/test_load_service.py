@@ -69,47 +69,41 @@ def test_an_invalid_request_is_refused(content: bytes, words: str) -> None:
         service()._interval_s(content)
 
 
-def test_a_stream_ends_when_the_server_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_ends_when_the_server_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_service, "_STOP_INTERVAL_S", 0.001)
 
-    async def run() -> None:
-        loads, call = service(), Call(request(seconds=3600))
-        task = asyncio.create_task(loads.stream(call))  # type: ignore[arg-type]  # the part of a call that it uses
-        await call.written.wait()
-        (report,) = call.reports
-        assert (report.application_utilization, report.rps_fractional, report.eps) == (0.5, 100.0, 1.0)
-        call.stopping = True
-        with pytest.raises(Unavailable, match="shutting down"):
-            await task
-        assert loads._streams == 0
-
-    asyncio.run(run())
+    loads, call = service(), Call(request(seconds=3600))
+    task = asyncio.create_task(loads.stream(call))  # type: ignore[arg-type]  # the part of a call that it uses
+    await call.written.wait()
+    (report,) = call.reports
+    assert (report.application_utilization, report.rps_fractional, report.eps) == (0.5, 100.0, 1.0)
+    call.stopping = True
+    with pytest.raises(Unavailable, match="shutting down"):
+        await task
+    assert loads._streams == 0
 
 
-def test_streams_are_bounded_and_end_with_their_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_are_bounded_and_end_with_their_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_service, "MAX_REPORT_STREAMS", 2)
 
-    async def run() -> None:
-        loads = service()
-        calls = [Call(request(seconds=60)) for _ in range(2)]
-        tasks = [asyncio.create_task(loads.stream(call)) for call in calls]  # type: ignore[arg-type]  # as above
-        for call in calls:
-            await call.written.wait()
-        with pytest.raises(Overloaded, match="2 streams of load reports are open"):
-            await loads.stream(Call(request()))  # type: ignore[arg-type]  # as above
-        tasks[0].cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await tasks[0]
-        third = Call(request(seconds=60))
-        tasks[0] = asyncio.create_task(loads.stream(third))  # type: ignore[arg-type]  # as above
-        await third.written.wait()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert loads._streams == 0
-        await loads.stream(Call(None))  # type: ignore[arg-type]  # a client that has closed without a message
-
-    asyncio.run(run())
+    loads = service()
+    calls = [Call(request(seconds=60)) for _ in range(2)]
+    tasks = [asyncio.create_task(loads.stream(call)) for call in calls]  # type: ignore[arg-type]  # as above
+    for call in calls:
+        await call.written.wait()
+    with pytest.raises(Overloaded, match="2 streams of load reports are open"):
+        await loads.stream(Call(request()))  # type: ignore[arg-type]  # as above
+    tasks[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[0]
+    third = Call(request(seconds=60))
+    tasks[0] = asyncio.create_task(loads.stream(third))  # type: ignore[arg-type]  # as above
+    await third.written.wait()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert loads._streams == 0
+    await loads.stream(Call(None))  # type: ignore[arg-type]  # a client that has closed without a message
 
 
 def test_a_caller_without_the_scope_gets_no_report() -> None:

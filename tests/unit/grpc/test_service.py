@@ -166,117 +166,99 @@ async def until(what: Callable[[], object]) -> None:
     raise AssertionError("it never became true")
 
 
-def test_a_request_from_message_to_message() -> None:
-    async def test() -> None:
-        model, call = Model(), Call()
-        pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("7"), call))
-        await until(lambda: model.waiting)
-        assert call.completion is model.waiting[0][1]
-        model.answer()
-        response = pb.ModelInferResponse.FromString(b"".join(await pending))
-        assert (response.id, response.model_name) == ("7", "fake")
-        assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [2, 4]
-        assert (model.leases, model.failures, call.completion) == (0, [], None)
-
-    run(test)
+async def test_a_request_from_message_to_message() -> None:
+    model, call = Model(), Call()
+    pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("7"), call))
+    await until(lambda: model.waiting)
+    assert call.completion is model.waiting[0][1]
+    model.answer()
+    response = pb.ModelInferResponse.FromString(b"".join(await pending))
+    assert (response.id, response.model_name) == ("7", "fake")
+    assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [2, 4]
+    assert (model.leases, model.failures, call.completion) == (0, [], None)
 
 
 @pytest.mark.parametrize("outcome", [ModelFailed("no"), Overloaded("full"), Cancelled("gone")], ids=type)
-def test_failed_requests_are_counted_and_release_the_lease(outcome: HeadraceError) -> None:
-    async def test() -> None:
-        model = Model()
-        service = GrpcInference(model.services(), 1 << 20)
-        pending = asyncio.ensure_future(service.infer(message(), Call()))
-        await until(lambda: model.waiting)
-        model.answer(outcome=outcome)
-        with pytest.raises(type(outcome)):
-            await pending
-        model.raises = outcome
-        with pytest.raises(type(outcome)):
-            await service.infer(message(), Call())
-        assert (model.leases, model.failures) == (0, [outcome, outcome])
-
-    run(test)
+async def test_failed_requests_are_counted_and_release_the_lease(outcome: HeadraceError) -> None:
+    model = Model()
+    service = GrpcInference(model.services(), 1 << 20)
+    pending = asyncio.ensure_future(service.infer(message(), Call()))
+    await until(lambda: model.waiting)
+    model.answer(outcome=outcome)
+    with pytest.raises(type(outcome)):
+        await pending
+    model.raises = outcome
+    with pytest.raises(type(outcome)):
+        await service.infer(message(), Call())
+    assert (model.leases, model.failures) == (0, [outcome, outcome])
 
 
 @pytest.mark.parametrize("size", [8, 1 << 20], ids=["small", "large"])
-def test_overload_rejects_requests_before_they_are_decoded(size: int) -> None:
+async def test_overload_rejects_requests_before_they_are_decoded(size: int) -> None:
     """Unary calls with and without a task, and streams: each is counted once."""
 
-    async def test() -> None:
-        model = Model()
-        model.rejection = Overloaded("full", 0.5)
-        service = GrpcInference(model.services(), 2 << 20)
-        request = pb.ModelInferRequest.FromString(message("x"))
-        request.raw_input_contents[0] = bytes(size + 1)  # an error if it was decoded
-        content = request.SerializeToString()
+    model = Model()
+    model.rejection = Overloaded("full", 0.5)
+    service = GrpcInference(model.services(), 2 << 20)
+    request = pb.ModelInferRequest.FromString(message("x"))
+    request.raw_input_contents[0] = bytes(size + 1)  # an error if it was decoded
+    content = request.SerializeToString()
+    with pytest.raises(Overloaded):
+        await service.infer(content, Call())
+    if size == 8:
         with pytest.raises(Overloaded):
-            await service.infer(content, Call())
-        if size == 8:
-            with pytest.raises(Overloaded):
-                service.start(content, Call())
-        model.failures = model.failures[:1]
-        call, serving = stream(model, max_bytes=4 << 20)
-        call.sent.put_nowait(content)
-        call.sent.put_nowait(None)
-        await serving
-        assert [each.error_message for each in call.got] == ["full"]
-        assert (model.leases, model.failures) == (0, [model.rejection] * 2)
-        model.rejection = None
-        with pytest.raises(BadRequest):
-            await service.infer(content, Call())
-
-    run(test)
+            service.start(content, Call())
+    model.failures = model.failures[:1]
+    call, serving = stream(model, max_bytes=4 << 20)
+    call.sent.put_nowait(content)
+    call.sent.put_nowait(None)
+    await serving
+    assert [each.error_message for each in call.got] == ["full"]
+    assert (model.leases, model.failures) == (0, [model.rejection] * 2)
+    model.rejection = None
+    with pytest.raises(BadRequest):
+        await service.infer(content, Call())
 
 
-def test_a_cancelled_method_removes_its_request_from_the_queue() -> None:
-    async def test() -> None:
-        model = Model()
-        pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), Call()))
-        await until(lambda: model.waiting)
-        pending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await pending
-        assert model.waiting[0][1].is_settled
-        assert (model.leases, [type(error) for error in model.failures]) == (0, [Cancelled])
-
-    run(test)
+async def test_a_cancelled_method_removes_its_request_from_the_queue() -> None:
+    model = Model()
+    pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), Call()))
+    await until(lambda: model.waiting)
+    pending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pending
+    assert model.waiting[0][1].is_settled
+    assert (model.leases, [type(error) for error in model.failures]) == (0, [Cancelled])
 
 
-def test_internal_errors_are_logged_and_hidden_from_the_client(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        model = Model()
-        model.raises = RuntimeError("secret path")
-        with pytest.raises(ModelFailed) as caught:
-            await GrpcInference(model.services(), 1 << 20).infer(message(), Call())
-        assert "secret" not in str(caught.value)
-        assert caught.value.reference in caplog.text
-        assert "secret path" in caplog.text
-        assert model.leases == 0
-
-    run(test)
+async def test_internal_errors_are_logged_and_hidden_from_the_client(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    model.raises = RuntimeError("secret path")
+    with pytest.raises(ModelFailed) as caught:
+        await GrpcInference(model.services(), 1 << 20).infer(message(), Call())
+    assert "secret" not in str(caught.value)
+    assert caught.value.reference in caplog.text
+    assert "secret path" in caplog.text
+    assert model.leases == 0
 
 
 @pytest.mark.parametrize("active", [True, False])
-def test_requests_are_recorded_while_an_observer_is_active(active: bool) -> None:
-    async def test() -> None:
-        model = Model(active)
-        pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("t"), Call()))
-        await until(lambda: model.waiting)
-        model.answer()
-        await pending
-        records = model.observer.answers
-        assert [account.request_id for account in records] == (["t"] if active else [])
-        assert all(0 < account.queued_ns <= account.done_ns <= account.ended_ns for account in records)
-        assert all((account.protocol, account.status, account.rows) == ("grpc", "OK", 1) for account in records)
-        for wrong in (message("u", model="other"), b"\xff"):
-            with pytest.raises(HeadraceError):
-                await GrpcInference(model.services(), 1 << 20).infer(wrong, Call())
-        unknown, unreadable = model.observer.failures
-        assert (unknown.request_id, unknown.model, unknown.status) == ("u", "other", "NOT_FOUND")
-        assert (unreadable.model, unreadable.status) == ("", "INVALID_ARGUMENT")
-
-    run(test)
+async def test_requests_are_recorded_while_an_observer_is_active(active: bool) -> None:
+    model = Model(active)
+    pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("t"), Call()))
+    await until(lambda: model.waiting)
+    model.answer()
+    await pending
+    records = model.observer.answers
+    assert [account.request_id for account in records] == (["t"] if active else [])
+    assert all(0 < account.queued_ns <= account.done_ns <= account.ended_ns for account in records)
+    assert all((account.protocol, account.status, account.rows) == ("grpc", "OK", 1) for account in records)
+    for wrong in (message("u", model="other"), b"\xff"):
+        with pytest.raises(HeadraceError):
+            await GrpcInference(model.services(), 1 << 20).infer(wrong, Call())
+    unknown, unreadable = model.observer.failures
+    assert (unknown.request_id, unknown.model, unknown.status) == ("u", "other", "NOT_FOUND")
+    assert (unreadable.model, unreadable.status) == ("", "INVALID_ARGUMENT")
 
 
 def stream(model: Model, **more: Any) -> tuple[Streaming, asyncio.Task[None]]:
@@ -285,43 +267,37 @@ def stream(model: Model, **more: Any) -> tuple[Streaming, asyncio.Task[None]]:
     return call, asyncio.ensure_future(served)  # type: ignore[return-value]
 
 
-def test_a_stream_answers_everything_and_ends() -> None:
-    async def test() -> None:
-        model = Model()
-        call, serving = stream(model)
-        for item in (message("a"), b"\xff", message("b", "other"), message("c"), None):
-            call.sent.put_nowait(item)
-        await until(lambda: len(model.waiting) == 2)
-        model.answer(outcome=ModelFailed("broke"))
-        model.answer()
-        await serving
-        records = {response.infer_response.id: response.error_message for response in call.got}
-        assert records.keys() == {"a", "", "b", "c"}
-        assert (records["a"], records["c"], "not found" in records["b"]) == ("broke", "", True)
-        assert model.leases == 0
-
-    run(test)
+async def test_a_stream_answers_everything_and_ends() -> None:
+    model = Model()
+    call, serving = stream(model)
+    for item in (message("a"), b"\xff", message("b", "other"), message("c"), None):
+        call.sent.put_nowait(item)
+    await until(lambda: len(model.waiting) == 2)
+    model.answer(outcome=ModelFailed("broke"))
+    model.answer()
+    await serving
+    records = {response.infer_response.id: response.error_message for response in call.got}
+    assert records.keys() == {"a", "", "b", "c"}
+    assert (records["a"], records["c"], "not found" in records["b"]) == ("broke", "", True)
+    assert model.leases == 0
 
 
-def test_an_error_in_a_stream_has_a_retry_delay_and_is_counted() -> None:
-    async def test() -> None:
-        model, before = Model(), dict(ERRORS.items())
-        call, serving = stream(model)
-        for item in (message("full"), message("broke"), message("unknown", "other"), None):
-            call.sent.put_nowait(item)
-        await until(lambda: len(model.waiting) == 2)
-        model.answer(outcome=Overloaded("the queue is full", 0.0121))
-        model.answer(outcome=ModelFailed("broke"))
-        await serving
-        records = {each.infer_response.id: dict(each.infer_response.parameters) for each in call.got}
-        assert records.keys() == {"full", "broke", "unknown"}
-        assert records["full"]["headrace_retry_after_ms"].int64_param == 13
-        assert [records["broke"], records["unknown"]] == [{}, {}], "coming back makes no sense"
-        more = {values: count - before.get(values, 0) for values, count in ERRORS.items()}
-        counted = {reason for (protocol, reason), count in more.items() if protocol == "grpc" and count == 1}
-        assert counted == {"overloaded", "model_failed", "not_found"}
-
-    run(test)
+async def test_an_error_in_a_stream_has_a_retry_delay_and_is_counted() -> None:
+    model, before = Model(), dict(ERRORS.items())
+    call, serving = stream(model)
+    for item in (message("full"), message("broke"), message("unknown", "other"), None):
+        call.sent.put_nowait(item)
+    await until(lambda: len(model.waiting) == 2)
+    model.answer(outcome=Overloaded("the queue is full", 0.0121))
+    model.answer(outcome=ModelFailed("broke"))
+    await serving
+    records = {each.infer_response.id: dict(each.infer_response.parameters) for each in call.got}
+    assert records.keys() == {"full", "broke", "unknown"}
+    assert records["full"]["headrace_retry_after_ms"].int64_param == 13
+    assert [records["broke"], records["unknown"]] == [{}, {}], "coming back makes no sense"
+    more = {values: count - before.get(values, 0) for values, count in ERRORS.items()}
+    counted = {reason for (protocol, reason), count in more.items() if protocol == "grpc" and count == 1}
+    assert counted == {"overloaded", "model_failed", "not_found"}
 
 
 def test_failed_requests_of_a_stream_are_freed_at_once() -> None:
@@ -340,76 +316,67 @@ def test_failed_requests_of_a_stream_are_freed_at_once() -> None:
     assert not [name for name in left if name.startswith(("GrpcInference", "_Stream"))]
 
 
-def test_a_stream_reads_no_more_than_may_be_in_flight() -> None:
-    async def test() -> None:
-        model = Model()
-        for limits in ({"max_in_flight": 3}, {"max_bytes": 3 * len(message())}):
-            call, serving = stream(model, **limits)
-            for _ in range(10):
-                call.sent.put_nowait(message())
-            call.sent.put_nowait(None)
-            await until(lambda: len(model.waiting) == 3)
-            await asyncio.sleep(0.05)
-            assert call.reads == 3
-            call.open.clear()  # the client reads no answers: theirs count as in flight
-            model.answer(3)
-            await asyncio.sleep(0.05)
-            assert call.reads == 3
-            call.open.set()
-            for _ in range(7):
-                await until(lambda: model.waiting)
-                model.answer()
-            await serving
-            assert (len(call.got), model.leases) == (10, 0)
-
-    run(test)
+async def test_a_stream_reads_no_more_than_may_be_in_flight() -> None:
+    model = Model()
+    for limits in ({"max_in_flight": 3}, {"max_bytes": 3 * len(message())}):
+        call, serving = stream(model, **limits)
+        for _ in range(10):
+            call.sent.put_nowait(message())
+        call.sent.put_nowait(None)
+        await until(lambda: len(model.waiting) == 3)
+        await asyncio.sleep(0.05)
+        assert call.reads == 3
+        call.open.clear()  # the client reads no answers: theirs count as in flight
+        model.answer(3)
+        await asyncio.sleep(0.05)
+        assert call.reads == 3
+        call.open.set()
+        for _ in range(7):
+            await until(lambda: model.waiting)
+            model.answer()
+        await serving
+        assert (len(call.got), model.leases) == (10, 0)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "left while reading", "left while writing"])
-def test_a_stream_that_ends_early_abandons_all(how: str) -> None:
-    async def test() -> None:
-        model = Model()
-        call, serving = stream(model)
-        for _ in range(5):
-            call.sent.put_nowait(message())
-        await until(lambda: len(model.waiting) == 5)
-        waiting = [completion for _, completion in model.waiting]
-        if how == "cancelled":
-            serving.cancel()
-        elif how == "left while reading":
-            call.sent.put_nowait(Cancelled("the client has left"))
-        else:
+async def test_a_stream_that_ends_early_abandons_all(how: str) -> None:
+    model = Model()
+    call, serving = stream(model)
+    for _ in range(5):
+        call.sent.put_nowait(message())
+    await until(lambda: len(model.waiting) == 5)
+    waiting = [completion for _, completion in model.waiting]
+    if how == "cancelled":
+        serving.cancel()
+    elif how == "left while reading":
+        call.sent.put_nowait(Cancelled("the client has left"))
+    else:
 
-            async def write(parts: list[Any]) -> None:
-                raise Cancelled("the client has left")
+        async def write(parts: list[Any]) -> None:
+            raise Cancelled("the client has left")
 
-            call.write = write  # type: ignore[method-assign]
-            model.answer()
-        with pytest.raises((asyncio.CancelledError, Cancelled)):
-            await serving
-        assert all(completion.is_settled for completion in waiting)
-        assert model.leases == 0
-        await asyncio.sleep(0.02)  # the late call-backs have no caller, and raise nothing
-        assert len([error for error in model.failures if isinstance(error, Cancelled)]) >= 4
-
-    run(test)
-
-
-def test_a_stream_is_drained() -> None:
-    async def test() -> None:
-        model = Model()
-        call, serving = stream(model)
-        call.sent.put_nowait(message("a"))
-        call.sent.put_nowait(Unavailable("the server is shutting down"))
-        await until(lambda: call.reads == 2)
-        assert not serving.done()
+        call.write = write  # type: ignore[method-assign]
         model.answer()
-        with pytest.raises(Unavailable, match="shutting down"):
-            await serving
-        assert [response.infer_response.id for response in call.got] == ["a"]
-        assert model.leases == 0
+    with pytest.raises((asyncio.CancelledError, Cancelled)):
+        await serving
+    assert all(completion.is_settled for completion in waiting)
+    assert model.leases == 0
+    await asyncio.sleep(0.02)  # the late call-backs have no caller, and raise nothing
+    assert len([error for error in model.failures if isinstance(error, Cancelled)]) >= 4
 
-    run(test)
+
+async def test_a_stream_is_drained() -> None:
+    model = Model()
+    call, serving = stream(model)
+    call.sent.put_nowait(message("a"))
+    call.sent.put_nowait(Unavailable("the server is shutting down"))
+    await until(lambda: call.reads == 2)
+    assert not serving.done()
+    model.answer()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await serving
+    assert [response.infer_response.id for response in call.got] == ["a"]
+    assert model.leases == 0
 
 
 def test_outcomes_of_a_call() -> None:

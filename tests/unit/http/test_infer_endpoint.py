@@ -303,28 +303,25 @@ def test_a_disconnect_while_waiting_drops_the_request() -> None:
     assert isinstance(handle.failures[0], Cancelled)
 
 
-def test_a_cancelled_task_of_another_asgi_server_drops_the_request() -> None:
+async def test_a_cancelled_task_of_another_asgi_server_drops_the_request() -> None:
     handle, sent = Handle(silent=True), list[dict[str, Any]]()
 
-    async def run() -> None:
-        waiting = asyncio.Event()
+    waiting = asyncio.Event()
 
-        async def receive() -> Any:
-            if not handle.completions:
-                return {"type": "http.request", "body": request()}
-            waiting.set()  # for the disconnect of the client
-            return await asyncio.get_running_loop().create_future()
+    async def receive() -> Any:
+        if not handle.completions:
+            return {"type": "http.request", "body": request()}
+        waiting.set()  # for the disconnect of the client
+        return await asyncio.get_running_loop().create_future()
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        endpoint = InferEndpoint(services(handle), ClientLimits(Limits(max_body_bytes=LIMIT)))
-        task = asyncio.ensure_future(endpoint({"headers": []}, receive, send, "twice", ""))
-        await waiting.wait()
-        task.cancel()
-        await asyncio.wait_for(task, 60)
-
-    asyncio.run(run())
+    endpoint = InferEndpoint(services(handle), ClientLimits(Limits(max_body_bytes=LIMIT)))
+    task = asyncio.ensure_future(endpoint({"headers": []}, receive, send, "twice", ""))
+    await waiting.wait()
+    task.cancel()
+    await asyncio.wait_for(task, 60)
     assert handle.completions[0].is_settled
     assert sent[0]["status"] == 503
     assert handle.leases == 0

@@ -121,11 +121,8 @@ _few = settings(max_examples=examples(300), deadline=None, suppress_health_check
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_session_itself_is_served(seed: int, errors: list[str]) -> None:
-    async def run() -> None:
-        await _survive(_cut(b"".join(_session()), seed), errors)
-
-    asyncio.run(run())
+async def test_the_session_itself_is_served(seed: int, errors: list[str]) -> None:
+    await _survive(_cut(b"".join(_session()), seed), errors)
 
 
 @_few

@@ -30,7 +30,7 @@ from headrace.scheduling.policy import HandlePolicy
 from headrace.scheduling.version_handle import Prediction
 
 from tests.support.fake_versions import FakeMembers, FakeVersion, spec_of
-from tests.unit.pipelines.test_run import first, play, turns
+from tests.unit.pipelines.test_run import first, turns
 
 DETECT = {"model": "detect", "inputs": {"X": "x"}, "outputs": {"Y": "found"}}
 DESCRIBE = {"model": "describe", "inputs": {"X": "found"}, "outputs": {"Y": "y"}}
@@ -90,82 +90,70 @@ def answer(version: FakeVersion, array: Array) -> None:
 
 
 @pytest.mark.parametrize(("value", "runs"), [(1, True), (-1, False)])
-def test_a_condition_decides_when_its_tensor_is_ready(value: float, runs: bool) -> None:
-    async def scenario() -> None:
-        case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "when": "found.max > 0"}})
-        waiting = case.send(value)
-        answer(case.detect, np.full((1, 2), value, np.float32))
-        await turns()
-        assert len(case.describe.requests) == runs
-        if runs:
-            case.describe.answer()
-        response = await waiting
-        assert response.outputs["y"].tolist() == ([2, 2] if runs else [])
-        assert [times.outcome for times in response.steps] == ["ok", "ok" if runs else "skipped"]
-        assert case.leases == 0
-
-    play(scenario)
-
-
-def test_steps_behind_a_skipped_one_are_skipped_and_others_run() -> None:
-    async def scenario() -> None:
-        steps = {
-            "detect": DETECT,
-            "more": {"model": "more", "when": "found.max > 9", "inputs": {"X": "found"}, "outputs": {"Y": "rest"}},
-            "last": {"model": "last", "inputs": {"X": "rest"}, "outputs": {"Y": "y"}},
-        }
-        case = YamlCase(steps)
-        waiting = case.send()
-        case.detect.answer()
-        response = await waiting
-        assert response.outputs["y"].shape == (0,)
-        assert [(times.step, times.outcome) for times in response.steps] == [
-            ("detect", "ok"), ("more", "skipped"), ("last", "skipped"),
-        ]  # fmt: skip
-        assert case.leases == 0
-
-    play(scenario)
-
-
-def test_rows_become_one_request_and_its_result_is_not_a_batch() -> None:
-    async def scenario() -> None:
-        case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "each": "found"}}, dims=(-1, 2))
-        waiting = case.send()
-        rows = np.arange(6, dtype=np.float32).reshape(3, 2)
-        answer(case.detect, rows)
-        await turns()
-        sent = case.describe.requests[0][0]
-        assert (sent.rows, sent.inputs["X"].tolist()) == (3, rows.tolist())
+async def test_a_condition_decides_when_its_tensor_is_ready(value: float, runs: bool) -> None:
+    case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "when": "found.max > 0"}})
+    waiting = case.send(value)
+    answer(case.detect, np.full((1, 2), value, np.float32))
+    await turns()
+    assert len(case.describe.requests) == runs
+    if runs:
         case.describe.answer()
-        response = await waiting
-        assert response.outputs["y"].tolist() == (rows * 2).tolist()
-        # One row stays a list of one row.
-        waiting = case.send()
-        answer(case.detect, rows[:1])
-        await turns()
-        case.describe.answer(-1)
-        assert (await waiting).outputs["y"].shape == (1, 2)
-        # None is none.
-        waiting = case.send()
-        answer(case.detect, rows[:0])
-        await turns()
-        assert (await waiting).outputs["y"].shape == (0, 2)
-        assert len(case.describe.requests) == 2
-        assert case.leases == 0
-
-    play(scenario)
+    response = await waiting
+    assert response.outputs["y"].tolist() == ([2, 2] if runs else [])
+    assert [times.outcome for times in response.steps] == ["ok", "ok" if runs else "skipped"]
+    assert case.leases == 0
 
 
-def test_too_many_rows_fail_the_step() -> None:
-    async def scenario() -> None:
-        case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "each": "found"}}, dims=(-1, 2))
-        waiting = case.send()
-        answer(case.detect, np.zeros((4097, 2), np.float32))
-        with pytest.raises(BadRequest, match=r"in pipeline 'p', step 'describe' .*: each: found has 4097 rows"):
-            await waiting
-        assert case.leases == 0
+async def test_steps_behind_a_skipped_one_are_skipped_and_others_run() -> None:
+    steps = {
+        "detect": DETECT,
+        "more": {"model": "more", "when": "found.max > 9", "inputs": {"X": "found"}, "outputs": {"Y": "rest"}},
+        "last": {"model": "last", "inputs": {"X": "rest"}, "outputs": {"Y": "y"}},
+    }
+    case = YamlCase(steps)
+    waiting = case.send()
+    case.detect.answer()
+    response = await waiting
+    assert response.outputs["y"].shape == (0,)
+    assert [(times.step, times.outcome) for times in response.steps] == [
+        ("detect", "ok"), ("more", "skipped"), ("last", "skipped"),
+    ]  # fmt: skip
+    assert case.leases == 0
 
-    play(scenario)
+
+async def test_rows_become_one_request_and_its_result_is_not_a_batch() -> None:
+    case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "each": "found"}}, dims=(-1, 2))
+    waiting = case.send()
+    rows = np.arange(6, dtype=np.float32).reshape(3, 2)
+    answer(case.detect, rows)
+    await turns()
+    sent = case.describe.requests[0][0]
+    assert (sent.rows, sent.inputs["X"].tolist()) == (3, rows.tolist())
+    case.describe.answer()
+    response = await waiting
+    assert response.outputs["y"].tolist() == (rows * 2).tolist()
+    # One row stays a list of one row.
+    waiting = case.send()
+    answer(case.detect, rows[:1])
+    await turns()
+    case.describe.answer(-1)
+    assert (await waiting).outputs["y"].shape == (1, 2)
+    # None is none.
+    waiting = case.send()
+    answer(case.detect, rows[:0])
+    await turns()
+    assert (await waiting).outputs["y"].shape == (0, 2)
+    assert len(case.describe.requests) == 2
+    assert case.leases == 0
+
+
+async def test_too_many_rows_fail_the_step() -> None:
+    case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "each": "found"}}, dims=(-1, 2))
+    waiting = case.send()
+    answer(case.detect, np.zeros((4097, 2), np.float32))
+    with pytest.raises(BadRequest, match=r"in pipeline 'p', step 'describe' .*: each: found has 4097 rows"):
+        await waiting
+    assert case.leases == 0
 
 
 SAFE = {"detect": {**DETECT, "outputs": {"Y": "y"}, "fallback": "simple"}}
@@ -175,206 +163,171 @@ SAFE = {"detect": {**DETECT, "outputs": {"Y": "y"}, "fallback": "simple"}}
     "error", [ModelFailed("broken"), Unavailable("no process"), Overloaded("full"), WouldMiss("late")]
 )
 @pytest.mark.parametrize("rejected", [False, True])
-def test_a_fallback_replaces_a_step_that_failed(error: HeadraceError, rejected: bool) -> None:
-    async def scenario() -> None:
-        case = YamlCase(SAFE, dims=(2,))
-        if rejected:
-            case.detect.rejection = error
-        waiting = case.send(3)
-        if not rejected:
-            case.detect.requests[0][1].settle(error)
-            await turns()
-        assert case.simple.in_flight == 1
-        assert case.simple.requests[0][0].inputs["X"].tolist() == [[3, 3]]
-        case.simple.answer()
-        response = await waiting
-        assert first(response) == 6
-        assert [(times.model, times.outcome) for times in response.steps] == [("simple", "fallback")]
-        assert case.leases == 0
-        assert dict(case.detect.recorder.totals().failures) == {error.reason: 1}
-        assert not case.simple.recorder.totals().failures
-
-    play(scenario)
+async def test_a_fallback_replaces_a_step_that_failed(error: HeadraceError, rejected: bool) -> None:
+    case = YamlCase(SAFE, dims=(2,))
+    if rejected:
+        case.detect.rejection = error
+    waiting = case.send(3)
+    if not rejected:
+        case.detect.requests[0][1].settle(error)
+        await turns()
+    assert case.simple.in_flight == 1
+    assert case.simple.requests[0][0].inputs["X"].tolist() == [[3, 3]]
+    case.simple.answer()
+    response = await waiting
+    assert first(response) == 6
+    assert [(times.model, times.outcome) for times in response.steps] == [("simple", "fallback")]
+    assert case.leases == 0
+    assert dict(case.detect.recorder.totals().failures) == {error.reason: 1}
+    assert not case.simple.recorder.totals().failures
 
 
 @pytest.mark.parametrize("error", [BadRequest("wrong"), QuotaExceeded("too many")])
-def test_errors_of_the_request_have_no_fallback(error: HeadraceError) -> None:
-    async def scenario() -> None:
-        case = YamlCase(SAFE, dims=(2,))
-        waiting = case.send()
-        case.detect.requests[0][1].settle(error)
-        with pytest.raises(type(error), match=str(error)):
-            await waiting
-        assert not case.simple.requests
-        assert case.leases == 0
-
-    play(scenario)
-
-
-def test_a_fallback_that_fails_names_itself_and_runs_once() -> None:
-    async def scenario() -> None:
-        case = YamlCase(SAFE, dims=(2,))
-        waiting = case.send()
-        case.detect.requests[0][1].settle(ModelFailed("first"))
-        await turns()
-        case.simple.requests[0][1].settle(ModelFailed("second"))
-        with pytest.raises(ModelFailed, match=r"step 'detect' \(model simple/1\): second"):
-            await waiting
-        assert len(case.simple.requests) == 1
-        assert case.leases == 0
-        for version in (case.detect, case.simple):
-            assert dict(version.recorder.totals().failures) == {"model_failed": 1}
-
-    play(scenario)
-
-
-def test_without_its_fallback_a_step_fails_with_its_own_error() -> None:
-    async def scenario() -> None:
-        case = YamlCase(SAFE, dims=(2,))
-        del case.members.versions["simple"]
-        waiting = case.send()
-        case.detect.requests[0][1].settle(ModelFailed("first"))
-        with pytest.raises(ModelFailed, match=r"\(model detect/1\): first"):
-            await waiting
-        assert case.leases == 0
-
-    play(scenario)
-
-
-def test_a_step_that_would_be_late_is_replaced_at_once() -> None:
-    async def scenario() -> None:
-        case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "fallback": "simple"}}, dims=(2,))
-        case.describe.prediction = Prediction(0, 20 * NS_PER_MS)
-        waiting = case.send(deadline_ns=monotonic_ns() + NS_PER_S)
-        # The queue of the second step grows while the first one runs.
-        case.describe.prediction = Prediction(2 * NS_PER_S, 20 * NS_PER_MS)
-        case.detect.answer()
-        await turns()
-        assert (len(case.describe.requests), len(case.simple.requests)) == (0, 1)
-        case.simple.answer()
-        response = await waiting
-        assert [times.outcome for times in response.steps] == ["ok", "fallback"]
-        # In time, the model itself runs.
-        case.describe.prediction = Prediction(0, 20 * NS_PER_MS)
-        waiting = case.send(deadline_ns=monotonic_ns() + NS_PER_S)
-        case.detect.answer(-1)
-        await turns()
-        assert (len(case.describe.requests), len(case.simple.requests)) == (1, 1)
-        case.describe.answer()
+async def test_errors_of_the_request_have_no_fallback(error: HeadraceError) -> None:
+    case = YamlCase(SAFE, dims=(2,))
+    waiting = case.send()
+    case.detect.requests[0][1].settle(error)
+    with pytest.raises(type(error), match=str(error)):
         await waiting
-        assert case.leases == 0
+    assert not case.simple.requests
+    assert case.leases == 0
 
-    play(scenario)
+
+async def test_a_fallback_that_fails_names_itself_and_runs_once() -> None:
+    case = YamlCase(SAFE, dims=(2,))
+    waiting = case.send()
+    case.detect.requests[0][1].settle(ModelFailed("first"))
+    await turns()
+    case.simple.requests[0][1].settle(ModelFailed("second"))
+    with pytest.raises(ModelFailed, match=r"step 'detect' \(model simple/1\): second"):
+        await waiting
+    assert len(case.simple.requests) == 1
+    assert case.leases == 0
+    for version in (case.detect, case.simple):
+        assert dict(version.recorder.totals().failures) == {"model_failed": 1}
 
 
-def test_a_cancelled_request_releases_its_fallback() -> None:
-    async def scenario() -> None:
-        case = YamlCase(SAFE, dims=(2,))
+async def test_without_its_fallback_a_step_fails_with_its_own_error() -> None:
+    case = YamlCase(SAFE, dims=(2,))
+    del case.members.versions["simple"]
+    waiting = case.send()
+    case.detect.requests[0][1].settle(ModelFailed("first"))
+    with pytest.raises(ModelFailed, match=r"\(model detect/1\): first"):
+        await waiting
+    assert case.leases == 0
+
+
+async def test_a_step_that_would_be_late_is_replaced_at_once() -> None:
+    case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "fallback": "simple"}}, dims=(2,))
+    case.describe.prediction = Prediction(0, 20 * NS_PER_MS)
+    waiting = case.send(deadline_ns=monotonic_ns() + NS_PER_S)
+    # The queue of the second step grows while the first one runs.
+    case.describe.prediction = Prediction(2 * NS_PER_S, 20 * NS_PER_MS)
+    case.detect.answer()
+    await turns()
+    assert (len(case.describe.requests), len(case.simple.requests)) == (0, 1)
+    case.simple.answer()
+    response = await waiting
+    assert [times.outcome for times in response.steps] == ["ok", "fallback"]
+    # In time, the model itself runs.
+    case.describe.prediction = Prediction(0, 20 * NS_PER_MS)
+    waiting = case.send(deadline_ns=monotonic_ns() + NS_PER_S)
+    case.detect.answer(-1)
+    await turns()
+    assert (len(case.describe.requests), len(case.simple.requests)) == (1, 1)
+    case.describe.answer()
+    await waiting
+    assert case.leases == 0
+
+
+async def test_a_cancelled_request_releases_its_fallback() -> None:
+    case = YamlCase(SAFE, dims=(2,))
+    waiting = case.send()
+    case.detect.requests[0][1].settle(ModelFailed("first"))
+    await turns()
+    assert case.leases == 2
+    waiting.abandon()
+    await turns()
+    assert case.leases == 0
+    assert case.simple.requests[0][1].is_settled
+
+
+async def test_a_fallback_that_is_in_time_admits_a_request_that_the_model_would_miss() -> None:
+    steps = {"detect": DETECT, "describe": {**DESCRIBE, "fallback": "simple"}}
+    case = YamlCase(steps, dims=(2,))
+    case.detect.prediction = Prediction(0, 10 * NS_PER_MS)
+    case.describe.prediction = Prediction(5 * NS_PER_S, NS_PER_S)
+    case.simple.prediction = Prediction(0, 20 * NS_PER_MS)
+    deadline_ns = monotonic_ns() + NS_PER_S
+    waiting = case.send(deadline_ns=deadline_ns)
+    assert case.detect.requests[0][0].due_ns == deadline_ns - 20 * NS_PER_MS  # the fallback runs behind it
+    case.detect.answer()
+    await turns()
+    assert (len(case.describe.requests), len(case.simple.requests)) == (0, 1)
+    case.simple.answer()
+    assert [times.outcome for times in (await waiting).steps] == ["ok", "fallback"]
+    case.simple.prediction = Prediction(5 * NS_PER_S, NS_PER_S)
+    with pytest.raises(WouldMiss, match="step 'describe'"):
+        case.send(deadline_ns=monotonic_ns() + NS_PER_S)
+    assert case.leases == 0
+
+
+async def test_rows_and_fallbacks_take_one_place_of_their_limit() -> None:
+    case = YamlCase({"detect": {**DETECT, "fallback": "simple"}, "describe": {**DESCRIBE, "each": "found"}}, (-1, 2))
+    case.handle._limits = [StepLimit(1), StepLimit(1)]
+    for _ in range(3):  # zero rows run nothing
         waiting = case.send()
-        case.detect.requests[0][1].settle(ModelFailed("first"))
-        await turns()
-        assert case.leases == 2
-        waiting.abandon()
-        await turns()
-        assert case.leases == 0
-        assert case.simple.requests[0][1].is_settled
-
-    play(scenario)
-
-
-def test_a_fallback_that_is_in_time_admits_a_request_that_the_model_would_miss() -> None:
-    async def scenario() -> None:
-        steps = {"detect": DETECT, "describe": {**DESCRIBE, "fallback": "simple"}}
-        case = YamlCase(steps, dims=(2,))
-        case.detect.prediction = Prediction(0, 10 * NS_PER_MS)
-        case.describe.prediction = Prediction(5 * NS_PER_S, NS_PER_S)
-        case.simple.prediction = Prediction(0, 20 * NS_PER_MS)
-        deadline_ns = monotonic_ns() + NS_PER_S
-        waiting = case.send(deadline_ns=deadline_ns)
-        assert case.detect.requests[0][0].due_ns == deadline_ns - 20 * NS_PER_MS  # the fallback runs behind it
-        case.detect.answer()
-        await turns()
-        assert (len(case.describe.requests), len(case.simple.requests)) == (0, 1)
-        case.simple.answer()
-        assert [times.outcome for times in (await waiting).steps] == ["ok", "fallback"]
-        case.simple.prediction = Prediction(5 * NS_PER_S, NS_PER_S)
-        with pytest.raises(WouldMiss, match="step 'describe'"):
-            case.send(deadline_ns=monotonic_ns() + NS_PER_S)
-        assert case.leases == 0
-
-    play(scenario)
+        answer(case.detect, np.zeros((0, 2), np.float32))
+        assert (await waiting).outputs["y"].shape == (0, 2)
+    failing = case.send()
+    case.detect.requests[-1][1].settle(ModelFailed("broken"))
+    await turns()
+    waits = [case.send(), case.send()]
+    assert (len(case.detect.requests), len(case.simple.requests)) == (4, 1)  # the fallback has the place
+    answer(case.simple, np.zeros((0, 2), np.float32))
+    await failing
+    assert len(case.detect.requests) == 5
+    for each in waits:
+        answer(case.detect, np.zeros((0, 2), np.float32))
+        await each
+    assert len(case.detect.requests) == 6
+    assert case.leases == 0
 
 
-def test_rows_and_fallbacks_take_one_place_of_their_limit() -> None:
-    async def scenario() -> None:
-        case = YamlCase(
-            {"detect": {**DETECT, "fallback": "simple"}, "describe": {**DESCRIBE, "each": "found"}}, (-1, 2)
-        )
-        case.handle._limits = [StepLimit(1), StepLimit(1)]
-        for _ in range(3):  # zero rows run nothing
-            waiting = case.send()
-            answer(case.detect, np.zeros((0, 2), np.float32))
-            assert (await waiting).outputs["y"].shape == (0, 2)
-        failing = case.send()
-        case.detect.requests[-1][1].settle(ModelFailed("broken"))
-        await turns()
-        waits = [case.send(), case.send()]
-        assert (len(case.detect.requests), len(case.simple.requests)) == (4, 1)  # the fallback has the place
-        answer(case.simple, np.zeros((0, 2), np.float32))
-        await failing
-        assert len(case.detect.requests) == 5
-        for each in waits:
-            answer(case.detect, np.zeros((0, 2), np.float32))
-            await each
-        assert len(case.detect.requests) == 6
-        assert case.leases == 0
-
-    play(scenario)
-
-
-def test_a_condition_on_bf16_compares_values() -> None:
-    async def scenario() -> None:
-        case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "when": "found.max > 0.5"}}, dtype=BF16)
-        for value, runs in ((0.25, 0), (-1.0, 0), (1.0, 1)):
-            waiting = case.send()
-            bits = (np.full((1, 2), value, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-            answer(case.detect, bits)
-            await turns()
-            assert len(case.describe.requests) == runs
-            if runs:
-                case.describe.answer()
-            await waiting
-
-    play(scenario)
-
-
-def test_a_fallback_replaces_a_step_whose_response_lacks_an_output() -> None:
-    async def scenario() -> None:
-        case = YamlCase(SAFE, dims=(2,))
-        waiting = case.send(3)
-        case.detect.answer(0, InferResponse({}))
-        await turns()
-        case.simple.answer()
-        response = await waiting
-        assert first(response) == 6
-        assert [times.outcome for times in response.steps] == ["fallback"]
-        assert case.leases == 0
-
-    play(scenario)
-
-
-def test_a_defect_while_a_fallback_is_bound_releases_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        case = YamlCase(SAFE, dims=(2,))
+async def test_a_condition_on_bf16_compares_values() -> None:
+    case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "when": "found.max > 0.5"}}, dtype=BF16)
+    for value, runs in ((0.25, 0), (-1.0, 0), (1.0, 1)):
         waiting = case.send()
+        bits = (np.full((1, 2), value, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        answer(case.detect, bits)
+        await turns()
+        assert len(case.describe.requests) == runs
+        if runs:
+            case.describe.answer()
+        await waiting
 
-        def fail(*_: object) -> None:
-            raise KeyError("a defect of the server")
 
-        monkeypatch.setattr(case.handle, "_check", fail)
-        case.detect.requests[0][1].settle(ModelFailed("first"))
-        with pytest.raises(ModelFailed, match="first"):
-            await waiting
-        assert case.leases == 0
+async def test_a_fallback_replaces_a_step_whose_response_lacks_an_output() -> None:
+    case = YamlCase(SAFE, dims=(2,))
+    waiting = case.send(3)
+    case.detect.answer(0, InferResponse({}))
+    await turns()
+    case.simple.answer()
+    response = await waiting
+    assert first(response) == 6
+    assert [times.outcome for times in response.steps] == ["fallback"]
+    assert case.leases == 0
 
-    play(scenario)
+
+async def test_a_defect_while_a_fallback_is_bound_releases_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = YamlCase(SAFE, dims=(2,))
+    waiting = case.send()
+
+    def fail(*_: object) -> None:
+        raise KeyError("a defect of the server")
+
+    monkeypatch.setattr(case.handle, "_check", fail)
+    case.detect.requests[0][1].settle(ModelFailed("first"))
+    with pytest.raises(ModelFailed, match="first"):
+        await waiting
+    assert case.leases == 0

@@ -112,7 +112,9 @@ def test_the_onnx_file_replaces_a_plan_that_does_not_load_in_the_process(tmp_pat
     run(with_plan(tmp_path, "fallback: onnxruntime\n", plan), check, ALL)
 
 
-def test_ragged_batches_are_divided_and_run_in_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_ragged_batches_are_divided_and_run_in_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     sizes: list[int] = []
     begin: Callable[..., InFlightBatch] = IsolatedExecution.begin
 
@@ -125,13 +127,10 @@ def test_ragged_batches_are_divided_and_run_in_the_process(monkeypatch: pytest.M
     with (repository / "plan" / "config.yaml").open("a") as file:
         file.write("isolation: process\n")
 
-    async def check() -> None:
-        async with headrace.Server(repository, state_dir="") as server:
-            await cases.check_answers(server, "plan", list(range(1, 40)))
-            assert 0 < max(sizes) <= cases.MOST
-            await cases.check_bounds(server, "plan")
-
-    asyncio.run(check())
+    async with headrace.Server(repository, state_dir="") as server:
+        await cases.check_answers(server, "plan", list(range(1, 40)))
+        assert 0 < max(sizes) <= cases.MOST
+        await cases.check_bounds(server, "plan")
 
 
 def test_a_plan_that_contradicts_its_configuration(tmp_path: Path) -> None:

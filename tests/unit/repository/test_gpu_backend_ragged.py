@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -44,30 +43,24 @@ def test_every_answer_is_that_of_the_request_alone(trt: Any, tmp_path: Path) -> 
     cases.check_all(cases.make_repository(tmp_path))
 
 
-def test_batches_are_divided_before_they_reach_the_engine(trt: Any, batches: list[int], tmp_path: Path) -> None:
+async def test_batches_are_divided_before_they_reach_the_engine(trt: Any, batches: list[int], tmp_path: Path) -> None:
     repository = cases.make_repository(tmp_path)
 
-    async def check() -> None:
-        async with headrace.Server(repository, state_dir="") as server:
-            lengths = np.random.default_rng(5).integers(1, cases.MOST + 1, 80).tolist()
-            await cases.check_answers(server, "plan", lengths)
-
-    asyncio.run(check())
+    async with headrace.Server(repository, state_dir="") as server:
+        lengths = np.random.default_rng(5).integers(1, cases.MOST + 1, 80).tolist()
+        await cases.check_answers(server, "plan", lengths)
     assert 0 < max(batches) <= cases.MOST
     assert len(batches) < 90, "some requests shared a batch"
 
 
-def test_no_graph_and_one_context_for_each_slot(trt: Any, cuda: Any, tmp_path: Path) -> None:
+async def test_no_graph_and_one_context_for_each_slot(trt: Any, cuda: Any, tmp_path: Path) -> None:
     repository = cases.make_repository(tmp_path)
 
-    async def check() -> None:
-        async with headrace.Server(repository, state_dir="") as server:
-            before = trt.state.contexts
-            await cases.check_answers(server, "plan", list(range(1, 60)))
-            assert trt.state.contexts == before
-            assert not cuda.graphs
-
-    asyncio.run(check())
+    async with headrace.Server(repository, state_dir="") as server:
+        before = trt.state.contexts
+        await cases.check_answers(server, "plan", list(range(1, 60)))
+        assert trt.state.contexts == before
+        assert not cuda.graphs
 
 
 def test_the_cuda_provider_joins_requests_too(cuda: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from tests.support.fake_pipeline import FakePipeline
 from tests.support.fakes import SPEC
 from tests.support.resident_rows import read, resident
-from tests.unit.scheduling.test_handle_pipeline import play, served
+from tests.unit.scheduling.test_handle_pipeline import served
 
 MIB = 1 << 20
 
@@ -171,20 +171,17 @@ def test_without_threads_the_instance_copies_alone(
     assert caplog.text.count("continuing with 1 of") == 1
 
 
-def test_an_instance_hires_them_for_its_large_batches_and_ends_them_with_itself() -> None:
-    async def scenario(mailbox: Mailbox) -> None:
-        model = FakePipeline()
-        spec = replace(SPEC, outputs={"y": TensorSpec("y", FP32, (-1, 1 << 18))})
-        handle = served(mailbox, model, spec=spec, fill_threads=3)
-        for rows in (1, 4):
-            x: Array = np.full((rows, 1 << 18), 3, np.float32)
-            sent = InferRequest(inputs={"x": x}, rows=rows, shape_key=None, received_ns=1)
-            assert (await handle.infer(sent)).outputs["y"].tolist() == (x * 2).tolist()
-        mine = [thread for thread in threading.enumerate() if thread.name.startswith("fake/1#0 filler")]
-        assert len(mine) == 2
-        assert await asyncio.to_thread(handle.close, 10)
-        for thread in mine:
-            thread.join(10)
-            assert not thread.is_alive()
-
-    play(scenario)
+async def test_an_instance_hires_them_for_its_large_batches_and_ends_them_with_itself(mailbox: Mailbox) -> None:
+    model = FakePipeline()
+    spec = replace(SPEC, outputs={"y": TensorSpec("y", FP32, (-1, 1 << 18))})
+    handle = served(mailbox, model, spec=spec, fill_threads=3)
+    for rows in (1, 4):
+        x: Array = np.full((rows, 1 << 18), 3, np.float32)
+        sent = InferRequest(inputs={"x": x}, rows=rows, shape_key=None, received_ns=1)
+        assert (await handle.infer(sent)).outputs["y"].tolist() == (x * 2).tolist()
+    mine = [thread for thread in threading.enumerate() if thread.name.startswith("fake/1#0 filler")]
+    assert len(mine) == 2
+    assert await asyncio.to_thread(handle.close, 10)
+    for thread in mine:
+        thread.join(10)
+        assert not thread.is_alive()

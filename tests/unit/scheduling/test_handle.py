@@ -6,9 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,386 +23,305 @@ from headrace.core.errors import (
 from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits
 from headrace.scheduling.scheduler import Scheduler
 
-from tests.support.fakes import DEATH, POISON, FakeModel, handle, infer_request
+from tests.support.fakes import DEATH, POISON, FakeModel, error_of, handle, infer_request, wait_started
 from tests.support.waiting import record_calls, until_async
 
-Scenario = Callable[[Mailbox, FakeModel], Coroutine[Any, Any, None]]
+
+async def test_rows_return_to_their_callers_from_one_batch(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model)
+    model.gate.clear()
+    first = served.infer(infer_request(100))
+    await wait_started(model)
+    waiting = [served.infer(infer_request(value, rows=1 + value % 3)) for value in range(4)]
+    model.gate.set()
+    assert (await first).outputs["y"].tolist() == [[200, 200]]
+    for value, completion in enumerate(waiting):
+        assert (await completion).outputs["y"].tolist() == [[2 * value] * 2] * (1 + value % 3)
+    assert model.batches == [[100], [0, 1, 1, 2, 2, 2, 3]]
+    assert served.close(5)
+    assert model.closed
 
 
-def play(scenario: Scenario) -> FakeModel:
-    """Run a scenario on a fresh event loop and model."""
-    model = FakeModel()
-
-    async def main() -> None:
-        await scenario(Mailbox(asyncio.get_running_loop()), model)
-
-    asyncio.run(asyncio.wait_for(main(), 20))
-    return model
-
-
-async def wait_started(model: FakeModel) -> None:
-    """Wait until a batch is running."""
-    assert await asyncio.to_thread(model.started.acquire, timeout=5)
-
-
-async def error_of(waiting: Awaitable[object]) -> Exception:
-    try:
-        await waiting
-    except Exception as error:
-        return error
-    raise AssertionError("no error came")
-
-
-def test_rows_return_to_their_callers_from_one_batch() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        model.gate.clear()
-        first = served.infer(infer_request(100))
-        await wait_started(model)
-        waiting = [served.infer(infer_request(value, rows=1 + value % 3)) for value in range(4)]
-        model.gate.set()
-        assert (await first).outputs["y"].tolist() == [[200, 200]]
-        for value, completion in enumerate(waiting):
-            assert (await completion).outputs["y"].tolist() == [[2 * value] * 2] * (1 + value % 3)
-        assert model.batches == [[100], [0, 1, 1, 2, 2, 2, 3]]
-        assert served.close(5)
-        assert model.closed
-
-    play(scenario)
-
-
-def test_one_poisoned_request_fails_alone() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        model.gate.clear()
-        first = served.infer(infer_request(9))
-        await wait_started(model)
-        waiting = [served.infer(infer_request(value)) for value in (1, POISON, 3)]
-        model.gate.set()
-        await first
-        assert (await waiting[0]).outputs["y"].tolist() == [[2, 2]]
-        assert (await waiting[2]).outputs["y"].tolist() == [[6, 6]]
-        error = await error_of(waiting[1])
-        assert isinstance(error, ModelFailed)
-        assert "secret" not in str(error), "the backend's text may hold paths"
-        assert error.reference in str(error)
-        served.close(5)
-        totals = served.recorder.totals()
-        assert (totals.requests, totals.executions) == (3, 5)
-
-    play(scenario)
+async def test_one_poisoned_request_fails_alone(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model)
+    model.gate.clear()
+    first = served.infer(infer_request(9))
+    await wait_started(model)
+    waiting = [served.infer(infer_request(value)) for value in (1, POISON, 3)]
+    model.gate.set()
+    await first
+    assert (await waiting[0]).outputs["y"].tolist() == [[2, 2]]
+    assert (await waiting[2]).outputs["y"].tolist() == [[6, 6]]
+    error = await error_of(waiting[1])
+    assert isinstance(error, ModelFailed)
+    assert "secret" not in str(error), "the backend's text may hold paths"
+    assert error.reference in str(error)
+    served.close(5)
+    totals = served.recorder.totals()
+    assert (totals.requests, totals.executions) == (3, 5)
 
 
 @pytest.mark.parametrize("position", range(4))
-def test_a_cancelled_request_is_dropped_at_any_queue_position(position: int) -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        model.gate.clear()
-        first = served.infer(infer_request(9))
-        await wait_started(model)
-        waiting = [served.infer(infer_request(value)) for value in range(4)]
-        assert waiting[position].abandon()
-        assert served.depth == 3
-        model.gate.set()
-        await first
-        for value, completion in enumerate(waiting):
-            if value != position:
-                assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
-        assert model.batches[1] == [float(value) for value in range(4) if value != position]
-        served.close(5)
-
-    play(scenario)
+async def test_a_cancelled_request_is_dropped_at_any_queue_position(
+    position: int, mailbox: Mailbox, model: FakeModel
+) -> None:
+    served = handle(mailbox, model)
+    model.gate.clear()
+    first = served.infer(infer_request(9))
+    await wait_started(model)
+    waiting = [served.infer(infer_request(value)) for value in range(4)]
+    assert waiting[position].abandon()
+    assert served.depth == 3
+    model.gate.set()
+    await first
+    for value, completion in enumerate(waiting):
+        if value != position:
+            assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
+    assert model.batches[1] == [float(value) for value in range(4) if value != position]
+    served.close(5)
 
 
 @pytest.mark.parametrize("position", range(3))
-def test_a_cancelled_request_in_a_batch_does_not_affect_the_others(position: int) -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        model.gate.clear()
-        first = served.infer(infer_request(9))
-        await wait_started(model)
-        waiting = [served.infer(infer_request(value)) for value in range(3)]
-        model.gate.set()
-        model.gate.clear()
-        await wait_started(model)
-        waiting[position].abandon()
-        model.gate.set()
-        await first
-        for value, completion in enumerate(waiting):
-            if value != position:
-                assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
-        served.close(5)
-
-    play(scenario)
-
-
-def test_oversized_requests_are_split_and_joined() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        big = infer_request(3, rows=20)
-        big.inputs["x"] = np.arange(40, dtype=np.float32).reshape(20, 2)
-        result = (await served.infer(big)).outputs["y"]
-        assert result.tolist() == (np.arange(40).reshape(20, 2) * 2).tolist()
-        assert [len(batch) for batch in model.batches] == [8, 8, 4]
-        served.close(5)
-
-    play(scenario)
+async def test_a_cancelled_request_in_a_batch_does_not_affect_the_others(
+    position: int, mailbox: Mailbox, model: FakeModel
+) -> None:
+    served = handle(mailbox, model)
+    model.gate.clear()
+    first = served.infer(infer_request(9))
+    await wait_started(model)
+    waiting = [served.infer(infer_request(value)) for value in range(3)]
+    model.gate.set()
+    model.gate.clear()
+    await wait_started(model)
+    waiting[position].abandon()
+    model.gate.set()
+    await first
+    for value, completion in enumerate(waiting):
+        if value != position:
+            assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
+    served.close(5)
 
 
-def test_an_oversized_request_with_a_poisoned_part_fails_as_a_whole() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        big = infer_request(3, rows=20)
-        big.inputs["x"][12] = POISON
-        assert isinstance(await error_of(served.infer(big)), ModelFailed)
-        assert (await served.infer(infer_request(4))).outputs["y"].tolist() == [[8, 8]]
-        assert served.depth == 0
-        served.close(5)
-
-    play(scenario)
+async def test_oversized_requests_are_split_and_joined(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model)
+    big = infer_request(3, rows=20)
+    big.inputs["x"] = np.arange(40, dtype=np.float32).reshape(20, 2)
+    result = (await served.infer(big)).outputs["y"]
+    assert result.tolist() == (np.arange(40).reshape(20, 2) * 2).tolist()
+    assert [len(batch) for batch in model.batches] == [8, 8, 4]
+    served.close(5)
 
 
-def test_oversized_requests_can_be_refused() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model, split_oversized=False)
-        with pytest.raises(BadRequest, match=r"20 rows.*at most 8"):
-            served.infer(infer_request(3, rows=20))
-        served.close(5)
-
-    play(scenario)
-
-
-def test_a_full_queue_refuses_with_a_retry_time() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model, limits=QueueLimits(max_count=2))
-        model.gate.clear()
-        running = served.infer(infer_request(0))
-        await wait_started(model)
-        waiting = [served.infer(infer_request(1)), served.infer(infer_request(2))]
-        with pytest.raises(Overloaded) as refused:
-            served.infer(infer_request(3))
-        assert refused.value.retry_after_s == 1, "nothing is known of the times of batches"
-        model.gate.set()
-        for completion in (running, *waiting):
-            await completion
-        served.close(5)
-
-    play(scenario)
+async def test_an_oversized_request_with_a_poisoned_part_fails_as_a_whole(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model)
+    big = infer_request(3, rows=20)
+    big.inputs["x"][12] = POISON
+    assert isinstance(await error_of(served.infer(big)), ModelFailed)
+    assert (await served.infer(infer_request(4))).outputs["y"].tolist() == [[8, 8]]
+    assert served.depth == 0
+    served.close(5)
 
 
-def test_a_deadline_does_not_wait_for_a_stalled_backend() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        model.gate.clear()
-        now_ns = time.monotonic_ns()
-        running = served.infer(infer_request(1, received_ns=now_ns, deadline_ns=now_ns + 30_000_000))
-        await wait_started(model)
-        queued = served.infer(infer_request(2, received_ns=now_ns, deadline_ns=now_ns + 30_000_000))
-        assert isinstance(await error_of(running), DeadlineExceeded)
-        assert isinstance(await error_of(queued), DeadlineExceeded)
-        assert served.depth == 0, "the queued one gave its place back"
-        model.gate.set()
-        assert (await served.infer(infer_request(3))).outputs["y"].tolist() == [[6, 6]]
-        served.close(5)
-
-    play(scenario)
+async def test_oversized_requests_can_be_refused(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model, split_oversized=False)
+    with pytest.raises(BadRequest, match=r"20 rows.*at most 8"):
+        served.infer(infer_request(3, rows=20))
+    served.close(5)
 
 
-def test_the_queue_policy_s_timeout_is_not_the_deadline() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model, queue_policy=LevelPolicy(queue_timeout_ns=20_000_000))
-        model.gate.clear()
-        running = served.infer(infer_request(1))
-        await wait_started(model)
-        queued = served.infer(infer_request(2))
-        assert isinstance(await error_of(queued), QueueTimeout)
-        model.gate.set()
-        assert (await running).outputs["y"].tolist() == [[2, 2]], "what runs is not touched by it"
-        served.close(5)
+async def test_a_full_queue_refuses_with_a_retry_time(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model, limits=QueueLimits(max_count=2))
+    model.gate.clear()
+    running = served.infer(infer_request(0))
+    await wait_started(model)
+    waiting = [served.infer(infer_request(1)), served.infer(infer_request(2))]
+    with pytest.raises(Overloaded) as refused:
+        served.infer(infer_request(3))
+    assert refused.value.retry_after_s == 1, "nothing is known of the times of batches"
+    model.gate.set()
+    for completion in (running, *waiting):
+        await completion
+    served.close(5)
 
-    play(scenario)
+
+async def test_a_deadline_does_not_wait_for_a_stalled_backend(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model)
+    model.gate.clear()
+    now_ns = time.monotonic_ns()
+    running = served.infer(infer_request(1, received_ns=now_ns, deadline_ns=now_ns + 30_000_000))
+    await wait_started(model)
+    queued = served.infer(infer_request(2, received_ns=now_ns, deadline_ns=now_ns + 30_000_000))
+    assert isinstance(await error_of(running), DeadlineExceeded)
+    assert isinstance(await error_of(queued), DeadlineExceeded)
+    assert served.depth == 0, "the queued one gave its place back"
+    model.gate.set()
+    assert (await served.infer(infer_request(3))).outputs["y"].tolist() == [[6, 6]]
+    served.close(5)
 
 
-def test_requests_delayed_by_the_queue_policy_are_served_last(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_queue_policy_s_timeout_is_not_the_deadline(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model, queue_policy=LevelPolicy(queue_timeout_ns=20_000_000))
+    model.gate.clear()
+    running = served.infer(infer_request(1))
+    await wait_started(model)
+    queued = served.infer(infer_request(2))
+    assert isinstance(await error_of(queued), QueueTimeout)
+    model.gate.set()
+    assert (await running).outputs["y"].tolist() == [[2, 2]], "what runs is not touched by it"
+    served.close(5)
+
+
+async def test_requests_delayed_by_the_queue_policy_are_served_last(
+    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, model: FakeModel
+) -> None:
     expired = record_calls(monkeypatch, Scheduler, "expire")
 
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        queue_policy = LevelPolicy(queue_timeout_ns=60_000_000_000, demote_on_timeout=True, timeout_override=True)
-        served = handle(mailbox, model, batch=BatchPolicy(1), queue_policy=queue_policy)
-        model.gate.clear()
-        running = served.infer(infer_request(1))
-        await wait_started(model)
-        late = served.infer(infer_request(2, queue_timeout_ns=10_000_000))
-        await until_async(lambda: expired)
-        fresh = served.infer(infer_request(3))
-        model.gate.set()
-        for completion in (running, late, fresh):
-            await completion
-        assert model.batches == [[1], [3], [2]]
-        served.close(5)
-
-    play(scenario)
+    queue_policy = LevelPolicy(queue_timeout_ns=60_000_000_000, demote_on_timeout=True, timeout_override=True)
+    served = handle(mailbox, model, batch=BatchPolicy(1), queue_policy=queue_policy)
+    model.gate.clear()
+    running = served.infer(infer_request(1))
+    await wait_started(model)
+    late = served.infer(infer_request(2, queue_timeout_ns=10_000_000))
+    await until_async(lambda: expired)
+    fresh = served.infer(infer_request(3))
+    model.gate.set()
+    for completion in (running, late, fresh):
+        await completion
+    assert model.batches == [[1], [3], [2]]
+    served.close(5)
 
 
-def test_higher_priorities_run_first() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model, batch=BatchPolicy(2), levels=3, default_level=2)
-        model.gate.clear()
-        running = served.infer(infer_request(0))
-        await wait_started(model)
-        waiting = [
-            served.infer(infer_request(value, priority=level)) for value, level in ((1, 3), (2, 0), (3, 1), (4, 99))
-        ]
-        model.gate.set()
-        for completion in (running, *waiting):
-            await completion
-        assert model.batches == [[0], [3, 2], [4, 1]], "99 is beyond the levels, so it means the default, 2"
-        served.close(5)
-
-    play(scenario)
+async def test_higher_priorities_run_first(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model, batch=BatchPolicy(2), levels=3, default_level=2)
+    model.gate.clear()
+    running = served.infer(infer_request(0))
+    await wait_started(model)
+    waiting = [served.infer(infer_request(value, priority=level)) for value, level in ((1, 3), (2, 0), (3, 1), (4, 99))]
+    model.gate.set()
+    for completion in (running, *waiting):
+        await completion
+    assert model.batches == [[0], [3, 2], [4, 1]], "99 is beyond the levels, so it means the default, 2"
+    served.close(5)
 
 
-def test_responses_have_arrival_order_over_several_instances() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model, batch=BatchPolicy(1), instances=4, preserve_ordering=True)
-        answered: list[int] = []
+async def test_responses_have_arrival_order_over_several_instances(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model, batch=BatchPolicy(1), instances=4, preserve_ordering=True)
+    answered: list[int] = []
 
-        async def wait(value: int) -> None:
-            await served.infer(infer_request(value))
-            answered.append(value)
+    async def wait(value: int) -> None:
+        await served.infer(infer_request(value))
+        answered.append(value)
 
-        model.gate.clear()
-        waiters = [asyncio.ensure_future(wait(value)) for value in range(40)]
-        await asyncio.sleep(0)
-        cancelled = served.infer(infer_request(99))
-        cancelled.abandon()
-        model.gate.set()
-        await asyncio.gather(*waiters)
-        assert answered == sorted(answered)
-        served.close(5)
-
-    play(scenario)
+    model.gate.clear()
+    waiters = [asyncio.ensure_future(wait(value)) for value in range(40)]
+    await asyncio.sleep(0)
+    cancelled = served.infer(infer_request(99))
+    cancelled.abandon()
+    model.gate.set()
+    await asyncio.gather(*waiters)
+    assert answered == sorted(answered)
+    served.close(5)
 
 
-def test_a_dying_instance_fails_its_batch_and_the_others_serve_on() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        died: list[int] = []
-        served = handle(mailbox, model, instances=2, batch=BatchPolicy(1), on_dead=died.append)
-        assert isinstance(await error_of(served.infer(infer_request(DEATH))), ModelFailed)
-        assert (await served.infer(infer_request(1))).outputs["y"].tolist() == [[2, 2]]
-        assert (served.alive, served.ready) == (1, True)
-        model.gate.clear()
-        last = served.infer(infer_request(DEATH))
-        await wait_started(model)
-        queued = served.infer(infer_request(5))
-        model.gate.set()
-        assert isinstance(await error_of(last), ModelFailed)
-        assert isinstance(await error_of(queued), Unavailable), "no instance is left to serve it"
-        assert not served.ready
-        with pytest.raises(Unavailable, match="died"):
-            served.admit()
-        with pytest.raises(Unavailable, match="died"):
-            served.infer(infer_request(6))
-        assert died == [1, 0]
-        assert served.close(5)
-
-    play(scenario)
+async def test_a_dying_instance_fails_its_batch_and_the_others_serve_on(mailbox: Mailbox, model: FakeModel) -> None:
+    died: list[int] = []
+    served = handle(mailbox, model, instances=2, batch=BatchPolicy(1), on_dead=died.append)
+    assert isinstance(await error_of(served.infer(infer_request(DEATH))), ModelFailed)
+    assert (await served.infer(infer_request(1))).outputs["y"].tolist() == [[2, 2]]
+    assert (served.alive, served.ready) == (1, True)
+    model.gate.clear()
+    last = served.infer(infer_request(DEATH))
+    await wait_started(model)
+    queued = served.infer(infer_request(5))
+    model.gate.set()
+    assert isinstance(await error_of(last), ModelFailed)
+    assert isinstance(await error_of(queued), Unavailable), "no instance is left to serve it"
+    assert not served.ready
+    with pytest.raises(Unavailable, match="died"):
+        served.admit()
+    with pytest.raises(Unavailable, match="died"):
+        served.infer(infer_request(6))
+    assert died == [1, 0]
+    assert served.close(5)
 
 
-def test_closing_serves_queued_requests_and_waits_for_leases() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model, batch=BatchPolicy(4, (), 10_000_000_000))
-        assert served.lease()
-        waiting = [served.infer(infer_request(value)) for value in range(2)]
-        closing = asyncio.create_task(asyncio.to_thread(served.close, 10))
-        await asyncio.sleep(0.05)
-        assert not closing.done(), "a leased version is not closed"
-        assert not served.lease(), "and not leased again"
-        served.release()
-        for value, completion in enumerate(waiting):
-            assert (await completion).outputs["y"].tolist() == [[2 * value] * 2], "served without its delay"
-        assert await closing
-        assert model.closed
-        with pytest.raises(Unavailable):
-            served.infer(infer_request(1))
-
-    play(scenario)
+async def test_closing_serves_queued_requests_and_waits_for_leases(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model, batch=BatchPolicy(4, (), 10_000_000_000))
+    assert served.lease()
+    waiting = [served.infer(infer_request(value)) for value in range(2)]
+    closing = asyncio.create_task(asyncio.to_thread(served.close, 10))
+    await asyncio.sleep(0.05)
+    assert not closing.done(), "a leased version is not closed"
+    assert not served.lease(), "and not leased again"
+    served.release()
+    for value, completion in enumerate(waiting):
+        assert (await completion).outputs["y"].tolist() == [[2 * value] * 2], "served without its delay"
+    assert await closing
+    assert model.closed
+    with pytest.raises(Unavailable):
+        served.infer(infer_request(1))
 
 
-def test_closing_times_out_on_a_hanging_backend() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model, batch=BatchPolicy(1))
-        model.gate.clear()
-        running = served.infer(infer_request(1))
-        await wait_started(model)
-        queued = served.infer(infer_request(2))
-        assert not await asyncio.to_thread(served.close, 0.1)
-        assert isinstance(await error_of(queued), Unavailable)
-        assert isinstance(await error_of(running), Unavailable), "what hangs is given up, not waited for"
-        assert not model.closed, "its memory is still in use"
-        model.gate.set()
-
-    play(scenario)
+async def test_closing_times_out_on_a_hanging_backend(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model, batch=BatchPolicy(1))
+    model.gate.clear()
+    running = served.infer(infer_request(1))
+    await wait_started(model)
+    queued = served.infer(infer_request(2))
+    assert not await asyncio.to_thread(served.close, 0.1)
+    assert isinstance(await error_of(queued), Unavailable)
+    assert isinstance(await error_of(running), Unavailable), "what hangs is given up, not waited for"
+    assert not model.closed, "its memory is still in use"
+    model.gate.set()
 
 
-def test_many_callers_on_many_instances_get_their_own_results() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        before = set(threading.enumerate())
-        served = handle(mailbox, model, instances=3, batch=BatchPolicy(8, (4,), 300_000))
-        instances = set(threading.enumerate()) - before
-        assert len(instances) >= 3
+async def test_many_callers_on_many_instances_get_their_own_results(mailbox: Mailbox, model: FakeModel) -> None:
+    before = set(threading.enumerate())
+    served = handle(mailbox, model, instances=3, batch=BatchPolicy(8, (4,), 300_000))
+    instances = set(threading.enumerate()) - before
+    assert len(instances) >= 3
 
-        async def caller(number: int) -> None:
-            for turn in range(20):
-                value = number * 100 + turn
-                completion = served.infer(infer_request(value, rows=1 + turn % 9))
-                if turn % 7 == number % 7:
-                    completion.abandon()
-                    continue
-                assert (await completion).outputs["y"].tolist() == [[2 * value] * 2] * (1 + turn % 9)
+    async def caller(number: int) -> None:
+        for turn in range(20):
+            value = number * 100 + turn
+            completion = served.infer(infer_request(value, rows=1 + turn % 9))
+            if turn % 7 == number % 7:
+                completion.abandon()
+                continue
+            assert (await completion).outputs["y"].tolist() == [[2 * value] * 2] * (1 + turn % 9)
 
-        await asyncio.gather(*(caller(number) for number in range(30)))
-        assert await asyncio.to_thread(served.close, 10)
-        assert served.depth == 0
-        assert not any(thread.is_alive() for thread in instances)
-
-    play(scenario)
+    await asyncio.gather(*(caller(number) for number in range(30)))
+    assert await asyncio.to_thread(served.close, 10)
+    assert served.depth == 0
+    assert not any(thread.is_alive() for thread in instances)
 
 
-def test_a_served_request_creates_no_reference_cycles() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model, instances=2)
-        for rows in (1, 3, 20):  # alone, and in parts
+async def test_a_served_request_creates_no_reference_cycles(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model, instances=2)
+    for rows in (1, 3, 20):  # alone, and in parts
+        await served.infer(infer_request(1, rows=rows))
+    gc.collect()
+    gc.disable()
+    try:
+        for rows in (1, 3, 20):
             await served.infer(infer_request(1, rows=rows))
+        await asyncio.sleep(0.01)
+        gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        gc.disable()
-        try:
-            for rows in (1, 3, 20):
-                await served.infer(infer_request(1, rows=rows))
-            await asyncio.sleep(0.01)
-            gc.set_debug(gc.DEBUG_SAVEALL)
-            gc.collect()
-            assert not [each for each in gc.garbage if type(each).__module__.startswith("headrace.")]
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
-            gc.enable()
-        served.close(5)
-
-    play(scenario)
+        assert not [each for each in gc.garbage if type(each).__module__.startswith("headrace.")]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    served.close(5)
 
 
-def test_a_decoupled_model_refuses_a_request_for_one_response() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        served.spec = replace(served.spec, decoupled=True)
-        with pytest.raises(
-            Unsupported, match=r"any number of responses.*exactly one.*/generate_stream.*ModelStreamInfer"
-        ):
-            served.infer(infer_request(1))
-        with pytest.raises(Unsupported, match="decoupled"):
-            served.infer_blocking(infer_request(1))
-        assert served.depth == 0
-        served.close(5)
-
-    play(scenario)
+async def test_a_decoupled_model_refuses_a_request_for_one_response(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model)
+    served.spec = replace(served.spec, decoupled=True)
+    with pytest.raises(Unsupported, match=r"any number of responses.*exactly one.*/generate_stream.*ModelStreamInfer"):
+        served.infer(infer_request(1))
+    with pytest.raises(Unsupported, match="decoupled"):
+        served.infer_blocking(infer_request(1))
+    assert served.depth == 0
+    served.close(5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,18 +21,7 @@ from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.scheduling.reshaping import ReshapingExecution
 
 from tests.support.fake_pipeline import DIES, RAISES, FakePipeline
-from tests.support.fakes import SPEC, infer_request
-
-Scenario = Callable[[Mailbox], Coroutine[Any, Any, None]]
-
-
-def play(scenario: Scenario) -> None:
-    """Run a scenario on a fresh event loop."""
-
-    async def main() -> None:
-        await scenario(Mailbox(asyncio.get_running_loop()))
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+from tests.support.fakes import SPEC, error_of, infer_request
 
 
 def served(
@@ -50,29 +39,18 @@ def served(
     return created
 
 
-async def error_of(waiting: Awaitable[object]) -> Exception:
-    try:
-        await waiting
-    except Exception as error:
-        return error
-    raise AssertionError("no error came")
-
-
-def test_batches_overlap_if_the_execution_supports_it() -> None:
-    async def scenario(mailbox: Mailbox) -> None:
-        model = FakePipeline(manual=True)
-        handle = served(mailbox, model, batch=BatchPolicy(1))
-        waiting = [handle.infer(infer_request(value)) for value in range(2)]
-        await asyncio.to_thread(model.wait_for, "finishing 0", "launch 1")
-        assert "finish 0" not in model.log
-        model.let_go()
-        for value, completion in enumerate(waiting):
-            assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
-        assert await asyncio.to_thread(handle.close, 10)
-        assert not model.violations
-        assert "run" not in model.log
-
-    play(scenario)
+async def test_batches_overlap_if_the_execution_supports_it(mailbox: Mailbox) -> None:
+    model = FakePipeline(manual=True)
+    handle = served(mailbox, model, batch=BatchPolicy(1))
+    waiting = [handle.infer(infer_request(value)) for value in range(2)]
+    await asyncio.to_thread(model.wait_for, "finishing 0", "launch 1")
+    assert "finish 0" not in model.log
+    model.let_go()
+    for value, completion in enumerate(waiting):
+        assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
+    assert await asyncio.to_thread(handle.close, 10)
+    assert not model.violations
+    assert "run" not in model.log
 
 
 @pytest.mark.parametrize(
@@ -83,196 +61,173 @@ def test_batches_overlap_if_the_execution_supports_it() -> None:
     ],
     ids=["no depth", "text"],
 )
-def test_executions_without_overlap_run_plainly(spec: ModelSpec, depth: int) -> None:
-    async def scenario(mailbox: Mailbox) -> None:
-        model = FakePipeline(depth=depth)
-        handle = served(mailbox, model, spec=spec)
-        assert (await handle.infer(infer_request(3))).outputs["y"].tolist() == [[6, 6]]
-        assert await asyncio.to_thread(handle.close, 10)
-        assert model.log == ["run", "close", "close"], "of the execution and of the model"
-
-    play(scenario)
+async def test_executions_without_overlap_run_plainly(spec: ModelSpec, depth: int, mailbox: Mailbox) -> None:
+    model = FakePipeline(depth=depth)
+    handle = served(mailbox, model, spec=spec)
+    assert (await handle.infer(infer_request(3))).outputs["y"].tolist() == [[6, 6]]
+    assert await asyncio.to_thread(handle.close, 10)
+    assert model.log == ["run", "close", "close"], "of the execution and of the model"
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (1, 2)], ids=str)
 @pytest.mark.parametrize("reshaped", [False, True], ids=["plain", "reshaped"])
-def test_requests_of_a_model_without_a_batch_dimension_overlap(shape: tuple[int, ...], reshaped: bool) -> None:
-    async def scenario(mailbox: Mailbox) -> None:
-        inner = FakePipeline(manual=True)
+async def test_requests_of_a_model_without_a_batch_dimension_overlap(
+    shape: tuple[int, ...], reshaped: bool, mailbox: Mailbox
+) -> None:
+    inner = FakePipeline(manual=True)
 
-        class Model:
-            def execution(self, index: int) -> Execution:
-                requested = {"x": (*shape, 1)}, {"y": shape}
-                return ReshapingExecution(inner, *requested, batched=False) if reshaped else inner
+    class Model:
+        def execution(self, index: int) -> Execution:
+            requested = {"x": (*shape, 1)}, {"y": shape}
+            return ReshapingExecution(inner, *requested, batched=False) if reshaped else inner
 
-            def close(self) -> None:
-                pass
+        def close(self) -> None:
+            pass
 
-        tensors = {"inputs": {"x": TensorSpec("x", FP32, shape)}, "outputs": {"y": TensorSpec("y", FP32, shape)}}
-        spec = replace(SPEC, max_batch_size=0, **tensors)
-        handle = served(mailbox, Model(), spec=spec, batch=BatchPolicy(1, merge=False))
-        requests = [infer_request(value) for value in (1, 2)]
-        for value, request in enumerate(requests, 1):
-            request.inputs["x"] = np.full(shape, value, np.float32)
-        waiting = [handle.infer(request) for request in requests]
-        await asyncio.to_thread(inner.wait_for, "finishing 0", "launch 1")
-        inner.let_go()
-        for value, completion in enumerate(waiting, 1):
-            answer = (await completion).outputs["y"]
-            assert answer.shape == shape
-            assert (answer == 2 * value).all()
-        assert await asyncio.to_thread(handle.close, 10)
-        assert "run" not in inner.log
-        assert not inner.violations
-
-    play(scenario)
+    tensors = {"inputs": {"x": TensorSpec("x", FP32, shape)}, "outputs": {"y": TensorSpec("y", FP32, shape)}}
+    spec = replace(SPEC, max_batch_size=0, **tensors)
+    handle = served(mailbox, Model(), spec=spec, batch=BatchPolicy(1, merge=False))
+    requests = [infer_request(value) for value in (1, 2)]
+    for value, request in enumerate(requests, 1):
+        request.inputs["x"] = np.full(shape, value, np.float32)
+    waiting = [handle.infer(request) for request in requests]
+    await asyncio.to_thread(inner.wait_for, "finishing 0", "launch 1")
+    inner.let_go()
+    for value, completion in enumerate(waiting, 1):
+        answer = (await completion).outputs["y"]
+        assert answer.shape == shape
+        assert (answer == 2 * value).all()
+    assert await asyncio.to_thread(handle.close, 10)
+    assert "run" not in inner.log
+    assert not inner.violations
 
 
-def test_requests_without_an_optional_input_run_plainly_between_pipelined_batches() -> None:
-    async def scenario(mailbox: Mailbox) -> None:
-        model = FakePipeline(manual=True)
-        spec = replace(SPEC, inputs={**SPEC.inputs, "z": TensorSpec("z", FP32, (-1, 1), optional=True)})
-        handle = served(mailbox, model, spec=spec, batch=BatchPolicy(2))
-        whole = [infer_request(1), infer_request(2), infer_request(6)]
-        for request in whole:
-            request.inputs["z"] = np.zeros((1, 1), np.float32)
-            request.shape_key = "xz"
-        waiting = [
-            handle.infer(request)
-            for request in (*whole[:2], infer_request(RAISES["finish"]), infer_request(5), whole[2])
-        ]
-        await asyncio.to_thread(model.wait_for, "finishing 0")
-        model.let_go()
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert isinstance(results.pop(2), ModelFailed)
-        assert [result.outputs["y"].tolist() for result in results] == [[[2 * v] * 2] for v in (1, 2, 5, 6)]  # type: ignore[union-attr]
-        assert await asyncio.to_thread(handle.close, 10)
-        assert not model.violations, "run only while nothing is in the air"
-        assert model.log.count("run") == 3, "the two together, then one by one"
-
-    play(scenario)
+async def test_requests_without_an_optional_input_run_plainly_between_pipelined_batches(mailbox: Mailbox) -> None:
+    model = FakePipeline(manual=True)
+    spec = replace(SPEC, inputs={**SPEC.inputs, "z": TensorSpec("z", FP32, (-1, 1), optional=True)})
+    handle = served(mailbox, model, spec=spec, batch=BatchPolicy(2))
+    whole = [infer_request(1), infer_request(2), infer_request(6)]
+    for request in whole:
+        request.inputs["z"] = np.zeros((1, 1), np.float32)
+        request.shape_key = "xz"
+    waiting = [
+        handle.infer(request) for request in (*whole[:2], infer_request(RAISES["finish"]), infer_request(5), whole[2])
+    ]
+    await asyncio.to_thread(model.wait_for, "finishing 0")
+    model.let_go()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(results.pop(2), ModelFailed)
+    assert [result.outputs["y"].tolist() for result in results] == [[[2 * v] * 2] for v in (1, 2, 5, 6)]  # type: ignore[union-attr]
+    assert await asyncio.to_thread(handle.close, 10)
+    assert not model.violations, "run only while nothing is in the air"
+    assert model.log.count("run") == 3, "the two together, then one by one"
 
 
 @pytest.mark.parametrize("call", ["begin", "launch", "finish"])
-def test_the_death_of_the_last_instance_fails_all_requests_and_readiness(call: str) -> None:
-    async def scenario(mailbox: Mailbox) -> None:
-        model = FakePipeline(manual=True)
-        deaths: list[int] = []
-        handle = served(mailbox, model, deaths.append, batch=BatchPolicy(1))
-        first = handle.infer(infer_request(DIES[call] if call == "finish" else 1))
-        await asyncio.to_thread(model.wait_for, "finishing 0")
-        if call == "finish":
-            rest = [handle.infer(infer_request(value)) for value in (2, 3)]
-            await asyncio.to_thread(model.wait_for, "launch 1")
-            model.land()
-        else:
-            rest = [handle.infer(infer_request(DIES[call])), handle.infer(infer_request(3))]
-        errors = [await error_of(each) for each in (first, *rest)]
-        assert [type(error) for error in errors] == [ModelFailed, ModelFailed, Unavailable]
-        assert not handle.ready
-        assert deaths == [0]
-        with pytest.raises(Unavailable, match="died"):
-            handle.infer(infer_request(4))
-        model.let_go()
-        assert await asyncio.to_thread(handle.close, 10)
-        assert model.log.count("close") == 2, "the execution's and the model's"
-
-    play(scenario)
+async def test_the_death_of_the_last_instance_fails_all_requests_and_readiness(call: str, mailbox: Mailbox) -> None:
+    model = FakePipeline(manual=True)
+    deaths: list[int] = []
+    handle = served(mailbox, model, deaths.append, batch=BatchPolicy(1))
+    first = handle.infer(infer_request(DIES[call] if call == "finish" else 1))
+    await asyncio.to_thread(model.wait_for, "finishing 0")
+    if call == "finish":
+        rest = [handle.infer(infer_request(value)) for value in (2, 3)]
+        await asyncio.to_thread(model.wait_for, "launch 1")
+        model.land()
+    else:
+        rest = [handle.infer(infer_request(DIES[call])), handle.infer(infer_request(3))]
+    errors = [await error_of(each) for each in (first, *rest)]
+    assert [type(error) for error in errors] == [ModelFailed, ModelFailed, Unavailable]
+    assert not handle.ready
+    assert deaths == [0]
+    with pytest.raises(Unavailable, match="died"):
+        handle.infer(infer_request(4))
+    model.let_go()
+    assert await asyncio.to_thread(handle.close, 10)
+    assert model.log.count("close") == 2, "the execution's and the model's"
 
 
-def test_closing_finishes_batches_in_flight_and_serves_the_queue() -> None:
-    async def scenario(mailbox: Mailbox) -> None:
-        model = FakePipeline(manual=True)
-        handle = served(mailbox, model, batch=BatchPolicy(1))
-        waiting = [handle.infer(infer_request(value)) for value in range(4)]
-        await asyncio.to_thread(model.wait_for, "finishing 0", "launch 1")
-        closing = asyncio.create_task(asyncio.to_thread(handle.close, 10))
-        while handle.lease():
-            handle.release()
-            await asyncio.sleep(0)
-        model.land(4)
-        for value, completion in enumerate(waiting):
-            assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
-        assert await closing
-        assert model.log[-2:] == ["close", "close"]
-        assert not any(thread.name.startswith("fake/1") for thread in threading.enumerate())
-
-    play(scenario)
+async def test_closing_finishes_batches_in_flight_and_serves_the_queue(mailbox: Mailbox) -> None:
+    model = FakePipeline(manual=True)
+    handle = served(mailbox, model, batch=BatchPolicy(1))
+    waiting = [handle.infer(infer_request(value)) for value in range(4)]
+    await asyncio.to_thread(model.wait_for, "finishing 0", "launch 1")
+    closing = asyncio.create_task(asyncio.to_thread(handle.close, 10))
+    while handle.lease():
+        handle.release()
+        await asyncio.sleep(0)
+    model.land(4)
+    for value, completion in enumerate(waiting):
+        assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
+    assert await closing
+    assert model.log[-2:] == ["close", "close"]
+    assert not any(thread.name.startswith("fake/1") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("call", ["begin", "launch", "finish"])
-def test_closing_times_out_on_a_hanging_backend(call: str) -> None:
-    async def scenario(mailbox: Mailbox) -> None:
-        model = FakePipeline(manual=call != "finish")
-        handle = served(mailbox, model, batch=BatchPolicy(1))
-        waiting = []
-        if call != "finish":
-            waiting.append(handle.infer(infer_request(0)))
-            await asyncio.to_thread(model.wait_for, "finishing 0")
-        model.hanging = call
-        waiting += [handle.infer(infer_request(value)) for value in (1, 2, 3)]
-        await asyncio.to_thread(model.wait_for, f"{call} hangs")
-        assert not await asyncio.to_thread(handle.close, 0.05)
-        for each in waiting:
-            assert isinstance(await error_of(each), Unavailable)
-        assert "close" not in model.log, "its memory is still in use"
-        model.let_go()
-        assert await asyncio.to_thread(handle.close, 10)
-
-    play(scenario)
+async def test_closing_times_out_on_a_hanging_backend(call: str, mailbox: Mailbox) -> None:
+    model = FakePipeline(manual=call != "finish")
+    handle = served(mailbox, model, batch=BatchPolicy(1))
+    waiting = []
+    if call != "finish":
+        waiting.append(handle.infer(infer_request(0)))
+        await asyncio.to_thread(model.wait_for, "finishing 0")
+    model.hanging = call
+    waiting += [handle.infer(infer_request(value)) for value in (1, 2, 3)]
+    await asyncio.to_thread(model.wait_for, f"{call} hangs")
+    assert not await asyncio.to_thread(handle.close, 0.05)
+    for each in waiting:
+        assert isinstance(await error_of(each), Unavailable)
+    assert "close" not in model.log, "its memory is still in use"
+    model.let_go()
+    assert await asyncio.to_thread(handle.close, 10)
 
 
-def test_responses_have_arrival_order_over_several_pipelines() -> None:
-    async def scenario(mailbox: Mailbox) -> None:
-        executions = [FakePipeline() for _ in range(3)]
+async def test_responses_have_arrival_order_over_several_pipelines(mailbox: Mailbox) -> None:
+    executions = [FakePipeline() for _ in range(3)]
 
-        class Model:
-            def execution(self, index: int) -> FakePipeline:
-                return executions[index]
+    class Model:
+        def execution(self, index: int) -> FakePipeline:
+            return executions[index]
 
-            def close(self) -> None:
-                pass
+        def close(self) -> None:
+            pass
 
-        handle = served(mailbox, Model(), batch=BatchPolicy(2), instances=3, preserve_ordering=True)
-        answered: list[int] = []
+    handle = served(mailbox, Model(), batch=BatchPolicy(2), instances=3, preserve_ordering=True)
+    answered: list[int] = []
 
-        async def wait(value: int) -> None:
-            await handle.infer(infer_request(value))
-            answered.append(value)
+    async def wait(value: int) -> None:
+        await handle.infer(infer_request(value))
+        answered.append(value)
 
-        await asyncio.gather(*(wait(value) for value in range(100)))
-        assert answered == list(range(100))
-        assert await asyncio.to_thread(handle.close, 10)
-        assert not [violation for each in executions for violation in each.violations]
-
-    play(scenario)
+    await asyncio.gather(*(wait(value) for value in range(100)))
+    assert answered == list(range(100))
+    assert await asyncio.to_thread(handle.close, 10)
+    assert not [violation for each in executions for violation in each.violations]
 
 
-def test_behind_reshape_rows_are_written_into_the_model_s_own_memory() -> None:
-    async def scenario(mailbox: Mailbox) -> None:
-        inner = FakePipeline(manual=True)
+async def test_behind_reshape_rows_are_written_into_the_model_s_own_memory(mailbox: Mailbox) -> None:
+    inner = FakePipeline(manual=True)
 
-        class Model:
-            def execution(self, index: int) -> ReshapingExecution:
-                return ReshapingExecution(inner, {"x": (2,)}, {"y": (2, 1)}, batched=True)
+    class Model:
+        def execution(self, index: int) -> ReshapingExecution:
+            return ReshapingExecution(inner, {"x": (2,)}, {"y": (2, 1)}, batched=True)
 
-            def close(self) -> None:
-                pass
+        def close(self) -> None:
+            pass
 
-        spec = replace(SPEC, outputs={"y": TensorSpec("y", FP32, (-1, 2, 1))})
-        handle = served(mailbox, Model(), spec=spec)
-        requests = [infer_request(1), infer_request(2, rows=2)]
-        for request in requests:
-            request.inputs["x"] = request.inputs["x"].reshape(request.rows, 1, 2)
-        waiting = [handle.infer(request) for request in requests]
-        inner.let_go()
-        assert (await waiting[0]).outputs["y"].tolist() == [[[2], [2]]]
-        assert (await waiting[1]).outputs["y"].tolist() == [[[4], [4]]] * 2
-        assert await asyncio.to_thread(handle.close, 10)
-        assert inner.batches == [[1, 2, 2]]
-        assert not inner.violations
-
-    play(scenario)
+    spec = replace(SPEC, outputs={"y": TensorSpec("y", FP32, (-1, 2, 1))})
+    handle = served(mailbox, Model(), spec=spec)
+    requests = [infer_request(1), infer_request(2, rows=2)]
+    for request in requests:
+        request.inputs["x"] = request.inputs["x"].reshape(request.rows, 1, 2)
+    waiting = [handle.infer(request) for request in requests]
+    inner.let_go()
+    assert (await waiting[0]).outputs["y"].tolist() == [[[2], [2]]]
+    assert (await waiting[1]).outputs["y"].tolist() == [[[4], [4]]] * 2
+    assert await asyncio.to_thread(handle.close, 10)
+    assert inner.batches == [[1, 2, 2]]
+    assert not inner.violations
 
 
 def test_reshape_before_a_plain_execution_is_plain() -> None:
@@ -289,27 +244,22 @@ def test_reshape_before_a_plain_execution_is_plain() -> None:
         plain.begin({}, 1)
 
 
-def test_a_served_request_creates_no_reference_cycles() -> None:
-    async def scenario(mailbox: Mailbox) -> None:
-        handle = served(mailbox, FakePipeline())
-        for rows in (1, 3, 20):  # alone, and in parts
+async def test_a_served_request_creates_no_reference_cycles(mailbox: Mailbox) -> None:
+    handle = served(mailbox, FakePipeline())
+    for rows in (1, 3, 20):  # alone, and in parts
+        await handle.infer(infer_request(1, rows=rows))
+    gc.collect()
+    gc.disable()
+    try:
+        for rows in (1, 3, 20):
             await handle.infer(infer_request(1, rows=rows))
+        await asyncio.to_thread(handle.close, 10)
+        gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        gc.disable()
-        try:
-            for rows in (1, 3, 20):
-                await handle.infer(infer_request(1, rows=rows))
-            await asyncio.to_thread(handle.close, 10)
-            gc.set_debug(gc.DEBUG_SAVEALL)
-            gc.collect()
-            assert not [
-                each
-                for each in gc.garbage
-                if type(each).__name__ in ("Entry", "InferRequest", "Batch", "InFlightBatch")
-            ]
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
-            gc.enable()
-
-    play(scenario)
+        assert not [
+            each for each in gc.garbage if type(each).__name__ in ("Entry", "InferRequest", "Batch", "InFlightBatch")
+        ]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

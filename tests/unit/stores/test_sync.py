@@ -105,7 +105,7 @@ def test_a_store_that_cannot_be_read_at_start_is_an_error(tmp_path: Path) -> Non
         stores.load_initial()
 
 
-def test_requests_that_wait_at_the_end_get_an_error(tmp_path: Path) -> None:
+async def test_requests_that_wait_at_the_end_get_an_error(tmp_path: Path) -> None:
     store = MemoryStore()
     store.objects = {"a/1/model.onnx": b"one"}
     entered, leave = threading.Event(), threading.Event()
@@ -114,27 +114,24 @@ def test_requests_that_wait_at_the_end_get_an_error(tmp_path: Path) -> None:
         entered.set()
         leave.wait(60)
 
-    async def main() -> None:
-        with opened(tmp_path, store) as (stores, _):
-            with pytest.raises(Unavailable):
-                await stores.refresh()  # not started
-            stores.load_initial()
-            store.objects["a/2/model.onnx"] = b"two"
-            store.on_fetch = hold
-            stores.start()
-            first = asyncio.ensure_future(stores.refresh())
-            await asyncio.to_thread(entered.wait, 60)
-            second = asyncio.ensure_future(stores.refresh())
-            await asyncio.sleep(0)
-            stores.stop()
-            leave.set()
-            results = await asyncio.gather(first, second, return_exceptions=True)
-            assert any(isinstance(result, Unavailable) for result in results)
-            with pytest.raises(Unavailable):
-                await stores.refresh()
-            await asyncio.to_thread(stores.join, 30)
-
-    asyncio.run(main())
+    with opened(tmp_path, store) as (stores, _):
+        with pytest.raises(Unavailable):
+            await stores.refresh()  # not started
+        stores.load_initial()
+        store.objects["a/2/model.onnx"] = b"two"
+        store.on_fetch = hold
+        stores.start()
+        first = asyncio.ensure_future(stores.refresh())
+        await asyncio.to_thread(entered.wait, 60)
+        second = asyncio.ensure_future(stores.refresh())
+        await asyncio.sleep(0)
+        stores.stop()
+        leave.set()
+        results = await asyncio.gather(first, second, return_exceptions=True)
+        assert any(isinstance(result, Unavailable) for result in results)
+        with pytest.raises(Unavailable):
+            await stores.refresh()
+        await asyncio.to_thread(stores.join, 30)
 
 
 @contextmanager
@@ -164,53 +161,49 @@ def versions(registry: Registry) -> set[tuple[str, str]]:
     return {(name, number) for name, number, _ in registry.sources()}
 
 
-def test_polling_loads_new_versions_and_unloads_removed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_polling_loads_new_versions_and_unloads_removed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listings = record_calls(monkeypatch, MemoryStore, "list_objects")
     scans = record_calls(monkeypatch, Reconciler, "_rescan")
     store = MemoryStore()
     store.objects = {"a/1/model.onnx": model(1), "b/1/model.onnx": model(2)}
     control = ControlPolicy("poll", poll_interval_s=0.05, settle_s=0.05)
 
-    async def main() -> None:
-        with reconciled(tmp_path, store, control, None, asyncio.get_running_loop()) as (registry, _):
-            await asyncio.to_thread(until, lambda: versions(registry) == {("a", "1"), ("b", "1")})
-            store.objects["a/2/model.onnx"] = model(3)
-            del store.objects["b/1/model.onnx"]
-            await asyncio.to_thread(until, lambda: versions(registry) == {("a", "2")})
-            store.error = StoreError("away")
-            for calls in (listings, scans):
-                await until_async(more(calls, 4))
-            assert versions(registry) == {("a", "2")}
-
-    asyncio.run(main())
+    with reconciled(tmp_path, store, control, None, asyncio.get_running_loop()) as (registry, _):
+        await asyncio.to_thread(until, lambda: versions(registry) == {("a", "1"), ("b", "1")})
+        store.objects["a/2/model.onnx"] = model(3)
+        del store.objects["b/1/model.onnx"]
+        await asyncio.to_thread(until, lambda: versions(registry) == {("a", "2")})
+        store.error = StoreError("away")
+        for calls in (listings, scans):
+            await until_async(more(calls, 4))
+        assert versions(registry) == {("a", "2")}
 
 
-def test_a_load_request_reads_the_store_or_says_why_not(tmp_path: Path) -> None:
+async def test_a_load_request_reads_the_store_or_says_why_not(tmp_path: Path) -> None:
     store = MemoryStore()
     store.objects = {"a/1/model.onnx": model(1)}
     control = ControlPolicy("explicit")
 
-    async def main() -> None:
-        names = frozenset({"a"})
-        with reconciled(tmp_path, store, control, names, asyncio.get_running_loop()) as (registry, reconciler):
-            store.objects |= {"a/2/model.onnx": model(2), "b/1/model.onnx": model(3)}
-            await reconciler.load("b", None, {})
-            assert versions(registry) == {("a", "1"), ("b", "1")}
-            await reconciler.load("a", None, {})
-            assert versions(registry) == {("a", "2"), ("b", "1")}
-            store.error = StoreError("the store is away")
-            for name in ("a", "c"):
-                with pytest.raises(Unavailable, match="the store is away"):
-                    await reconciler.load(name, None, {})
-            assert registry.state("a", "2") is State.READY
-            store.error = None
-            with pytest.raises(HeadraceError, match="no model repository has a folder 'c'"):
-                await reconciler.load("c", None, {})
-
-    asyncio.run(main())
+    names = frozenset({"a"})
+    with reconciled(tmp_path, store, control, names, asyncio.get_running_loop()) as (registry, reconciler):
+        store.objects |= {"a/2/model.onnx": model(2), "b/1/model.onnx": model(3)}
+        await reconciler.load("b", None, {})
+        assert versions(registry) == {("a", "1"), ("b", "1")}
+        await reconciler.load("a", None, {})
+        assert versions(registry) == {("a", "2"), ("b", "1")}
+        store.error = StoreError("the store is away")
+        for name in ("a", "c"):
+            with pytest.raises(Unavailable, match="the store is away"):
+                await reconciler.load(name, None, {})
+        assert registry.state("a", "2") is State.READY
+        store.error = None
+        with pytest.raises(HeadraceError, match="no model repository has a folder 'c'"):
+            await reconciler.load("c", None, {})
 
 
-def test_a_download_is_compared_with_its_checksums_before_it_is_loaded(tmp_path: Path) -> None:
+async def test_a_download_is_compared_with_its_checksums_before_it_is_loaded(tmp_path: Path) -> None:
     def checksums(content: bytes) -> bytes:
         return f"{hashlib.sha256(content).hexdigest()}  1/model.onnx\n".encode()
 
@@ -218,17 +211,14 @@ def test_a_download_is_compared_with_its_checksums_before_it_is_loaded(tmp_path:
     store.objects = {"a/1/model.onnx": model(1), "a/SHA256SUMS": checksums(model(1))}
     control = ControlPolicy("explicit")
 
-    async def main() -> None:
-        names = frozenset({"a"})
-        with reconciled(tmp_path, store, control, names, asyncio.get_running_loop()) as (registry, reconciler):
-            first = registry.serving("a", "")
-            assert first is not None
-            store.objects["a/1/model.onnx"] = model(2)
-            with pytest.raises(ConfigError, match="SHA256SUMS lists"):
-                await reconciler.load("a", None, {})
-            assert registry.serving("a", "") is first
-            store.objects["a/SHA256SUMS"] = checksums(model(2))
+    names = frozenset({"a"})
+    with reconciled(tmp_path, store, control, names, asyncio.get_running_loop()) as (registry, reconciler):
+        first = registry.serving("a", "")
+        assert first is not None
+        store.objects["a/1/model.onnx"] = model(2)
+        with pytest.raises(ConfigError, match="SHA256SUMS lists"):
             await reconciler.load("a", None, {})
-            assert registry.serving("a", "") not in (None, first)
-
-    asyncio.run(main())
+        assert registry.serving("a", "") is first
+        store.objects["a/SHA256SUMS"] = checksums(model(2))
+        await reconciler.load("a", None, {})
+        assert registry.serving("a", "") not in (None, first)
