@@ -226,35 +226,32 @@ def fast_poll(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fast_poll")
-def test_the_thread_follows_the_file_and_keeps_the_keys_of_a_broken_or_missing_one(
+async def test_the_thread_follows_the_file_and_keeps_the_keys_of_a_broken_or_missing_one(
     access: KeyAccess, keys: Keys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "headrace")
 
-    async def run() -> None:
-        access.start(asyncio.get_running_loop())
+    access.start(asyncio.get_running_loop())
 
-        async def wait(text: str, count: int = 1) -> None:
-            await until_async(lambda: caplog.text.count(text) >= count)
+    async def wait(text: str, count: int = 1) -> None:
+        await until_async(lambda: caplog.text.count(text) >= count)
 
-        keys.write("clients: {broken")
-        await wait("the keys in force stay")
-        bearer(access, keys.keys["all"]).admit("tiny")
-        os.remove(keys.path)
-        await wait("there is no such file")
-        polls = record_calls(monkeypatch, control, "file_signature")
-        await until_async(more(polls, 4))
-        assert caplog.text.count("there is no such file") == 1, "one line for one change"
-        bearer(access, keys.keys["all"]).admit("tiny")
-        del keys.clients["all"]
-        keys.write()
-        await wait("reload keys")
-        await until_async(lambda: bearer(access, keys.keys["all"]).grant is None)
-        before = caplog.text.count("reload keys")
-        access.reload()
-        await wait("reload keys", before + 1)
-
-    asyncio.run(run())
+    keys.write("clients: {broken")
+    await wait("the keys in force stay")
+    bearer(access, keys.keys["all"]).admit("tiny")
+    os.remove(keys.path)
+    await wait("there is no such file")
+    polls = record_calls(monkeypatch, control, "file_signature")
+    await until_async(more(polls, 4))
+    assert caplog.text.count("there is no such file") == 1, "one line for one change"
+    bearer(access, keys.keys["all"]).admit("tiny")
+    del keys.clients["all"]
+    keys.write()
+    await wait("reload keys")
+    await until_async(lambda: bearer(access, keys.keys["all"]).grant is None)
+    before = caplog.text.count("reload keys")
+    access.reload()
+    await wait("reload keys", before + 1)
     access.stop()
     assert access._watcher is not None
     assert not access._watcher._thread.is_alive()
@@ -272,7 +269,7 @@ async def followed(access: KeyAccess) -> AsyncIterator[None]:
 
 
 @pytest.mark.usefixtures("fast_poll")
-def test_a_file_that_cannot_be_read_once_is_read_at_the_next_poll(
+async def test_a_file_that_cannot_be_read_once_is_read_at_the_next_poll(
     access: KeyAccess, keys: Keys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "headrace")
@@ -285,14 +282,11 @@ def test_a_file_that_cannot_be_read_once_is_read_at_the_next_poll(
             raise OSError(errno.EMFILE, "Too many open files")
         return opened(path)
 
-    async def run() -> None:
-        monkeypatch.setattr(keys_file, "open_regular_file", open_later)
-        async with followed(access):
-            del keys.clients["all"]
-            keys.write()
-            await until_async(lambda: bearer(access, keys.keys["all"]).grant is None)
-
-    asyncio.run(run())
+    monkeypatch.setattr(keys_file, "open_regular_file", open_later)
+    async with followed(access):
+        del keys.clients["all"]
+        keys.write()
+        await until_async(lambda: bearer(access, keys.keys["all"]).grant is None)
     assert caplog.text.count("the keys in force stay: ") == 1, "one line for one error"
     assert "Too many open files" in caplog.text
     assert f"audit: reload keys {keys.path} by the server: ok" in caplog.text.splitlines()[-1]
@@ -300,19 +294,16 @@ def test_a_file_that_cannot_be_read_once_is_read_at_the_next_poll(
 
 
 @pytest.mark.usefixtures("fast_poll")
-def test_a_change_that_keeps_size_and_modification_time_is_noticed(access: KeyAccess, keys: Keys) -> None:
-    async def run() -> None:
-        async with followed(access):
-            status = os.stat(keys.path)
-            text = keys.path.read_text()
-            changed = text.replace(key_hash(keys.keys["all"]).hex(), "a" * 64)
-            assert len(changed) == len(text)
-            await asyncio.sleep(0.05)
-            keys.path.write_text(changed)  # in place: the same inode and size
-            os.utime(keys.path, ns=(status.st_atime_ns, status.st_mtime_ns))
-            await until_async(lambda: bearer(access, keys.keys["all"]).grant is None)
-
-    asyncio.run(run())
+async def test_a_change_that_keeps_size_and_modification_time_is_noticed(access: KeyAccess, keys: Keys) -> None:
+    async with followed(access):
+        status = os.stat(keys.path)
+        text = keys.path.read_text()
+        changed = text.replace(key_hash(keys.keys["all"]).hex(), "a" * 64)
+        assert len(changed) == len(text)
+        await asyncio.sleep(0.05)
+        keys.path.write_text(changed)  # in place: the same inode and size
+        os.utime(keys.path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        await until_async(lambda: bearer(access, keys.keys["all"]).grant is None)
 
 
 def test_keys_that_cannot_be_applied_change_nothing_and_are_audited(

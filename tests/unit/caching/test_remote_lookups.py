@@ -192,9 +192,6 @@ def test_the_remaining_time_to_live_of_redis_counts_here() -> None:
         (RedisOptions("a", secret_file="/nonexistent/secret"), "secret_file of the cache redis cannot be read"),
     ],
 )
-def test_wrong_options_are_refused_at_the_start(options: RedisOptions, message: str) -> None:
-    async def main() -> None:
-        with pytest.raises(ConfigError, match=message):
-            ResponseCaches(CacheOptions(0, options), Mailbox(asyncio.get_running_loop()))
-
-    asyncio.run(main())
+async def test_wrong_options_are_refused_at_the_start(options: RedisOptions, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ResponseCaches(CacheOptions(0, options), Mailbox(asyncio.get_running_loop()))

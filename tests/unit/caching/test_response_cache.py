@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ from headrace.observability.statistics import to_triton
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, QueueLimits, RateLimits
 
-from tests.support.fakes import POISON, FakeModel, handle, infer_request
+from tests.support.fakes import POISON, FakeModel, error_of, handle, infer_request, wait_started
 from tests.support.waiting import until_async
 
 Scenario = Callable[[ModelHandle, VersionCache, FakeModel], Coroutine[Any, Any, None]]
@@ -56,21 +56,9 @@ def play(scenario: Scenario, **options: Any) -> FakeModel:
     return model
 
 
-async def wait_started(model: FakeModel) -> None:
-    assert await asyncio.to_thread(model.started.acquire, timeout=5)
-
-
 async def wait_queued(served: ModelHandle) -> None:
     """Wait until a request is queued."""
     await until_async(lambda: served.depth)
-
-
-async def error_of(waiting: Awaitable[object]) -> Exception:
-    try:
-        await waiting
-    except Exception as error:
-        return error
-    raise AssertionError("no error came")
 
 
 async def run_blocker(served: ModelHandle, model: FakeModel) -> LoopCompletion:
@@ -81,16 +69,13 @@ async def run_blocker(served: ModelHandle, model: FakeModel) -> LoopCompletion:
     return blocker
 
 
-def test_a_model_without_the_field_has_no_cache() -> None:
-    async def main() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop())
-        caches, served = ResponseCaches(CacheOptions(1 << 20), mailbox), handle(mailbox, FakeModel())
-        for field in (None, ResponseCache()):
-            config = ModelConfig(name="fake", backend="onnxruntime", response_cache=field)
-            assert caches.open(served, config) is None
-        served.close(5)
-
-    asyncio.run(main())
+async def test_a_model_without_the_field_has_no_cache() -> None:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    caches, served = ResponseCaches(CacheOptions(1 << 20), mailbox), handle(mailbox, FakeModel())
+    for field in (None, ResponseCache()):
+        config = ModelConfig(name="fake", backend="onnxruntime", response_cache=field)
+        assert caches.open(served, config) is None
+    served.close(5)
 
 
 def test_a_second_request_is_answered_without_the_model() -> None:
@@ -381,16 +366,13 @@ def test_a_cache_that_never_hits_is_passed_by(monkeypatch: pytest.MonkeyPatch) -
     play(scenario)
 
 
-def test_a_closed_version_removes_its_entries() -> None:
-    async def main() -> None:
-        mailbox, model = Mailbox(asyncio.get_running_loop()), FakeModel()
-        served, cache = cached(mailbox, model)
-        await served.infer(infer_request(1))
-        assert cache.report()["entries"] == 1
-        assert await asyncio.to_thread(served.close, 5)
-        assert cache.report()["entries"] == cache.report()["size_bytes"] == 0
-
-    asyncio.run(main())
+async def test_a_closed_version_removes_its_entries() -> None:
+    mailbox, model = Mailbox(asyncio.get_running_loop()), FakeModel()
+    served, cache = cached(mailbox, model)
+    await served.infer(infer_request(1))
+    assert cache.report()["entries"] == 1
+    assert await asyncio.to_thread(served.close, 5)
+    assert cache.report()["entries"] == cache.report()["size_bytes"] == 0
 
 
 def test_many_clients_at_once_get_the_right_rows() -> None:

@@ -36,23 +36,18 @@ def test_the_first_wins_among_racing_threads() -> None:
         assert len(slot.outcomes) == 1
 
 
-def test_waiters_get_values_and_errors() -> None:
-    async def main() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop())
-        good, bad, cancelled = (LoopCompletion(mailbox) for _ in range(3))
-        answer = InferResponse({})
-        threading.Thread(
-            target=lambda: settle_all([(good, answer), (bad, ModelFailed("no")), (cancelled, answer)])
-        ).start()
-        assert cancelled.abandon() or cancelled.is_settled
-        assert await good is answer
-        with pytest.raises(ModelFailed):
-            await bad
-        if isinstance(cancelled.outcome, Cancelled):
-            with pytest.raises(Cancelled):
-                await cancelled
-
-    asyncio.run(main())
+async def test_waiters_get_values_and_errors() -> None:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    good, bad, cancelled = (LoopCompletion(mailbox) for _ in range(3))
+    answer = InferResponse({})
+    threading.Thread(target=lambda: settle_all([(good, answer), (bad, ModelFailed("no")), (cancelled, answer)])).start()
+    assert cancelled.abandon() or cancelled.is_settled
+    assert await good is answer
+    with pytest.raises(ModelFailed):
+        await bad
+    if isinstance(cancelled.outcome, Cancelled):
+        with pytest.raises(Cancelled):
+            await cancelled
 
 
 def test_a_batch_wakes_the_loop_once() -> None:
@@ -101,105 +96,87 @@ def test_settling_after_the_loop_is_closed_is_no_error() -> None:
     assert left.settle(InferResponse({}))
 
 
-def test_a_settled_completion_stops_its_timers() -> None:
-    async def main() -> None:
-        fired: list[int] = []
-        completion = LoopCompletion(Mailbox(asyncio.get_running_loop()))
-        completion.call_after(5_000_000, fired.append, 1)
-        completion.settle(InferResponse({}))
-        await completion
-        await asyncio.sleep(0.03)
-        assert not fired
-
-    asyncio.run(main())
+async def test_a_settled_completion_stops_its_timers() -> None:
+    fired: list[int] = []
+    completion = LoopCompletion(Mailbox(asyncio.get_running_loop()))
+    completion.call_after(5_000_000, fired.append, 1)
+    completion.settle(InferResponse({}))
+    await completion
+    await asyncio.sleep(0.03)
+    assert not fired
 
 
-def test_a_callback_replaces_the_waiter_and_runs_once() -> None:
-    async def main() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop())
-        early, late, left = (LoopCompletion(mailbox) for _ in range(3))
-        calls: list[str] = []
-        answer = InferResponse({})
-        early.settle(answer)
-        early.then(lambda: calls.append("early"))
-        late.then(lambda: calls.append("late"))
-        left.then(lambda: calls.append("left"))
-        assert calls == []  # never from within `then` or `settle`
-        threading.Thread(target=lambda: settle_all([(late, answer), (early, answer)])).start()
-        left.abandon()
-        await until_async(lambda: len(calls) == 3)
-        assert sorted(calls) == ["early", "late", "left"]
-        assert (early.outcome, late.outcome) == (answer, answer)
-        assert isinstance(left.outcome, Cancelled)
-        mailbox.post([late])  # a second wake-up finds no completion
-        await asyncio.sleep(0.01)
-        assert len(calls) == 3
-
-    asyncio.run(main())
+async def test_a_callback_replaces_the_waiter_and_runs_once() -> None:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    early, late, left = (LoopCompletion(mailbox) for _ in range(3))
+    calls: list[str] = []
+    answer = InferResponse({})
+    early.settle(answer)
+    early.then(lambda: calls.append("early"))
+    late.then(lambda: calls.append("late"))
+    left.then(lambda: calls.append("left"))
+    assert calls == []  # never from within `then` or `settle`
+    threading.Thread(target=lambda: settle_all([(late, answer), (early, answer)])).start()
+    left.abandon()
+    await until_async(lambda: len(calls) == 3)
+    assert sorted(calls) == ["early", "late", "left"]
+    assert (early.outcome, late.outcome) == (answer, answer)
+    assert isinstance(left.outcome, Cancelled)
+    mailbox.post([late])  # a second wake-up finds no completion
+    await asyncio.sleep(0.01)
+    assert len(calls) == 3
 
 
-def test_late_and_repeated_awaits_return_the_outcome() -> None:
-    async def main() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop())
-        answered, refused = LoopCompletion(mailbox), LoopCompletion(mailbox)
-        answer = InferResponse({})
-        answered.settle(answer)
-        refused.settle(ModelFailed("no"))
-        await asyncio.sleep(0.01)  # the loop has drained its mailbox without a waiter
-        assert await answered is answer
-        assert await answered is answer
-        for _ in range(2):
-            with pytest.raises(ModelFailed):
-                await refused
-
-    asyncio.run(main())
+async def test_late_and_repeated_awaits_return_the_outcome() -> None:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    answered, refused = LoopCompletion(mailbox), LoopCompletion(mailbox)
+    answer = InferResponse({})
+    answered.settle(answer)
+    refused.settle(ModelFailed("no"))
+    await asyncio.sleep(0.01)  # the loop has drained its mailbox without a waiter
+    assert await answered is answer
+    assert await answered is answer
+    for _ in range(2):
+        with pytest.raises(ModelFailed):
+            await refused
 
 
-def test_a_completion_ends_the_rest_of_the_loop() -> None:
-    async def scenario() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop())
-        completion = LoopCompletion(mailbox)
-        thread = threading.Thread(target=completion.settle, args=(InferResponse({}),))
-        asyncio.get_running_loop().call_soon(thread.start)
-        asyncio.get_running_loop().call_soon(mailbox.rest, 60.0)
-        assert (await completion).outputs == {}, "not after a minute"
-        thread.join()
-        settled = LoopCompletion(mailbox)
-        settled.settle(InferResponse({}))
-        mailbox.rest(60.0)  # it is posted already
-        await settled
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+async def test_a_completion_ends_the_rest_of_the_loop() -> None:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    completion = LoopCompletion(mailbox)
+    thread = threading.Thread(target=completion.settle, args=(InferResponse({}),))
+    asyncio.get_running_loop().call_soon(thread.start)
+    asyncio.get_running_loop().call_soon(mailbox.rest, 60.0)
+    assert (await completion).outputs == {}, "not after a minute"
+    thread.join()
+    settled = LoopCompletion(mailbox)
+    settled.settle(InferResponse({}))
+    mailbox.rest(60.0)  # it is posted already
+    await settled
 
 
-def test_a_rest_ends_by_itself() -> None:
-    async def scenario() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop())
-        mailbox.rest(0.001)
-        completion = LoopCompletion(mailbox)
-        completion.settle(InferResponse({}))
-        await completion
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+async def test_a_rest_ends_by_itself() -> None:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    mailbox.rest(0.001)
+    completion = LoopCompletion(mailbox)
+    completion.settle(InferResponse({}))
+    await completion
 
 
-def test_the_lag_follows_repeated_delays_and_forgets_single_ones() -> None:
-    async def scenario() -> None:
-        now_ns = [0]
-        mailbox = Mailbox(asyncio.get_running_loop(), lambda: now_ns[0])
-        mailbox.measures_lag = True
+async def test_the_lag_follows_repeated_delays_and_forgets_single_ones() -> None:
+    now_ns = [0]
+    mailbox = Mailbox(asyncio.get_running_loop(), lambda: now_ns[0])
+    mailbox.measures_lag = True
 
-        def deliver(lag_ns: int) -> int:
-            now_ns[0] += 1
-            LoopCompletion(mailbox).settle(InferResponse({}))
-            now_ns[0] += lag_ns
-            mailbox.deliver()
-            return mailbox.lag_ns
+    def deliver(lag_ns: int) -> int:
+        now_ns[0] += 1
+        LoopCompletion(mailbox).settle(InferResponse({}))
+        now_ns[0] += lag_ns
+        mailbox.deliver()
+        return mailbox.lag_ns
 
-        assert deliver(100_000_000) == 50_000, "a stall of 100 ms"
-        for _ in range(40):
-            deliver(2_000_000)
-        assert mailbox.lag_ns == 2_000_000
-        assert 1_900_000 < deliver(0) < 2_000_000
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert deliver(100_000_000) == 50_000, "a stall of 100 ms"
+    for _ in range(40):
+        deliver(2_000_000)
+    assert mailbox.lag_ns == 2_000_000
+    assert 1_900_000 < deliver(0) < 2_000_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,46 +44,40 @@ class Watched:
             self.pauses_s.append(child.restart_later())
 
 
-def test_pauses_grow_until_the_process_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pauses_grow_until_the_process_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "_PROGRAM", ENDS_AT_ONCE)
     monkeypatch.setattr(children, "_PAUSES_S", PAUSES_S)
 
-    async def run() -> None:
-        watched = Watched()
-        watched.child.start()
-        await until_async(lambda: len(watched.statuses) >= len(PAUSES_S) + 1)
-        assert watched.pauses_s[: len(PAUSES_S) + 1] == [*PAUSES_S, PAUSES_S[-1]]
-        assert set(watched.statuses) == {3}
-        monkeypatch.setattr(children, "_PROGRAM", SERVES)
-        await until_async(lambda: watched.child.is_ready)
-        monkeypatch.setattr(children, "_SETTLED_S", 0.0)
-        count = len(watched.statuses)
-        watched.child.send("drain")
-        await until_async(lambda: len(watched.statuses) > count)
-        assert (watched.statuses[count], watched.pauses_s[count]) == (4, 0.0), "it had served: the next starts at once"
-        await until_async(lambda: watched.child.is_ready)
-        watched.is_over = True
-        watched.child.kill()
-        await until_async(lambda: len(watched.statuses) > count + 1)
-
-    asyncio.run(run())
+    watched = Watched()
+    watched.child.start()
+    await until_async(lambda: len(watched.statuses) >= len(PAUSES_S) + 1)
+    assert watched.pauses_s[: len(PAUSES_S) + 1] == [*PAUSES_S, PAUSES_S[-1]]
+    assert set(watched.statuses) == {3}
+    monkeypatch.setattr(children, "_PROGRAM", SERVES)
+    await until_async(lambda: watched.child.is_ready)
+    monkeypatch.setattr(children, "_SETTLED_S", 0.0)
+    count = len(watched.statuses)
+    watched.child.send("drain")
+    await until_async(lambda: len(watched.statuses) > count)
+    assert (watched.statuses[count], watched.pauses_s[count]) == (4, 0.0), "it had served: the next starts at once"
+    await until_async(lambda: watched.child.is_ready)
+    watched.is_over = True
+    watched.child.kill()
+    await until_async(lambda: len(watched.statuses) > count + 1)
 
 
-def test_a_process_that_has_just_ended_can_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_has_just_ended_can_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "_PROGRAM", ENDS_AT_ONCE)
 
-    async def run() -> None:
-        watched = Watched()
-        watched.is_over = True
-        watched.child.start()
-        stat = Path(f"/proc/{watched.child.pid}/stat")
-        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")  # the loop has not seen its end
-        assert not watched.child._is_hung()
-        watched.child.kill()
-        await until_async(lambda: watched.statuses == [3])
-        assert not watched.child.is_running
-
-    asyncio.run(run())
+    watched = Watched()
+    watched.is_over = True
+    watched.child.start()
+    stat = Path(f"/proc/{watched.child.pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")  # the loop has not seen its end
+    assert not watched.child._is_hung()
+    watched.child.kill()
+    await until_async(lambda: watched.statuses == [3])
+    assert not watched.child.is_running
 
 
 def test_the_last_pause_is_ten_seconds() -> None:

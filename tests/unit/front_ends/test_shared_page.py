@@ -249,125 +249,110 @@ class Handle:
         self.learned.append((count, kind))
 
 
-def test_records_are_written_while_requests_are_in_flight_and_not_when_idle() -> None:
-    async def run() -> None:
-        page, handle = SharedPage.create(1), Handle(4)
-        writer = PageWriter(page, asyncio.get_running_loop())
-        writer.add(handle)
-        assert (page.load(page.slot(4), 4).in_flight, handle.loads) == (0, 1)
-        handle.in_flight = 2
-        for _ in range(1000):
-            writer.touch(handle)
-        assert handle.loads == 1, "touches write nothing by themselves"
-        await until_async(lambda: page.load(0, 4).in_flight == 2)
-        await until_async(lambda: handle.loads >= 5)  # figures change with the time
-        handle.in_flight = 0
-        await until_async(lambda: writer._timer is None)
-        assert page.load(0, 4).in_flight == 0
-        count = handle.loads
-        await asyncio.sleep(0.03)
-        assert handle.loads == count, "no polling"
-        writer.close()
-
-    asyncio.run(run())
-
-
-def test_the_load_of_the_server_is_written_at_intervals_and_is_unknown_once_it_is_old() -> None:
-    async def run() -> None:
-        page, handle = SharedPage.create(1), Handle(4)
-        now_ns, measured = NOW, list[int]()
-
-        def figures(at_ns: int) -> ServerFigures:
-            measured.append(at_ns)
-            return ServerFigures(0.5 + len(measured), 10.25, 0.125)
-
-        writer = PageWriter(page, asyncio.get_running_loop(), (), lambda: now_ns, figures)
-        state = PageState(page, CounterArray.create())
-        writer.add(handle)
-        assert state.server_figures(NOW) is None
-        for _ in range(3):  # within 50 ms of each other
-            writer.answered(handle, 1)
-            now_ns += 20 * MS
-        assert (len(measured), state.server_figures(now_ns)) == (1, ServerFigures(1.5, 10.25, 0.125))
-        writer.answered(handle, 1)
-        assert state.server_figures(now_ns) == ServerFigures(2.5, 10.25, 0.125)
-        assert state.server_figures(now_ns + 1_001 * MS) is None
-        writer.close()
-
-    asyncio.run(run())
-
-
-def test_a_due_record_is_written_before_the_answer() -> None:
-    async def run() -> None:
-        page, handle = SharedPage.create(1), Handle(4)
-        now_ns = NOW
-        writer = PageWriter(page, asyncio.get_running_loop(), clock=lambda: now_ns)
-        writer.add(handle)
-        handle.in_flight = 1
+async def test_records_are_written_while_requests_are_in_flight_and_not_when_idle() -> None:
+    page, handle = SharedPage.create(1), Handle(4)
+    writer = PageWriter(page, asyncio.get_running_loop())
+    writer.add(handle)
+    assert (page.load(page.slot(4), 4).in_flight, handle.loads) == (0, 1)
+    handle.in_flight = 2
+    for _ in range(1000):
         writer.touch(handle)
-        assert page.load(0, 4).in_flight == 0
+    assert handle.loads == 1, "touches write nothing by themselves"
+    await until_async(lambda: page.load(0, 4).in_flight == 2)
+    await until_async(lambda: handle.loads >= 5)  # figures change with the time
+    handle.in_flight = 0
+    await until_async(lambda: writer._timer is None)
+    assert page.load(0, 4).in_flight == 0
+    count = handle.loads
+    await asyncio.sleep(0.03)
+    assert handle.loads == count, "no polling"
+    writer.close()
+
+
+async def test_the_load_of_the_server_is_written_at_intervals_and_is_unknown_once_it_is_old() -> None:
+    page, handle = SharedPage.create(1), Handle(4)
+    now_ns, measured = NOW, list[int]()
+
+    def figures(at_ns: int) -> ServerFigures:
+        measured.append(at_ns)
+        return ServerFigures(0.5 + len(measured), 10.25, 0.125)
+
+    writer = PageWriter(page, asyncio.get_running_loop(), (), lambda: now_ns, figures)
+    state = PageState(page, CounterArray.create())
+    writer.add(handle)
+    assert state.server_figures(NOW) is None
+    for _ in range(3):  # within 50 ms of each other
         writer.answered(handle, 1)
-        assert page.load(0, 4).in_flight == 1
-        for _ in range(1000):  # at one time
-            handle.in_flight += 1
-            writer.answered(handle, 1)
-        assert (page.load(0, 4).in_flight, handle.loads) == (1, 2)
-        now_ns += MS
+        now_ns += 20 * MS
+    assert (len(measured), state.server_figures(now_ns)) == (1, ServerFigures(1.5, 10.25, 0.125))
+    writer.answered(handle, 1)
+    assert state.server_figures(now_ns) == ServerFigures(2.5, 10.25, 0.125)
+    assert state.server_figures(now_ns + 1_001 * MS) is None
+    writer.close()
+
+
+async def test_a_due_record_is_written_before_the_answer() -> None:
+    page, handle = SharedPage.create(1), Handle(4)
+    now_ns = NOW
+    writer = PageWriter(page, asyncio.get_running_loop(), clock=lambda: now_ns)
+    writer.add(handle)
+    handle.in_flight = 1
+    writer.touch(handle)
+    assert page.load(0, 4).in_flight == 0
+    writer.answered(handle, 1)
+    assert page.load(0, 4).in_flight == 1
+    for _ in range(1000):  # at one time
+        handle.in_flight += 1
         writer.answered(handle, 1)
-        assert (page.load(0, 4).in_flight, handle.loads) == (1001, 3)
-        handle.depth, handle.in_flight = 2, 3
-        now_ns += MS
-        writer.answered(handle, 1)
-        handle.depth = 0
-        writer.answered(handle, 2)
-        assert page.load(0, 4).depth == 2
-        writer.answered(handle, 3)
-        assert page.load(0, 4).depth == 0, "a request is not in the queue when it is answered"
-        writer.close()
-
-    asyncio.run(run())
-
-
-def test_slots_are_used_again_and_failures_are_counted_first() -> None:
-    async def run() -> None:
-        array = CounterArray.create()
-        page = SharedPage.create(1)
-        writer = PageWriter(page, asyncio.get_running_loop(), [array])
-        first, second = Handle(4), Handle(5)
-        writer.add(first)
-        writer.add(first)
-        VersionFailures(array, 1).count(page.slot(4), 4, "overloaded", 9)
-        writer.remove(first)
-        assert (first.recorder.request_counts(), page.slot(4)) == ((0, 1), -1)
-        writer.add(second)
-        assert page.slot(5) == 0
-        assert second.recorder.request_counts() == (0, 0)
-
-    asyncio.run(run())
+    assert (page.load(0, 4).in_flight, handle.loads) == (1, 2)
+    now_ns += MS
+    writer.answered(handle, 1)
+    assert (page.load(0, 4).in_flight, handle.loads) == (1001, 3)
+    handle.depth, handle.in_flight = 2, 3
+    now_ns += MS
+    writer.answered(handle, 1)
+    handle.depth = 0
+    writer.answered(handle, 2)
+    assert page.load(0, 4).depth == 2
+    writer.answered(handle, 3)
+    assert page.load(0, 4).depth == 0, "a request is not in the queue when it is answered"
+    writer.close()
 
 
-def test_margins_learn_from_rejections_in_front_ends() -> None:
-    async def run() -> None:
-        array = CounterArray.create()
-        page, handle = SharedPage.create(1), Handle(4)
-        now_ns = NOW
-        writer = PageWriter(page, asyncio.get_running_loop(), [array], lambda: now_ns)
-        forecast = AdmissionForecast(NOW + 30 * MS, NOW + 60 * MS, 20 * MS, 6, FAR_NS)  # in time, but for its margin
-        handle.figures = OverloadFigures(forecast, 0, 0, 100, 100, 50 * MS)
-        writer.add(handle)
-        assert isinstance(page.rejection(0, 4, NOW), WouldMiss)
-        for _ in range(3):
-            VersionFailures(array, 1).count(0, 4, "would_miss", 1)
-        writer.touch(handle)
-        await until_async(lambda: handle.learned)
-        assert handle.learned == [(3, 6)]
-        handle.figures = None
-        writer.touch(handle)
-        now_ns += NS_PER_S
-        await until_async(lambda: page.rejection(0, 4, NOW) is None)
-        writer.close()
+async def test_slots_are_used_again_and_failures_are_counted_first() -> None:
+    array = CounterArray.create()
+    page = SharedPage.create(1)
+    writer = PageWriter(page, asyncio.get_running_loop(), [array])
+    first, second = Handle(4), Handle(5)
+    writer.add(first)
+    writer.add(first)
+    VersionFailures(array, 1).count(page.slot(4), 4, "overloaded", 9)
+    writer.remove(first)
+    assert (first.recorder.request_counts(), page.slot(4)) == ((0, 1), -1)
+    writer.add(second)
+    assert page.slot(5) == 0
+    assert second.recorder.request_counts() == (0, 0)
 
-    asyncio.run(run())
+
+async def test_margins_learn_from_rejections_in_front_ends() -> None:
+    array = CounterArray.create()
+    page, handle = SharedPage.create(1), Handle(4)
+    now_ns = NOW
+    writer = PageWriter(page, asyncio.get_running_loop(), [array], lambda: now_ns)
+    forecast = AdmissionForecast(NOW + 30 * MS, NOW + 60 * MS, 20 * MS, 6, FAR_NS)  # in time, but for its margin
+    handle.figures = OverloadFigures(forecast, 0, 0, 100, 100, 50 * MS)
+    writer.add(handle)
+    assert isinstance(page.rejection(0, 4, NOW), WouldMiss)
+    for _ in range(3):
+        VersionFailures(array, 1).count(0, 4, "would_miss", 1)
+    writer.touch(handle)
+    await until_async(lambda: handle.learned)
+    assert handle.learned == [(3, 6)]
+    handle.figures = None
+    writer.touch(handle)
+    now_ns += NS_PER_S
+    await until_async(lambda: page.rejection(0, 4, NOW) is None)
+    writer.close()
 
 
 @pytest.mark.parametrize("rejects", [True, False])

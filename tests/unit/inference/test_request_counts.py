@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ from tests.support.fakes import POISON, FakeModel, handle, infer_request
 from tests.support.waiting import until, until_async
 from tests.unit.grpc.test_service import Call, Streaming, message
 
-Scenario = Callable[[Mailbox, FakeModel], Coroutine[Any, Any, None]]
 HELD = 50.0
 """A batch with this value waits for the gate in `Holding`, and no other does."""
 
@@ -46,13 +44,6 @@ class Holding(FakeModel):
         if POISON in x:
             raise RuntimeError("poisoned")
         return {"y": x * 2}
-
-
-def play(scenario: Scenario, model: FakeModel | None = None) -> None:
-    async def main() -> None:
-        await scenario(Mailbox(asyncio.get_running_loop()), model or FakeModel())
-
-    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def services(served: ModelHandle) -> Services:
@@ -90,64 +81,59 @@ def break_encode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.grpc.codec.GrpcCodec.encode", encode)
 
 
-def test_a_response_that_cannot_be_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        inference = GrpcInference(services(served), 1 << 20)
+async def test_a_response_that_cannot_be_encoded(
+    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, model: FakeModel
+) -> None:
+    served = handle(mailbox, model)
+    inference = GrpcInference(services(served), 1 << 20)
+    await inference.infer(message(), Call())
+    break_encode(monkeypatch)
+    with pytest.raises(ModelFailed):
         await inference.infer(message(), Call())
-        break_encode(monkeypatch)
-        with pytest.raises(ModelFailed):
-            await inference.infer(message(), Call())
-        wait_counted(served, 2)
-        assert counts(served) == (1, {"model_failed": 1})
-        served.close(5)
-
-    play(scenario)
+    wait_counted(served, 2)
+    assert counts(served) == (1, {"model_failed": 1})
+    served.close(5)
 
 
-def test_a_call_that_is_cancelled_once_its_request_is_answered() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        model.gate.clear()
-        waiting = asyncio.ensure_future(GrpcInference(services(served), 1 << 20).infer(message(), Call()))
-        await until_async(model.batches.__len__)
-        model.gate.set()
-        wait_counted(served, 1)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert counts(served) == (0, {"cancelled": 1})
-        served.close(5)
-
-    play(scenario)
+async def test_a_call_that_is_cancelled_once_its_request_is_answered(mailbox: Mailbox, model: FakeModel) -> None:
+    served = handle(mailbox, model)
+    model.gate.clear()
+    waiting = asyncio.ensure_future(GrpcInference(services(served), 1 << 20).infer(message(), Call()))
+    await until_async(model.batches.__len__)
+    model.gate.set()
+    wait_counted(served, 1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert counts(served) == (0, {"cancelled": 1})
+    served.close(5)
 
 
-def test_a_unary_response_for_which_there_is_no_memory() -> None:
+async def test_a_unary_response_for_which_there_is_no_memory(mailbox: Mailbox, model: FakeModel) -> None:
     class FullCall(Call):
         def admit(self, size_bytes: int) -> None:
             raise Overloaded("memory for unread responses is full")
 
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        inference = GrpcInference(services(served), 1 << 20)
-        inference.large_responses["fake"] = 1 << 20  # small responses of this model are checked too
-        call = FullCall()
-        call.room = Streaming().room
-        with pytest.raises(Overloaded):
-            await inference.infer(message(), call)
-        request = inference.begin(message(), scan(message()), 1, 0, call.options)
-        await request.completion
-        with pytest.raises(Overloaded):
-            inference.end(request, call)
-        wait_counted(served, 2)
-        assert counts(served) == (0, {"overloaded": 2})
-        served.close(5)
-
-    play(scenario)
+    served = handle(mailbox, model)
+    inference = GrpcInference(services(served), 1 << 20)
+    inference.large_responses["fake"] = 1 << 20  # small responses of this model are checked too
+    call = FullCall()
+    call.room = Streaming().room
+    with pytest.raises(Overloaded):
+        await inference.infer(message(), call)
+    request = inference.begin(message(), scan(message()), 1, 0, call.options)
+    await request.completion
+    with pytest.raises(Overloaded):
+        inference.end(request, call)
+    wait_counted(served, 2)
+    assert counts(served) == (0, {"overloaded": 2})
+    served.close(5)
 
 
 @pytest.mark.parametrize("case", ["cannot be encoded", "no memory"])
-def test_answered_requests_of_a_stream(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answered_requests_of_a_stream(
+    case: str, monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, model: FakeModel
+) -> None:
     class Refusing(Streaming):
         refused = 0
 
@@ -160,47 +146,42 @@ def test_answered_requests_of_a_stream(case: str, monkeypatch: pytest.MonkeyPatc
                 raise Overloaded("memory for unread responses is full")
             await super().write(parts)
 
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        call = Refusing() if case == "no memory" else Streaming()
-        if case == "cannot be encoded":
-            break_encode(monkeypatch)
-        streams = InferStreams(GrpcInference(services(served), 1 << 20), max_bytes=1 << 20)
-        serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
-        call.sent.put_nowait(message("a"))
-        await until_async(lambda: len(call.got) == 1)
-        assert call.got[0].error_message
-        call.sent.put_nowait(None)
+    served = handle(mailbox, model)
+    call = Refusing() if case == "no memory" else Streaming()
+    if case == "cannot be encoded":
+        break_encode(monkeypatch)
+    streams = InferStreams(GrpcInference(services(served), 1 << 20), max_bytes=1 << 20)
+    serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
+    call.sent.put_nowait(message("a"))
+    await until_async(lambda: len(call.got) == 1)
+    assert call.got[0].error_message
+    call.sent.put_nowait(None)
+    await serving
+    assert counts(served) == (0, {"model_failed" if case == "cannot be encoded" else "overloaded": 1})
+    served.close(5)
+
+
+async def test_a_stream_that_ends_while_a_response_waits_for_an_earlier_one(mailbox: Mailbox) -> None:
+    model = Holding()
+    served = handle(mailbox, model, instances=2, batch=BatchPolicy(1))
+    model.gate.clear()
+    call = Streaming()
+    streams = InferStreams(GrpcInference(services(served), 1 << 20), max_bytes=1 << 20)
+    serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
+    held = pb.ModelInferRequest.FromString(message("held"))
+    held.raw_input_contents[0] = np.array([HELD, HELD], np.float32).tobytes()
+    call.sent.put_nowait(held.SerializeToString())
+    await until_async(lambda: served.in_flight == 1)
+    assert await asyncio.to_thread(model.started.acquire, timeout=5)
+    call.sent.put_nowait(message("answered"))
+    await asyncio.to_thread(wait_counted, served, 1)
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await serving
-        assert counts(served) == (0, {"model_failed" if case == "cannot be encoded" else "overloaded": 1})
-        served.close(5)
-
-    play(scenario)
-
-
-def test_a_stream_that_ends_while_a_response_waits_for_an_earlier_one() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model, instances=2, batch=BatchPolicy(1))
-        model.gate.clear()
-        call = Streaming()
-        streams = InferStreams(GrpcInference(services(served), 1 << 20), max_bytes=1 << 20)
-        serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
-        held = pb.ModelInferRequest.FromString(message("held"))
-        held.raw_input_contents[0] = np.array([HELD, HELD], np.float32).tobytes()
-        call.sent.put_nowait(held.SerializeToString())
-        await until_async(lambda: served.in_flight == 1)
-        assert await asyncio.to_thread(model.started.acquire, timeout=5)
-        call.sent.put_nowait(message("answered"))
-        await asyncio.to_thread(wait_counted, served, 1)
-        serving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await serving
-        assert counts(served) == (0, {"cancelled": 2})
-        model.gate.set()
-        served.close(5)
-        assert counts(served) == (0, {"cancelled": 2})
-
-    play(scenario, Holding())
+    assert counts(served) == (0, {"cancelled": 2})
+    model.gate.set()
+    served.close(5)
+    assert counts(served) == (0, {"cancelled": 2})
 
 
 def failed(served: ModelHandle, error: HeadraceError | Exception | None) -> None:
@@ -209,87 +190,83 @@ def failed(served: ModelHandle, error: HeadraceError | Exception | None) -> None
     served.record_failure(error, 1)
 
 
-def test_a_split_request_that_is_cancelled_before_its_last_part_is_done() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        model.gate.clear()
-        waiting = served.infer(infer_request(3, rows=10))
-        await until_async(lambda: len(model.batches) == 1)
-        model.gate.set()
-        await until_async(lambda: len(model.batches) == 2)
+async def test_a_split_request_that_is_cancelled_before_its_last_part_is_done(
+    mailbox: Mailbox, model: FakeModel
+) -> None:
+    served = handle(mailbox, model)
+    model.gate.clear()
+    waiting = served.infer(infer_request(3, rows=10))
+    await until_async(lambda: len(model.batches) == 1)
+    model.gate.set()
+    await until_async(lambda: len(model.batches) == 2)
+    await waiting
+    model.gate.clear()
+    waiting = served.infer(infer_request(4, rows=3 * 8))
+    for batches in (3, 4, 5):
+        await until_async(lambda batches=batches: len(model.batches) == batches)  # type: ignore[misc]
+        if batches < 5:
+            model.gate.set()
+            model.gate.clear()
+    assert waiting.abandon()
+    model.gate.set()
+    failed(served, waiting.outcome)  # type: ignore[arg-type]
+    wait_counted(served, 2)
+    assert counts(served) == (1, {"cancelled": 1})
+    served.close(5)
+
+
+async def test_a_split_request_whose_first_part_fails_after_the_last_is_done(mailbox: Mailbox) -> None:
+    model = Holding()
+    served = handle(mailbox, model, instances=2)
+    model.gate.clear()
+    x = np.full((10, 2), 3, np.float32)
+    x[0], x[1] = HELD, POISON
+    waiting = served.infer(InferRequest(inputs={"x": x}, rows=10, shape_key=None, received_ns=1))
+    await asyncio.to_thread(wait_counted, served, 1)
+    model.gate.set()
+    with pytest.raises(ModelFailed) as caught:
         await waiting
-        model.gate.clear()
-        waiting = served.infer(infer_request(4, rows=3 * 8))
-        for batches in (3, 4, 5):
-            await until_async(lambda batches=batches: len(model.batches) == batches)  # type: ignore[misc]
-            if batches < 5:
-                model.gate.set()
-                model.gate.clear()
-        assert waiting.abandon()
-        model.gate.set()
-        failed(served, waiting.outcome)  # type: ignore[arg-type]
-        wait_counted(served, 2)
-        assert counts(served) == (1, {"cancelled": 1})
-        served.close(5)
-
-    play(scenario)
-
-
-def test_a_split_request_whose_first_part_fails_after_the_last_is_done() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model, instances=2)
-        model.gate.clear()
-        x = np.full((10, 2), 3, np.float32)
-        x[0], x[1] = HELD, POISON
-        waiting = served.infer(InferRequest(inputs={"x": x}, rows=10, shape_key=None, received_ns=1))
-        await asyncio.to_thread(wait_counted, served, 1)
-        model.gate.set()
-        with pytest.raises(ModelFailed) as caught:
-            await waiting
-        failed(served, caught.value)
-        await until_async(lambda: counts(served) == (0, {"model_failed": 1}))
-        served.close(5)
-
-    play(scenario, Holding())
+    failed(served, caught.value)
+    await until_async(lambda: counts(served) == (0, {"model_failed": 1}))
+    served.close(5)
 
 
 @pytest.mark.parametrize("rows", [1, 10])
-def test_an_ordered_request_that_ends_while_its_response_waits_for_earlier_ones(rows: int) -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model, instances=2, preserve_ordering=True, batch=BatchPolicy(8))
-        model.gate.clear()
-        first = served.infer(infer_request(HELD))
-        assert await asyncio.to_thread(model.started.acquire, timeout=5)
-        late = served.infer(infer_request(3, rows=rows))
-        await asyncio.to_thread(wait_counted, served, 1)
-        assert late.settle(DeadlineExceeded("the request's deadline passed"))
-        failed(served, late.outcome)  # type: ignore[arg-type]
-        model.gate.set()
-        await first
-        wait_counted(served, 2)
-        assert counts(served) == (1, {"deadline": 1})
-        served.close(5)
+async def test_an_ordered_request_that_ends_while_its_response_waits_for_earlier_ones(
+    rows: int, mailbox: Mailbox
+) -> None:
+    model = Holding()
+    served = handle(mailbox, model, instances=2, preserve_ordering=True, batch=BatchPolicy(8))
+    model.gate.clear()
+    first = served.infer(infer_request(HELD))
+    assert await asyncio.to_thread(model.started.acquire, timeout=5)
+    late = served.infer(infer_request(3, rows=rows))
+    await asyncio.to_thread(wait_counted, served, 1)
+    assert late.settle(DeadlineExceeded("the request's deadline passed"))
+    failed(served, late.outcome)  # type: ignore[arg-type]
+    model.gate.set()
+    await first
+    wait_counted(served, 2)
+    assert counts(served) == (1, {"deadline": 1})
+    served.close(5)
 
-    play(scenario, Holding())
 
-
-def test_a_cached_request_that_is_cancelled_before_its_computed_response_is_passed_on() -> None:
-    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model)
-        config = ModelConfig(name="fake", backend="onnxruntime", response_cache=ResponseCache(enable=True))
-        served.cache = ResponseCaches(CacheOptions(1 << 20), mailbox).open(served, config)
-        model.gate.clear()
-        large = served.infer(infer_request(3, size_bytes=LARGE_BYTES + 1))
-        await until_async(model.batches.__len__)
-        model.gate.set()
-        wait_counted(served, 1)
-        assert large.abandon()
-        failed(served, large.outcome)  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)
-        assert counts(served) == (0, {"cancelled": 1})
-        served.close(5)
-
-    play(scenario)
+async def test_a_cached_request_that_is_cancelled_before_its_computed_response_is_passed_on(
+    mailbox: Mailbox, model: FakeModel
+) -> None:
+    served = handle(mailbox, model)
+    config = ModelConfig(name="fake", backend="onnxruntime", response_cache=ResponseCache(enable=True))
+    served.cache = ResponseCaches(CacheOptions(1 << 20), mailbox).open(served, config)
+    model.gate.clear()
+    large = served.infer(infer_request(3, size_bytes=LARGE_BYTES + 1))
+    await until_async(model.batches.__len__)
+    model.gate.set()
+    wait_counted(served, 1)
+    assert large.abandon()
+    failed(served, large.outcome)  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    assert counts(served) == (0, {"cancelled": 1})
+    served.close(5)
 
 
 def test_a_scrape_between_answer_and_failure_reads_no_smaller_number_later() -> None:

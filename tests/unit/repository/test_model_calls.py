@@ -109,29 +109,26 @@ def test_a_model_that_is_not_there_is_not_ready() -> None:
     assert json.loads(answer[protocol.HEADER.size :]) == {"ready": False}
 
 
-def test_a_circle_of_models_that_wait_for_each_other_is_found() -> None:
-    async def run() -> None:
-        calls = ModelCalls(asyncio.get_running_loop(), NoVersions())
-        probe = Probe(Future(), monotonic_ns())
-        results: list[bool] = []
-        calls.wait_for_probes("a/1", frozenset({"b/1"}), [probe], results.append)
-        calls.wait_for_probes("b/1", frozenset({"c/1", "d/1"}), [probe], results.append)
-        calls.wait_for_probes("", frozenset({"a/1"}), [probe], results.append)  # from `execute`: delays no probe
-        assert calls.is_probe_cycle("a/1", frozenset({"a/1"}))
-        assert calls.is_probe_cycle("d/1", frozenset({"a/1"}))
-        assert not calls.is_probe_cycle("e/1", frozenset({"a/1"}))
-        assert not calls.is_probe_cycle("a/1", frozenset({"d/1"}))
-        probe.answer.set_result(True)
-        await asyncio.gather(*calls.probe_waits)
-        assert (results, calls.probe_waits) == ([True] * 3, {})
-        assert not calls.is_probe_cycle("d/1", frozenset({"a/1"}))
-        late = Probe(Future(), monotonic_ns() - 6 * NS_PER_S)
-        calls.wait_for_probes("a/1", frozenset({"b/1"}), [probe, late], results.append)
-        await asyncio.gather(*calls.probe_waits)
-        calls.wait_for_probes("a/1", frozenset({"b/1"}), [], results.append)
-        assert results[3:] == [False, True]
-
-    asyncio.run(run())
+async def test_a_circle_of_models_that_wait_for_each_other_is_found() -> None:
+    calls = ModelCalls(asyncio.get_running_loop(), NoVersions())
+    probe = Probe(Future(), monotonic_ns())
+    results: list[bool] = []
+    calls.wait_for_probes("a/1", frozenset({"b/1"}), [probe], results.append)
+    calls.wait_for_probes("b/1", frozenset({"c/1", "d/1"}), [probe], results.append)
+    calls.wait_for_probes("", frozenset({"a/1"}), [probe], results.append)  # from `execute`: delays no probe
+    assert calls.is_probe_cycle("a/1", frozenset({"a/1"}))
+    assert calls.is_probe_cycle("d/1", frozenset({"a/1"}))
+    assert not calls.is_probe_cycle("e/1", frozenset({"a/1"}))
+    assert not calls.is_probe_cycle("a/1", frozenset({"d/1"}))
+    probe.answer.set_result(True)
+    await asyncio.gather(*calls.probe_waits)
+    assert (results, calls.probe_waits) == ([True] * 3, {})
+    assert not calls.is_probe_cycle("d/1", frozenset({"a/1"}))
+    late = Probe(Future(), monotonic_ns() - 6 * NS_PER_S)
+    calls.wait_for_probes("a/1", frozenset({"b/1"}), [probe, late], results.append)
+    await asyncio.gather(*calls.probe_waits)
+    calls.wait_for_probes("a/1", frozenset({"b/1"}), [], results.append)
+    assert results[3:] == [False, True]
 
 
 def test_loading_without_control_is_refused() -> None:
@@ -445,25 +442,22 @@ def test_memory_that_can_be_made_smaller_is_refused() -> None:
     os.close(unsealed)
 
 
-def test_descriptors_of_a_refused_frame_are_closed() -> None:
+async def test_descriptors_of_a_refused_frame_are_closed() -> None:
     def count() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        slot = Slot.create("test", 1 << 16)
-        before = count()
-        for kind, first in ((protocol.CALL, 0), (protocol.SHARE, 5)):
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ModelCalls(loop, NoVersions()).open(theirs, "caller", "1", lambda: None)
-            sender = Frames(ours)
-            sender.share(kind, first, [slot.fd] * 3)
-            ours.setblocking(False)
-            assert await asyncio.wait_for(loop.sock_recv(ours, 100), 5) == b""
-            sender.close()
-        assert count() == before
-
-    asyncio.run(run())
+    loop = asyncio.get_running_loop()
+    slot = Slot.create("test", 1 << 16)
+    before = count()
+    for kind, first in ((protocol.CALL, 0), (protocol.SHARE, 5)):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ModelCalls(loop, NoVersions()).open(theirs, "caller", "1", lambda: None)
+        sender = Frames(ours)
+        sender.share(kind, first, [slot.fd] * 3)
+        ours.setblocking(False)
+        assert await asyncio.wait_for(loop.sock_recv(ours, 100), 5) == b""
+        sender.close()
+    assert count() == before
 
 
 # Cycles

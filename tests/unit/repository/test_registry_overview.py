@@ -17,7 +17,7 @@ from headrace.scheduling.handle import ModelHandle
 
 from tests.support.fakes import infer_request
 from tests.support.waiting import until
-from tests.unit.pipelines.test_run import play, turns
+from tests.unit.pipelines.test_run import turns
 from tests.unit.pipelines.test_run_branches import YamlCase
 from tests.unit.repository.test_registry import loop_with_handles
 
@@ -83,46 +83,43 @@ def test_counts_and_gauges_of_serving_models() -> None:
         assert bounds_ns[0] / 2 ** (1 / per_doubling) <= figures["total_ns"] / 2
 
 
-def test_a_pipeline_has_its_graph_with_the_figures_of_its_steps() -> None:
-    async def scenario() -> None:
-        steps = {
-            "detect": {"model": "detector", "inputs": {"X": "x"}, "outputs": {"Y": "found"}},
-            "describe": {
-                "model": "describer", "fallback": "simple", "when": "found.max > 0",
-                "inputs": {"X": "found"}, "outputs": {"Y": "y"},
-            },
-        }  # fmt: skip
-        case = YamlCase(steps)
-        registry = Registry()
-        registry.mark("p", "1", State.LOADING)
-        registry.publish("p", Serving({"1": case.handle}))
-        for value in (1, -1):
-            waiting = case.send(value)
-            case.detector.answer(-1)
-            await turns()
-            if value > 0:
-                case.describer.answer()
-            await waiting
-        (model,) = orjson.loads(orjson.dumps(await ServerOverview(registry, []).status()))["models"]
-        msgspec.convert(model, VersionStatus)  # the schema on /docs
-        pipeline = model["serving"]["pipeline"]
-        assert (pipeline["kind"], pipeline["inputs"], pipeline["outputs"]) == ("pipeline", ["x"], {"y": "y"})
-        detect, describe = pipeline["steps"]
-        assert {name: describe[name] for name in ("name", "model", "version", "builtin", "when", "each", "fallback")} == {
-            "name": "describe", "model": "describer", "version": "1", "builtin": False, "when": "found.max > 0",
-            "each": "", "fallback": "simple",
-        }  # fmt: skip
-        assert (describe["inputs"], describe["outputs"], describe["condition"]) == (
-            {"X": "found"},
-            {"Y": "y"},
-            ["found"],
-        )
-        assert (detect["requests"], describe["requests"], describe["skipped"], describe["failures"]) == (2, 1, 1, 0)
-        assert sum(detect["latency"].values()) == 2
-        assert (detect["ready"], detect["queued"]) == (True, 2), "the fake has all its requests in the queue"
-        assert pipeline["limiting"] in ("detect", "describe")
-
-    play(scenario)
+async def test_a_pipeline_has_its_graph_with_the_figures_of_its_steps() -> None:
+    steps = {
+        "detect": {"model": "detector", "inputs": {"X": "x"}, "outputs": {"Y": "found"}},
+        "describe": {
+            "model": "describer", "fallback": "simple", "when": "found.max > 0",
+            "inputs": {"X": "found"}, "outputs": {"Y": "y"},
+        },
+    }  # fmt: skip
+    case = YamlCase(steps)
+    registry = Registry()
+    registry.mark("p", "1", State.LOADING)
+    registry.publish("p", Serving({"1": case.handle}))
+    for value in (1, -1):
+        waiting = case.send(value)
+        case.detector.answer(-1)
+        await turns()
+        if value > 0:
+            case.describer.answer()
+        await waiting
+    (model,) = orjson.loads(orjson.dumps(await ServerOverview(registry, []).status()))["models"]
+    msgspec.convert(model, VersionStatus)  # the schema on /docs
+    pipeline = model["serving"]["pipeline"]
+    assert (pipeline["kind"], pipeline["inputs"], pipeline["outputs"]) == ("pipeline", ["x"], {"y": "y"})
+    detect, describe = pipeline["steps"]
+    assert {name: describe[name] for name in ("name", "model", "version", "builtin", "when", "each", "fallback")} == {
+        "name": "describe", "model": "describer", "version": "1", "builtin": False, "when": "found.max > 0",
+        "each": "", "fallback": "simple",
+    }  # fmt: skip
+    assert (describe["inputs"], describe["outputs"], describe["condition"]) == (
+        {"X": "found"},
+        {"Y": "y"},
+        ["found"],
+    )
+    assert (detect["requests"], describe["requests"], describe["skipped"], describe["failures"]) == (2, 1, 1, 0)
+    assert sum(detect["latency"].values()) == 2
+    assert (detect["ready"], detect["queued"]) == (True, 2), "the fake has all its requests in the queue"
+    assert pipeline["limiting"] in ("detect", "describe")
 
 
 @pytest.mark.parametrize(("look_ns", "fresh_ns"), [(0, 400_000_000), (100_000_000, 2_000_000_000)])

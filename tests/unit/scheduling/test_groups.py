@@ -18,8 +18,7 @@ from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits, RateLimits, Sharing
 from headrace.scheduling.queue import Entry
 
-from tests.support.fakes import POISON, FakeModel, handle, infer_request
-from tests.unit.scheduling.test_handle import wait_started
+from tests.support.fakes import POISON, FakeModel, handle, infer_request, wait_started
 
 Answer = list[list[float]] | Exception
 
