@@ -23,7 +23,8 @@ from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support import fragile_backend as fragile
 from tests.support.fakes import SPEC, infer_request
-from tests.support.processes import eventually, isolated_children_of_this_process
+from tests.support.processes import isolated_children_of_this_process
+from tests.support.waiting import until_async
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +79,7 @@ def test_a_request_without_a_process_waits_for_the_next_one(tmp_path: Path) -> N
         assert y_of(await handle.infer(infer_request(1))) == 2
         (child,) = isolated_children_of_this_process()
         os.kill(child, signal.SIGKILL)
-        await asyncio.to_thread(eventually, lambda: handle.process_status is not None and not handle.process_status.up)
+        await until_async(lambda: handle.process_status is not None and not handle.process_status.up)
         handle.admit()
         assert handle.ready, "its instances live"
         assert y_of(await handle.infer(infer_request(3))) == 6

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.fork_server import ForkedProcess, ForkServer
-from tests.support.processes import alive, eventually
+from tests.support.processes import alive
 from tests.support.serving import COMMAND
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
 
@@ -36,7 +37,7 @@ def serve(forks: ForkServer, folder: Path, **env: str) -> ForkedProcess:
     process = start(
         forks, folder / "log", "serve", "--model-repository", "models", *ports, HEADRACE_STATE_DIR="", **env
     )
-    eventually(lambda: "Ctrl-C stops it" in (folder / "log").read_text())
+    until(lambda: "Ctrl-C stops it" in (folder / "log").read_text())
     return process
 
 
@@ -81,7 +82,7 @@ def test_its_servers_end_with_the_tests(tmp_path: Path) -> None:
     forks = ForkServer()
     process = serve(forks, tmp_path)
     forks.close()
-    eventually(lambda: not alive(process.pid))
+    until(lambda: not alive(process.pid))
 
 
 @pytest.mark.parametrize(
