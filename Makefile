@@ -18,13 +18,16 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Headrace needs Python 3.11 or later, this is {v[0]}.{v[1]}: run make PYTHON=/path/to/python3.12")'
 	$(PYTHON) -m venv $(VENV) || $(PYTHON) -m venv --without-pip $(VENV)
 
-$(VENV)/.serve: requirements/serve.lock pyproject.toml | $(BIN)/python
-	$(PIP) install --progress-bar on --require-hashes --no-deps -r requirements/serve.lock
+# Each lock has what it adds to others; this names the files of some.
+locks = $(patsubst %,requirements/%.lock,$(1))
+$(VENV)/.serve: $(call locks,serve demo) pyproject.toml | $(BIN)/python
+	$(PIP) install --progress-bar on --require-hashes --no-deps $(patsubst %,-r %,$(call locks,serve demo))
 	$(PIP) install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
 
-$(VENV)/.dev: requirements/dev.lock $(VENV)/.serve | $(BIN)/python
-	$(PIP) install --progress-bar on --require-hashes --no-deps -r requirements/dev.lock
+EXTRAS := otel jwt signing stores
+$(VENV)/.dev: $(call locks,$(EXTRAS) dev) $(VENV)/.serve | $(BIN)/python
+	$(PIP) install --progress-bar on --require-hashes --no-deps $(patsubst %,-r %,$(call locks,$(EXTRAS) dev))
 	@touch $@
 
 models: $(VENV)/.serve ## build the demo models into model_repository/ (skips what is there)
@@ -129,35 +132,29 @@ docs: $(VENV)/.dev ## write the generated pages of docs/
 	$(BIN)/python -m tests.support.public_score
 	$(BIN)/python -m deploy.grafana.dashboards
 
+COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header -q
+constrained = $(patsubst %,-c %,$(call locks,$(1))) -o requirements/$(2).lock
+# Removes from the lock $(2) what the locks $(1) have.
+only_added = awk 'FILENAME != last { if (/^[^ ]/) base[$$0]; next } /^[^ ]/ { added = !($$0 in base) } added' \
+  last=requirements/$(2).lock $(call locks,$(1) $(2)) > requirements/$(2).new && mv requirements/$(2).new requirements/$(2).lock
+
 lock: ## resolve the dependencies anew (needs uv)
-	uv pip compile pyproject.toml --extra demo --group build --universal --python-version 3.11 \
-	  --generate-hashes --no-emit-index-url --no-annotate --no-header --upgrade -q -o requirements/serve.lock
-	uv pip compile pyproject.toml --extra otel --group build --universal --python-version 3.11 \
-	  --generate-hashes --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/otel.lock
-	uv pip compile pyproject.toml --extra jwt --group build --universal --python-version 3.11 \
-	  --generate-hashes --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/jwt.lock
-	uv pip compile pyproject.toml --extra stores --group build --universal --python-version 3.11 \
-	  --generate-hashes --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/stores.lock
-	uv pip compile pyproject.toml --extra signing --group build --universal --python-version 3.11 \
-	  --generate-hashes --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/signing.lock
-	uv pip compile pyproject.toml --extra demo --extra jpeg --extra jwt --extra lightgbm --extra otel --extra redis --extra signing --extra sklearn --extra stores --extra tokenizers --extra xgboost \
-	  --group build --group test --group check --group load --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
-	  -c requirements/serve.lock -c requirements/otel.lock -c requirements/jwt.lock -c requirements/stores.lock -c requirements/signing.lock \
-	  -q -o requirements/dev.lock
-	uv pip compile --group image-gpu --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/image-gpu.lock
-	uv pip compile --group gpu-packages --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
-	  --no-header -c requirements/serve.lock -c requirements/image-gpu.lock -q -o requirements/gpu.lock
-	uv pip compile --group fuzz --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-annotate --no-header -c requirements/dev.lock -q -o requirements/fuzz.lock
-	uv pip compile --group kserve --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-annotate --no-header -q -o requirements/kserve.lock
-	uv pip compile --group manifests --no-deps --universal --python-version 3.11 \
-	  --generate-hashes --no-emit-index-url --no-annotate --no-header -q -o requirements/manifests.lock
-	uv pip compile pyproject.toml --extra ray --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-annotate --no-header -c requirements/dev.lock -q -o requirements/ray.lock
-	uv pip compile --group docs --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
-	  --no-header -c requirements/dev.lock -q -o requirements/docs.lock
+	$(COMPILE) pyproject.toml --group build --upgrade -o requirements/serve.lock
+	$(foreach extra,demo $(EXTRAS),$(COMPILE) pyproject.toml --extra $(extra) --group build $(call constrained,serve,$(extra)) && \
+	  $(call only_added,serve,$(extra)) &&) true
+	$(COMPILE) pyproject.toml $(patsubst %,--extra %,demo jpeg jwt lightgbm otel redis signing sklearn stores tokenizers xgboost) \
+	  $(patsubst %,--group %,build test check load) $(call constrained,serve demo $(EXTRAS),dev)
+	$(call only_added,serve demo $(EXTRAS),dev)
+	$(COMPILE) --group image-gpu $(call constrained,serve otel,image-gpu)
+	$(call only_added,serve otel,image-gpu)
+	$(COMPILE) --group gpu-packages $(call constrained,serve image-gpu,gpu)
+	$(COMPILE) --group fuzz $(call constrained,serve demo $(EXTRAS) dev,fuzz)
+	$(COMPILE) --group kserve -o requirements/kserve.lock
+	$(COMPILE) --group manifests --no-deps -o requirements/manifests.lock
+	$(COMPILE) pyproject.toml --extra ray $(call constrained,serve demo $(EXTRAS) dev,ray)
+	$(call only_added,serve demo $(EXTRAS) dev,ray)
+	$(COMPILE) --group docs $(call constrained,serve demo $(EXTRAS) dev,docs)
+	$(call only_added,serve demo $(EXTRAS) dev,docs)
 
 # Debian's; a test that needs one skips where it is not there. Tests of clients also take Go, Java, Maven and Node.js if they
 # are there: Debian's Go is too old for grpc-go.

@@ -205,7 +205,8 @@ def serve(wheel: Path, scratch: Path) -> str:
     venv.create(environment, with_pip=True)
     python = environment / "bin" / "python"
     install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
-    run(*install, "--require-hashes", "-r", ROOT / "requirements" / "serve.lock")
+    locks = ROOT / "requirements"
+    run(*install, "--require-hashes", "-r", locks / "serve.lock", "-r", locks / "demo.lock")
     run(*install, wheel)
     run(python, "-m", "pip", "check", "--disable-pip-version-check")
     empty = scratch / "empty"

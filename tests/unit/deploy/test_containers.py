@@ -155,19 +155,19 @@ def test_copied_files_exist_and_are_not_ignored(path: Path) -> None:
         assert source.split("/")[0] in let_in, source
 
 
-@pytest.mark.parametrize("name", ["otel.lock", "jwt.lock", "signing.lock", "image-gpu.lock"])
-def test_packages_of_images_are_locked_and_tested(name: str) -> None:
-    tested = requirements("serve.lock")
-    result = requirements(name)
+@pytest.mark.parametrize("name", ["demo", "otel", "jwt", "signing", "stores", "image-gpu"])
+def test_packages_of_images_are_locked_and_added_to_those_of_the_server(name: str) -> None:
+    server = {requirement.split("==")[0] for requirement in requirements("serve.lock")}
+    result = requirements(f"{name}.lock")
     assert result
     for requirement, block in result.items():
         assert "--hash=sha256:" in block, requirement
-    same = {requirement.split("==")[0] for requirement in tested}
-    assert [r for r in result if r.split("==")[0] in same and r not in tested] == []
+        assert requirement.split("==")[0] not in server
 
 
 def test_the_image_needs_nothing_to_build_demo_models() -> None:
-    names = {requirement.split("==")[0] for requirement in requirements("otel.lock")}
+    locks = requirements("serve.lock") | requirements("otel.lock")
+    names = {requirement.split("==")[0] for requirement in locks}
     assert not names & {"scikit-learn", "scipy", "tensorrt"}
     assert {"onnxruntime", "grpcio", "numpy", "setuptools"} <= names
 
