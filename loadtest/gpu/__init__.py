@@ -1,6 +1,6 @@
 """The bench of a machine with NVIDIA GPUs: how much of an engine is left once a server stands before it.
 
-    python -m loadtest.gpu --output DIR                 every part; results.json, report.md, sweep.svg, log.txt in DIR
+    python -m loadtest.gpu --output DIR                 every part; results.json, report.md, log.txt in DIR
     python -m loadtest.gpu --backend onnxruntime ...    the same code on a CPU and a model so small that its figures mean nothing
 
 `__main__` plans and writes; every part runs in a process of its own (`part_process`, watched by `watch`), so that one that

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import math
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,7 +12,6 @@ from functools import partial
 from queue import SimpleQueue
 from statistics import median
 
-import grpc
 from headrace.core.errors import HeadraceError
 from headrace.scheduling.handle import ModelHandle
 from headrace_engines.targets import choose_target
@@ -22,17 +19,17 @@ from headrace_engines.targets import choose_target
 from loadtest.bench.results import at_least, at_most
 from loadtest.callers import CallersFailed
 from loadtest.gpu import place, subject
-from loadtest.gpu.crowd import Crowd, CrowdFailed
 from loadtest.gpu.inprocess import InProcess, requests_of
 from loadtest.gpu.raw import RawEngine, agreement
 from loadtest.gpu.report import Compare, Reporter
-from loadtest.gpu.setup import CLASSES, REQUEST_ROWS, Setup
-from loadtest.gpu.subject import BEST, INPUT, Variant, pictures, variant
-from loadtest.gpu.wire import Way, open_way, sample_way, saturate, server, way_called, ways_of
+from loadtest.gpu.setup import REQUEST_ROWS, Setup
+from loadtest.gpu.subject import Variant, pictures, variant
+from loadtest.gpu.wire import Way, sample_way, server, way_called, ways_of
+from loadtest.load import LoadFailed
 from loadtest.protocol import Array, Refused
-from loadtest.servers import HOST, Running, ServerFailed
+from loadtest.servers import Running, ServerFailed
 
-FAILURES = (HeadraceError, CallersFailed, CrowdFailed, ServerFailed, Refused, grpc.RpcError, OSError)
+FAILURES = (HeadraceError, CallersFailed, LoadFailed, ServerFailed, Refused, OSError)
 
 # Takes and reports one sample of a round.
 Measure = Callable[[int], object]
@@ -188,12 +185,11 @@ class Served:
         detail = {"mean_batch": round(answered.mean_rows, 1), "cores": round(answered.cores, 2)}
         self.reporter.sample(self.name, "images/s", answered.per_s * rows, number, **detail)
 
-    def call_alone(self, number: int, *, unit: str = "p50 us", share: float = 1.0, blocking: bool = False) -> None:
-        """Take and report one sample of a single caller, for a share of the usual time."""
-        seconds = share * self.setup.seconds
-        answered = self.bench.measure(self.handle, self.requests, 1, seconds, blocking=blocking)
+    def call_alone(self, number: int, *, blocking: bool = False) -> None:
+        """Take and report one sample of a single caller."""
+        answered = self.bench.measure(self.handle, self.requests, 1, self.setup.seconds, blocking=blocking)
         p99_us = round(answered.percentile_us(99), 1)
-        self.reporter.sample(self.name, unit, answered.percentile_us(50), number, p99_us=p99_us)
+        self.reporter.sample(self.name, "p50 us", answered.percentile_us(50), number, p99_us=p99_us)
 
 
 _CHECKED = 16
@@ -235,7 +231,6 @@ def _check(setup: Setup, reporter: Reporter, engine: RawEngine, bench: InProcess
 RAW, PINNED, ORDINARY = "raw engine, n=1", "in process, pinned", "in process, ordinary memory"
 BLOCKING = "in process, pinned, blocking call"
 TARGETS_US = {PINNED: 100.0, BLOCKING: 100.0, "http system": 400.0}
-_LONE_WAYS = ("http system", "http cuda", "http body", "grpc system", "grpc cuda")
 
 
 def lone(setup: Setup, reporter: Reporter) -> None:
@@ -257,43 +252,29 @@ def lone(setup: Setup, reporter: Reporter) -> None:
             served = Served(setup, reporter, bench, handle, name, requests)
             contenders[name] = partial(served.call_alone, blocking=name == BLOCKING)
         served_alone = stack.enter_context(server(setup, model))
-        crowd = stack.enter_context(Crowd(1, setup.scratch))
-        for way in [way for way in ways_of(setup) if way.name in _LONE_WAYS]:
-            if key := _opened(setup, reporter, crowd, way, served_alone, model, 1, 1):
-                contenders[key] = partial(_call, setup, reporter, crowd, key)
+        for way in ways_of(setup):
+            contenders[way.name] = partial(_call, setup, reporter, way, served_alone, model)
         for name in list(contenders)[1:]:
             target = at_most(TARGETS_US[name]) if name in TARGETS_US and setup.judged else None
             reporter.compare(Compare(f"{name} - {RAW}, p50", name, RAW, "p50 us", "difference", target))
         in_turns(reporter, setup.rounds, contenders)
 
 
-def _opened(
-    setup: Setup, reporter: Reporter, crowd: Crowd, way: Way, served: Running, model: str, rows: int, slots: int
-) -> str:
-    """Key of the connections of a transport; "" and a note if the clients cannot use it."""
-    try:
-        return open_way(setup, crowd, way, served, model, rows, slots)
-    except CrowdFailed as error:
-        reporter.note(f"{way.name} is left out: {error}")
-        return ""
-
-
-def _call(setup: Setup, reporter: Reporter, crowd: Crowd, key: str, number: int) -> None:
-    taken = crowd.lone(key, setup.seconds)
-    p99_us = round(taken.percentile_ms(99) * 1e3, 1)
-    reporter.sample(key, "p50 us", taken.percentile_ms(50) * 1e3, number, p99_us=p99_us)
+def _call(setup: Setup, reporter: Reporter, way: Way, served: Running, model: str, number: int) -> None:
+    sampled = sample_way(setup, way, served, model, 1, 1)
+    reporter.sample(way.name, "p50 us", sampled.p50_ms * 1e3, number, p99_us=round(sampled.p99_ms * 1e3, 1))
 
 
 # INT8 has no target here: measure only the transports that can be the fastest.
-_INT8_WAYS = ("http system", "http cuda", "grpc system", "grpc cuda")
+_INT8_DATA = ("system", "cuda")
 
 
 def over_wire(setup: Setup, reporter: Reporter) -> None:
     """(c) Client processes on the same host, 8 pictures a request, over every transport: the best at least 0.8 of raw."""
     model = variant(setup, Variant(setup.instances))
     raw = raw_name(setup)
-    ways = [way for way in ways_of(setup) if setup.precision != "int8" or way.name in _INT8_WAYS]
-    slots = max(setup.clients, setup.in_flight // REQUEST_ROWS)
+    ways = [way for way in ways_of(setup) if setup.precision != "int8" or way.data in _INT8_DATA]
+    callers = max(setup.clients, setup.in_flight // REQUEST_ROWS)
     target = at_least(0.8) if setup.judged and setup.precision == "fp16" else None
     rates: dict[str, list[float]] = {}
 
@@ -303,109 +284,36 @@ def over_wire(setup: Setup, reporter: Reporter) -> None:
         best = max(rates, key=lambda way: median(rates[way]))
         reporter.compare(Compare(f"the best way / {raw}", best, raw, "images/s", target=target))
 
-    with (
-        RawEngine(setup) as engine,
-        server(setup, model) as served,
-        Crowd(setup.clients, setup.scratch) as crowd,
-    ):
-        _published_clients(setup, reporter, served, model)
+    with RawEngine(setup) as engine, server(setup, model) as served:
         contenders: dict[str, Measure] = {raw: partial(time_raw, setup, reporter, engine)}
         for way in ways:
-            if key := _opened(setup, reporter, crowd, way, served, model, REQUEST_ROWS, slots):
-                reporter.compare(Compare(f"{way.name} / {raw}", way.name, raw, "images/s"))
-                sample = partial(sample_way, setup, reporter, crowd, key, way.name, served, model)
-                contenders[way.name] = partial(measure, way.name, sample)
+            reporter.compare(Compare(f"{way.name} / {raw}", way.name, raw, "images/s"))
+            sample = partial(_saturate, setup, reporter, way, way.name, served, model, REQUEST_ROWS, callers)
+            contenders[way.name] = partial(measure, way.name, sample)
         in_turns(reporter, setup.rounds, contenders)
 
 
-def _published_clients(setup: Setup, reporter: Reporter, served: Running, model: str) -> None:
-    """tritonclient over either protocol: that it works, not how fast."""
-    pixels = pictures(setup, REQUEST_ROWS)
-    for name, port in (("http", served.port), ("grpc", served.grpc_port)):
-        try:
-            published = importlib.import_module(f"tritonclient.{name}")
-            client = published.InferenceServerClient(f"{HOST}:{port}")
-            tensor = published.InferInput(INPUT, list(pixels.shape), "UINT8")
-            tensor.set_data_from_numpy(pixels)
-            times_ms = []
-            for _ in range(5):
-                begun_s = time.perf_counter()
-                shape = client.infer(model, [tensor]).as_numpy(BEST).shape
-                times_ms.append((time.perf_counter() - begun_s) * 1e3)
-            client.close()
-        except Exception as error:
-            reporter.note(f"tritonclient.{name} did not work here: {type(error).__name__}: {error}")
-            continue
-        what = f"tritonclient.{name}, one caller, {REQUEST_ROWS} pictures in the body"
-        reporter.sample(what, "ms", median(times_ms))
-        if shape != (REQUEST_ROWS, CLASSES):
-            reporter.note(f"tritonclient.{name} got classes of the shape {shape}")
-
-
-SHARES = (50, 80, 95, 110)
-# Of a sample's length elsewhere: tails need more requests than throughput does.
-_LONGER = 4.0
-# So many requests may be under way that the clients never hold one back before the server would refuse it.
-_SLOTS, _FEW_SLOTS = 512, 64
-
-
-def sweep(setup: Setup, reporter: Reporter) -> None:
-    """(f) Latency and throughput against offered load: random arrivals at 50, 80, 95 and 110 % of the capacity.
-
-    Latencies count from the moment when a request should have begun: a client that falls behind hides nothing.
-    """
-    model = variant(setup, Variant(setup.instances))
-    way = way_called(setup.best_way)
-    with server(setup, model) as served, Crowd(setup.clients, setup.scratch) as crowd:
-        at_once = max(setup.clients, setup.in_flight // REQUEST_ROWS)
-        key = open_way(setup, crowd, way, served, model, REQUEST_ROWS, at_once)
-        watched = [saturate(crowd, key, served, model, setup.seconds) for _ in range(max(2, setup.rounds))]
-        capacity = max(one.taken.per_s for one in watched)
-        crowd.shut(key)
-        reporter.sample(f"capacity over {way.name}, closed loop", "images/s", capacity * REQUEST_ROWS)
-        slots = _FEW_SLOTS if setup.small else _SLOTS
-        key = open_way(setup, crowd, way, served, model, REQUEST_ROWS, slots, key="sweep")
-        for share in SHARES:
-            rate = capacity * share / 100
-            outcome = crowd.open_loop(key, rate, _LONGER * setup.seconds)
-            offered, name = round(rate * REQUEST_ROWS, 1), f"{share} % of capacity"
-            reporter.sample(name, "images/s offered", offered)
-            lost = {"failed": outcome.wrong, "never_begun": outcome.unanswered, "begun_late": outcome.late}
-            reporter.sample(name, "images/s", outcome.per_s * REQUEST_ROWS, 0, share=share, offered=offered, **lost)
-            if outcome.first_error:
-                reporter.note(f"{name}: {outcome.wrong} requests failed, the first with {outcome.first_error}")
-            for percent in (50, 95, 99):
-                value = outcome.percentile_ms(percent)
-                if math.isfinite(value):
-                    reporter.sample(name, f"p{percent} ms", value, 0, share=share, offered=offered)
-
-
-# Of a sample's length: one caller needs less time than many.
-_LONE_SHARE = 0.4
-
-
-def instances(setup: Setup, reporter: Reporter) -> None:
-    """(e) 1, 2 and 4 instances, with CUDA graphs and without: throughput at saturation, and the latency of one caller."""
-    raw = raw_name(setup)
-    with RawEngine(setup) as engine, InProcess(setup) as bench:
-        requests = requests_of(setup, pictures(setup, 2 * setup.max_rows), 1, in_pinned_memory=True)
-        contenders: dict[str, Measure] = {raw: partial(time_raw, setup, reporter, engine)}
-        for graphs in (True, False) if setup.on_gpu else (True,):
-            for count in (1, 2, 4):
-                name = f"{count} instance{'s' * (count > 1)}, graphs {'on' if graphs else 'off'}"
-                try:
-                    handle = bench.open(variant(setup, Variant(count, graphs)))
-                except HeadraceError as error:
-                    reporter.note(f"{name} is left out: {error}")
-                    continue
-                reporter.compare(Compare(f"{name} / {raw}", name, raw, "images/s"))
-                contenders[name] = partial(_both, Served(setup, reporter, bench, handle, name, requests))
-        in_turns(reporter, setup.rounds, contenders)
-
-
-def _both(served: Served, number: int) -> None:
-    served.saturate(number)
-    served.call_alone(number, unit="p50 us of one caller", share=_LONE_SHARE)
+def _saturate(
+    setup: Setup,
+    reporter: Reporter,
+    way: Way,
+    name: str,
+    served: Running,
+    model: str,
+    rows: int,
+    callers: int,
+    number: int,
+) -> float:
+    """Take and report one sample at saturation; return images a second."""
+    sampled = sample_way(setup, way, served, model, rows, callers)
+    detail = {
+        "p50_ms": round(sampled.p50_ms, 2),
+        "p99_ms": round(sampled.p99_ms, 2),
+        "mean_batch": round(sampled.mean_batch, 1),
+        "busiest_client": round(sampled.busiest_client, 2),
+    }
+    reporter.sample(name, "images/s", sampled.images_per_s, number, **detail)
+    return sampled.images_per_s
 
 
 ONE, TWO = "one GPU", "two GPUs"
@@ -449,20 +357,15 @@ def _two_in_process(setup: Setup, reporter: Reporter, models: dict[str, str]) ->
 
 def _two_over_wire(setup: Setup, reporter: Reporter, models: dict[str, str]) -> None:
     way = way_called(setup.best_way)
-    with (
-        server(setup, models[ONE]) as one,
-        server(setup, models[TWO]) as two,
-        Crowd(setup.clients, setup.scratch) as crowd,
-    ):
+    with server(setup, models[ONE]) as one, server(setup, models[TWO]) as two:
         contenders: dict[str, Measure] = {}
         for rows in _ROWS:
-            slots = max(setup.clients, setup.in_flight // rows)
+            callers = max(setup.clients, setup.in_flight // rows)
             labels = {name: f"{name}, {way.name}, {rows} a request" for name in models}
             reporter.compare(Compare(f"{labels[TWO]} / one", labels[TWO], labels[ONE], "images/s"))
             for name, served in ((ONE, one), (TWO, two)):
-                key = open_way(setup, crowd, way, served, models[name], rows, slots, key=f"{name} {rows}")
-                sample = partial(sample_way, setup, reporter, crowd, key, labels[name], served, models[name], rows=rows)
-                contenders[labels[name]] = sample
+                label = labels[name]
+                contenders[label] = partial(_saturate, setup, reporter, way, label, served, models[name], rows, callers)
         in_turns(reporter, setup.rounds, contenders)
 
 
@@ -470,10 +373,8 @@ PREPARE = Part("prepare", prepare, "the model and its engine", 300.0, 90.0, leas
 PARTS = (
     Part("a", raw_engine, "the engine alone: CUDA graph replay, inputs on the device", 45.0, 12.0, least_s=10.0),
     Part("b", in_process, "`ModelHandle` in process, uint8 pictures, closed loop", 90.0, 20.0),
-    Part("d", lone, "one caller at a time, one picture", 75.0, 33.0),
-    Part("c", over_wire, "client processes on the same host, 8 uint8 pictures a request", 140.0, 48.0, 30.0),
-    Part("f", sweep, "random arrivals at a share of the capacity, 8 uint8 pictures a request", 90.0, 35.0),
-    Part("e", instances, "instances and CUDA graphs", 120.0, 45.0),
+    Part("d", lone, "one caller at a time, one picture", 150.0, 75.0),
+    Part("c", over_wire, "client processes on the same host, 8 uint8 pictures a request", 240.0, 100.0, 60.0),
 )
-TWO_GPUS = Part("two-gpus", two_gpus, "two GPUs against one", 150.0, 60.0)
+TWO_GPUS = Part("two-gpus", two_gpus, "two GPUs against one", 200.0, 80.0)
 BY_NAME = {part.run.__name__: part for part in (PREPARE, *PARTS, TWO_GPUS)}

@@ -1,4 +1,4 @@
-"""Reports of a running part, and the results made of them: figures and comparisons, tables, the chart of the sweep, files.
+"""Reports of a running part, and the results made of them: figures and comparisons, tables, files.
 
 A part sends one JSON object a line, on a pipe of its own, so that libraries may print anything.
 
@@ -21,15 +21,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from headrace.core.svg_plot import PlotPoint, Series, line_plot, side_by_side
-
 from loadtest.bench.report import Report, markdown_table, number, to_json
 from loadtest.bench.results import CaseResult, Comparison, Figure, Target
 from loadtest.bench.spread import Spread
 
 Kind = Literal["ratio", "difference"]
 _TARGETS = ("part", "comparison", "target", "median", "")
-_HEIGHT = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,42 +271,6 @@ def _spread_text(spread: Spread, unit: str = "") -> str:
     return f"{text} {unit}".rstrip()
 
 
-def sweep_chart(parts: Iterable[PartFindings], title: str) -> str:
-    """SVG, empty if no part has swept.
-
-    Args:
-        parts: all; those of the sweep have samples with a share.
-        title: over all.
-    """
-    answered, waited, names = [], [], []
-    for part in parts:
-        precision = part.name.split()[-1]
-        rates, latencies = _points(part, "images/s"), _points(part, "p50 ms")
-        if not part.name.startswith("f ") or not rates:
-            continue
-        tails = _points(part, "p99 ms")
-        names.append(precision)
-        answered.append(Series(precision, [PlotPoint(x, y) for x, y in sorted(rates.items())]))
-        waited.append(Series(precision, [PlotPoint(x, y, tails.get(x)) for x, y in sorted(latencies.items())]))
-    if not names:
-        return ""
-    x_title = "offered, % of capacity"
-    panels = [
-        (line_plot("answered in time", answered, x_title, "images/s"), _HEIGHT),
-        (line_plot("latency, p50; the line reaches up to p99", waited, x_title, "ms", log_y=True), _HEIGHT),
-    ]
-    return side_by_side(panels, names, title) + "\n"
-
-
-def _points(part: PartFindings, unit: str) -> dict[float, float]:
-    """By the share that was offered, in percent."""
-    return {
-        float(sample.detail["share"]): sample.value
-        for sample in part.samples
-        if sample.unit == unit and "share" in sample.detail and sample.value > 0
-    }
-
-
 class Output:
     """The folder of one run; everything is written as soon as it is known.
 
@@ -368,9 +329,6 @@ class Output:
         self.say(f"{part.name} {'FAILED: ' + part.failure if part.failure else 'done'}, {part.seconds:.1f} s")
         self.write_data()
         self._replace("report.md", to_markdown(self.parts, self.machine))
-        drawn = sweep_chart(self.parts, f"resnet50, {self.machine.get('GPU 0', 'no GPU').split(',')[0]}")
-        if drawn:
-            self._replace("sweep.svg", drawn)
 
     def write_data(self) -> None:
         """Everything so far as JSON."""

@@ -13,8 +13,7 @@ from loadtest.gpu.parts import PARTS, PREPARE, TWO_GPUS, Part, engine_name
 from loadtest.gpu.report import Output, PartFindings
 from loadtest.gpu.setup import Setup
 from loadtest.gpu.watch import watch
-from loadtest.gpu.wire import WAYS
-from loadtest.regions import remove_left
+from loadtest.gpu.wire import WAYS, remove_left
 
 _BY_LETTER = {part.letter: part for part in (*PARTS, TWO_GPUS)}
 

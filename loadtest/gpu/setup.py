@@ -25,7 +25,7 @@ class Setup:
         instances: of the model on each GPU, where the part does not vary it.
         in_flight: images that callers keep under way at saturation.
         clients: client processes.
-        best_way: over which `sweep` goes, see `wire.WAYS`.
+        best_way: over which `two_gpus` goes, see `wire.WAYS`.
         gpus: the numbers of those that are there.
         precisions: of the engines to prepare.
         quick: only to see that all works: fewer contenders.

@@ -1,19 +1,32 @@
-"""Real servers and the ways to them: a transport and where the pictures lie."""
+"""A real server and the ways to it: a transport and where the pictures lie."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from loadtest.gpu.crowd import Crowd, CrowdFailed, Taken
-from loadtest.gpu.report import Reporter
-from loadtest.gpu.setup import REQUEST_ROWS, Setup
+import numpy as np
+from headrace.bench.regions import FOLDER, PREFIX
+
+from loadtest.gpu.setup import Setup
+from loadtest.gpu.subject import INPUT, pictures
+from loadtest.load import LoadFailed, bench_point, url_of
 from loadtest.protocol import send_json
-from loadtest.servers import HOST, Running, cpu_seconds, headrace, running
+from loadtest.servers import HOST, ROOT, Running, headrace, running
 
 _READY_S = 90.0
+_WARM_S = 0.3
+_LEAD_S = 0.05  # from an order to the moment at which all clients begin
+_DISTINCT = 16
+_GRPC_CONNECTIONS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +43,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """Name in reports and for clients."""
+        """Name in reports."""
         return f"{self.transport} {self.data}"
 
 
@@ -51,95 +64,118 @@ def way_called(name: str) -> Way:
 @contextmanager
 def server(setup: Setup, model: str) -> Iterator[Running]:
     """Headrace with one model of the bench's repository and clients' shared memory allowed."""
-    # Its clients keep their connections while others have their turns.
-    options = ("--allow-client-shm", "--keep-alive-timeout-s", "3600")
-    command = headrace(setup.repository.resolve(), name="headrace", models=(model,), options=options)
+    command = headrace(setup.repository.resolve(), models=(model,), options=("--allow-client-shm",))
     with running(command, setup.scratch, _READY_S) as started:
         yield started
 
 
-def open_way(
-    setup: Setup, crowd: Crowd, way: Way, served: Running, model: str, rows: int, slots: int, **more: Any
-) -> str:
-    """Make the clients connect; return the key of the connections."""
-    key = str(more.pop("key", way.name))
-    crowd.open(
-        key,
-        slots,
-        transport=way.transport,
-        data=way.data,
-        http_port=served.port,
-        grpc_port=served.grpc_port,
-        model=model,
-        rows=rows,
-        side=setup.side,
-        **more,
-    )
-    return key
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Watched:
-    """A sample and what the server made of it.
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Result of one closed loop.
 
     Attributes:
-        taken: what the clients found.
-        mean_rows: images in a batch.
-        server_cores: that the server's process used.
+        images_per_s: answered.
+        p50_ms, p99_ms: latencies.
+        mean_batch: images in a batch.
+        busiest_client: cores that the busiest client process used.
     """
 
-    taken: Taken
-    mean_rows: float
-    server_cores: float
+    images_per_s: float
+    p50_ms: float
+    p99_ms: float
+    mean_batch: float
+    busiest_client: float
 
 
-def saturate(crowd: Crowd, key: str, served: Running, model: str, seconds: float) -> Watched:
-    """One closed-loop sample; a request that failed fails it.
+def sample_way(setup: Setup, way: Way, served: Running, model: str, rows: int, callers: int) -> Sampled:
+    """Take one closed-loop sample of requests of `rows` pictures, with so many requests in flight.
 
     Raises:
-        CrowdFailed: a client could not, or was answered with errors.
+        LoadFailed: a client could not, or a request failed.
     """
-    before, cpu_s = _counts(served, model), cpu_seconds(served.pid)
-    taken = crowd.closed(key, seconds)
-    after, cpu_end_s = _counts(served, model), cpu_seconds(served.pid)
-    if taken.wrong:
-        raise CrowdFailed(f"{key}: {taken.wrong} requests failed, the first with {taken.first_error}")
-    # The whole sample, including its warm-up and end; only shows how busy the server is.
-    batches = after[1] - before[1]
-    return Watched(taken, (after[0] - before[0]) / max(1, batches), (cpu_end_s - cpu_s) / (seconds + 0.5))
+    before = _counts(served, model)
+    if way.data == "cuda":
+        found = _with_cuda_memory(setup, way, served, model, rows, callers)
+    else:
+        found = _by_bench(setup, way, served, model, rows, callers)
+    after = _counts(served, model)
+    # The whole load, including its warm-up and end; only shows how full the batches are.
+    mean_batch = (after[0] - before[0]) / max(1, after[1] - before[1])
+    return Sampled(*found[:3], mean_batch, found[3])
 
 
-def sample_way(
-    setup: Setup,
-    reporter: Reporter,
-    crowd: Crowd,
-    key: str,
-    name: str,
-    served: Running,
-    model: str,
-    number: int,
-    *,
-    rows: int = REQUEST_ROWS,
-) -> float:
-    """Take and report one closed-loop sample of requests of `rows` rows; return images a second.
+def _by_bench(
+    setup: Setup, way: Way, served: Running, model: str, rows: int, callers: int
+) -> tuple[float, float, float, float]:
+    words = ["--npz", str(_saved_pictures(setup, rows)), "--batch", str(rows), "--concurrency", str(callers)]
+    words += ["--warm-up", str(_WARM_S), "--processes", str(min(setup.clients, callers))]
+    words += ["--shared-memory"] if way.data == "system" else []
+    if way.transport == "grpc":
+        words += ["--connections", str(min(_GRPC_CONNECTIONS, callers))]
+    point = bench_point(url_of(served, way.transport), model, *words, seconds=setup.seconds)
+    latency_ms = point["latency_ms"]
+    return float(point["rows_per_s"]), latency_ms["p50"], latency_ms["p99"], max(point["client_busy"], default=0.0)
 
-    Raises:
-        CrowdFailed: as for `saturate`.
-    """
-    watched = saturate(crowd, key, served, model, setup.seconds)
-    rate = watched.taken.per_s * rows
-    detail = {
-        "p50_ms": round(watched.taken.percentile_ms(50), 2),
-        "p99_ms": round(watched.taken.percentile_ms(99), 2),
-        "mean_batch": round(watched.mean_rows, 1),
-        "server_cores": round(watched.server_cores, 2),
-        "busiest_client": round(watched.taken.busy, 2),
-    }
-    reporter.sample(name, "images/s", rate, number, **detail)
-    return rate
+
+def _saved_pictures(setup: Setup, rows: int) -> Path:
+    file = setup.scratch / f"pictures_{rows}.npz"
+    if not file.exists():
+        inputs: dict[str, Any] = {INPUT: pictures(setup, _DISTINCT * rows)}
+        np.savez(file, **inputs)
+    return file
+
+
+def _with_cuda_memory(
+    setup: Setup, way: Way, served: Running, model: str, rows: int, callers: int
+) -> tuple[float, float, float, float]:
+    """Start client processes, let them begin at the same moment, and join their results."""
+    count = min(setup.clients, callers)
+    shares = [callers // count + (number < callers % count) for number in range(count)]
+    words = [sys.executable, "-m", "loadtest.gpu.client", model, "--transport", way.transport]
+    words += ["--http-port", str(served.port), "--grpc-port", str(served.grpc_port), "--rows", str(rows)]
+    words += ["--side", str(setup.side), "--warm-s", str(_WARM_S), "--seconds", str(setup.seconds)]
+    with ExitStack() as stack, (setup.scratch / "clients.log").open("ab") as log:
+        clients = []
+        for share in shares:
+            command = [*words, "--callers", str(share)]
+            client = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+            stack.callback(client.wait)
+            stack.callback(client.kill)
+            clients.append(client)
+        for client in clients:
+            if _line(client) != "ready\n":
+                raise LoadFailed(f"a client of {way.name} has ended: {log.name} has the reason")
+        start_s = time.monotonic() + _LEAD_S
+        for client in clients:
+            assert client.stdin is not None
+            client.stdin.write(f"{start_s}\n")
+            client.stdin.flush()
+        results = [json.loads(_line(client) or '{"failures": ["a client has ended"]}') for client in clients]
+    if failures := [text for result in results for text in result["failures"]]:
+        raise LoadFailed(f"{way.name}: {failures[0]}")
+    latencies_ms = np.concatenate([result["latencies_ms"] for result in results])
+    p50_ms, p99_ms = np.percentile(latencies_ms, (50, 99))
+    busiest = max(result["busy"] for result in results)
+    return len(latencies_ms) * rows / setup.seconds, float(p50_ms), float(p99_ms), busiest
+
+
+def _line(client: subprocess.Popen[str]) -> str:
+    assert client.stdout is not None
+    return client.stdout.readline()
 
 
 def _counts(served: Running, model: str) -> tuple[int, int]:
     """Images and batches so far."""
     (statistics,) = send_json(HOST, served.port, f"/v2/models/{model}/stats")["model_stats"]
     return int(statistics["inference_count"]), int(statistics["execution_count"])
+
+
+def remove_left() -> int:
+    """Unlink shared memory of clients that were killed; return the number of files."""
+    files = [name for name in os.listdir(FOLDER) if name.startswith(PREFIX)] if os.path.isdir(FOLDER) else []
+    left = [name for name in files if not os.path.exists(f"/proc/{name.removeprefix(PREFIX)}")]
+    for name in left:
+        os.unlink(f"{FOLDER}/{name}")
+    return len(left)
