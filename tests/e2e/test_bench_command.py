@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -22,7 +21,7 @@ import pytest
 from deploy.make_keys import KEYS_FILE, make_keys
 from tests.support.certificates import Certificates
 from tests.support.models import add_model, affine
-from tests.support.serving import HOST, Server, free_port, serving
+from tests.support.serving import HOST, Server, free_port, run_headrace, serving
 
 SHORT = ("--duration", "0.4", "--warm-up", "0.1", "--processes", "2")
 
@@ -36,9 +35,7 @@ class Bench:
         return self.server.url if protocol == "http" else f"grpc://{self.server.grpc_address}"
 
     def run(self, *words: str) -> tuple[int, str, str]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-        line = [sys.executable, "-m", "headrace", "bench", *words]
-        done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=90)
+        done = run_headrace("bench", *words, timeout_s=90)
         return done.returncode, done.stdout, done.stderr
 
     def measure(self, *words: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 from deploy.make_keys import KEYS_FILE, make_keys
 from tests.support.certificates import Certificates
 from tests.support.models import add_model, affine
-from tests.support.serving import Server, serving
+from tests.support.serving import Server, run_headrace, serving
 
 
 @dataclass
@@ -36,8 +36,7 @@ class Guarded:
         address = f"grpcs://{self.server.grpc_address}" if command == "infer" else f"https://{self.server.address}"
         named = {"health": (), "explain": ("net",), "infer": ("net", "--raw", str(self.folder / "rows.npz"))}[command]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-        line = [sys.executable, "-m", "headrace", command, *named, "--url", address, *words]
-        done = subprocess.run(line, env=environment | variables, capture_output=True, text=True, timeout=60)
+        done = run_headrace(command, *named, "--url", address, *words, env=environment | variables)
         assert self.key("infer") not in done.stdout + done.stderr
         return done.returncode, done.stdout + done.stderr
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,7 @@ import pytest
 from onnx import numpy_helper
 
 from tests.support.models import add_model, affine
-from tests.support.serving import ROOT, serving
+from tests.support.serving import run_headrace, serving
 
 NODE = "/backbone/stage_{}/block_with_a_long_name/convolution_and_activation/Relu"
 CONFIG = """max_batch_size: 4
@@ -24,14 +22,7 @@ output: [{name: y, data_type: TYPE_FP32, dims: [16, 8, 8]}]
 
 def command(*words: str | Path, status: int = 0) -> tuple[list[str], list[str]]:
     """Lines of standard output and of standard error, both pipes."""
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", *map(str, words)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "COLUMNS": "30"},
-    )
+    done = run_headrace(*words, env={**os.environ, "COLUMNS": "30"}, timeout_s=100)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout.splitlines(), done.stderr.splitlines()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 import tritonclient.http as triton
 
 from tests.support import models
-from tests.support.serving import ROOT, Server, serving
+from tests.support.serving import Server, run_headrace, serving
 
 
 def explanation(server: Server, model: str, path: str = "") -> Any:
@@ -52,8 +50,7 @@ def test_a_delay_too_long_for_the_arrivals_is_reported_with_its_cure(tmp_path: P
         assert report["findings"][0]["setting"] == "dynamic_batching.max_queue_delay_microseconds"
         assert report["numbers"]["queue_us"] > 15_000
         assert report["numbers"]["closed"] == {"delay": 20}
-        command = [sys.executable, "-m", "headrace", "explain", "affine", "--url", server.url]
-        printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        printed = run_headrace("explain", "affine", "--url", server.url).stdout
         assert "delay_too_long" in printed
         threads = [threading.Thread(target=send_requests, args=(server, 30)) for _ in range(4)]
         for thread in threads:

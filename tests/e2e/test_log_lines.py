@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException
 from tests.e2e.conftest import CONTRADICTING
 from tests.support.models import add_model, affine, row_sums
 from tests.support.processes import isolated_children
-from tests.support.serving import COMMAND, HOST, ROOT, Server, front_ends, serving
+from tests.support.serving import COMMAND, HOST, ROOT, Server, front_ends, run_headrace, serving
 from tests.support.waiting import until
 
 BODY = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1.0] * 16}]}).encode()
@@ -125,15 +125,7 @@ def test_every_line_of_a_servers_life_is_json(tmp_path: Path) -> None:
 )
 def test_a_refusal_to_start_is_json(words: list[str], variables: Mapping[str, str], message: str) -> None:
     ports = ["--http-port", "0", "--no-grpc"]
-    done = subprocess.run(
-        [*COMMAND, "serve", *ports, *words],
-        cwd=ROOT,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_headrace("serve", *ports, *words, env=environment(**variables))
     assert done.returncode in (1, 2)
     assert done.stdout == ""
     lines = parsed(done.stderr)
@@ -146,11 +138,9 @@ def test_a_port_in_use_is_logged_in_json(tmp_path: Path) -> None:
         occupied.listen()
         port = str(occupied.getsockname()[1])
         for option in ("--http-port", "--grpc-port"):
-            words = [*COMMAND, "serve", "--model-repository", str(tmp_path), "--log-format", "json"]
+            words = ["serve", "--model-repository", str(tmp_path), "--log-format", "json"]
             words += ["--http-port", "0", "--grpc-port", "0", option, port]
-            done = subprocess.run(
-                words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False
-            )
+            done = run_headrace(*words, env=environment())
             assert done.returncode == 1, done.stderr
             assert "cannot listen" in parsed(done.stdout + done.stderr)[-1]["message"]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +15,7 @@ import tritonclient.http as triton_http
 
 from tests.support import models
 from tests.support.python_models import add_python_model
-from tests.support.serving import ROOT, Server, serving
+from tests.support.serving import Server, run_headrace, serving
 
 CACHED = "max_batch_size: 8\nresponse_cache { enable: true }\n"
 
@@ -232,8 +230,7 @@ def test_metrics_and_explain_have_the_figures(server: Server) -> None:
         assert float(text.split(f"{name}{labels} ")[1].split()[0]) > 0, name
     assert 'headrace_cache_hits_total{model="plain"' not in text
     assert "cache" not in explained(server, "plain")
-    command = [sys.executable, "-m", "headrace", "explain", "metrics", "--url", server.url]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = run_headrace("explain", "metrics", "--url", server.url).stdout
     assert "response cache" in printed
     assert "on: it is first judged after 2048 requests" in " ".join(printed.split())
 

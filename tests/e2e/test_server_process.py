@@ -25,7 +25,7 @@ from tests.e2e.conftest import CONTRADICTING
 from tests.support import models
 from tests.support.keys import Keys
 from tests.support.processes import children
-from tests.support.serving import COMMAND, HOST, ROOT, Server, free_port, serving, start
+from tests.support.serving import COMMAND, HOST, ROOT, Server, free_port, run_headrace, serving, start
 
 
 @pytest.fixture
@@ -50,15 +50,8 @@ def index(server: Server) -> dict[str, str]:
 def refuses(*words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
     """Exit status and output of `headrace serve` that must end by itself."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-    done = subprocess.run(
-        [*COMMAND, "serve", *words],
-        cwd=ROOT,
-        env={**inherited, "COLUMNS": "400", "HEADRACE_HTTP_PORT": "0", "HEADRACE_GRPC_PORT": "0", **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    free = {"COLUMNS": "400", "HEADRACE_HTTP_PORT": "0", "HEADRACE_GRPC_PORT": "0"}
+    done = run_headrace("serve", *words, env={**inherited, **free, **(env or {})}, timeout_s=30)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -502,20 +495,11 @@ def test_commands_suggest_the_nearest_model(good: Path, tmp_path: Path) -> None:
             ["infer", "row_sum", "--json-input", str(tmp_path / "x.json"), "--url", server.grpc_address],
         ):
             (tmp_path / "x.json").write_bytes(row(2))
-            done = subprocess.run(
-                [*COMMAND, *words],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=30,
-                check=False,
-            )
+            done = run_headrace(*words)
             assert done.returncode == 1
             assert "did you mean" in done.stderr, done.stderr
             assert "row_sums" in done.stderr
-    done = subprocess.run(
-        [*COMMAND, "m.onnx", "--http-port", "0"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = run_headrace("m.onnx", "--http-port", "0")
     assert done.returncode == 2
     assert "did you mean headrace serve m.onnx --http-port 0?" in done.stderr
 

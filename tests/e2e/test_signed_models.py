@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.models import add_model, affine
-from tests.support.serving import Server, serving
-
-HEADRACE = (sys.executable, "-P", "-m", "headrace")
+from tests.support.serving import Server, run_headrace, serving
 
 
 def headrace(*words: str | Path, status: int = 0) -> str:
     """Run a command, and return what it prints."""
-    done = subprocess.run([*HEADRACE, *map(str, words)], capture_output=True, text=True, timeout=120)
+    done = run_headrace(*words, timeout_s=120)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 

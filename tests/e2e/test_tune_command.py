@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,7 @@ import pytest
 import tritonclient.http as triton
 
 from tests.support.models import affine
-from tests.support.serving import ROOT, serving
+from tests.support.serving import run_headrace, serving
 
 pytestmark = pytest.mark.slow
 
@@ -31,8 +29,7 @@ output: [{name: Y, data_type: TYPE_FP32, dims: [4]}]
 
 
 def headrace(*words: str | Path) -> str:
-    command = [sys.executable, "-m", "headrace", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = run_headrace(*words, timeout_s=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

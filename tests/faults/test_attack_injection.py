@@ -13,8 +13,6 @@ import io
 import json
 import re
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from tests.support.attacks import OPTIONS, Attacked, build, grpc_request, http_b
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
 from tests.support.keys import Keys, until
 from tests.support.otlp_receiver import Receiver, attributes, receiving
-from tests.support.serving import HOST, ROOT, serving
+from tests.support.serving import HOST, run_headrace, serving
 
 pb: Any = service_pb2
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -337,25 +335,23 @@ def hostile_server() -> Iterator[str]:
 @pytest.mark.parametrize("options", [[], ["--json"]])
 @pytest.mark.parametrize("model", ["affine", "missing"])
 def test_explain_prints_no_sequences_of_a_server(hostile_server: str, model: str, options: list[str]) -> None:
-    words = [sys.executable, "-m", "headrace", "explain", model, "--url", hostile_server, *options]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, timeout=60)
+    done = run_headrace("explain", model, "--url", hostile_server, *options)
     assert done.returncode == (1 if model == "missing" else 0)
-    for output in (done.stdout.decode(), done.stderr.decode()):
+    for output in (done.stdout, done.stderr):
         assert not UNPRINTABLE.search(output), UNPRINTABLE.findall(output)
     shown = done.stderr if model == "missing" else done.stdout
-    assert MARK.encode() in shown
+    assert MARK in shown
     if options and model == "affine":
         assert json.loads(done.stdout)["name"] == "".join(TEXTS.values()), "nothing is lost in JSON"
     else:
-        assert b"[red]" in shown, "markup of the console is text"
+        assert "[red]" in shown, "markup of the console is text"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TEXTS if kind != "NUL"])
 def test_explain_prints_no_sequences_of_its_arguments(case: Observed, kind: str) -> None:
-    words = [sys.executable, "-m", "headrace", "explain", TEXTS[kind], "--url", case.server.url]
-    done = subprocess.run([*words, "--api-key-file", str(key_file(case))], cwd=ROOT, capture_output=True, timeout=60)
+    done = run_headrace("explain", TEXTS[kind], "--url", case.server.url, "--api-key-file", key_file(case))
     assert done.returncode == 1
-    for output in (done.stdout.decode(), done.stderr.decode()):
+    for output in (done.stdout, done.stderr):
         assert not UNPRINTABLE.search(output), UNPRINTABLE.findall(output)
         assert not re.search(rf"^(\[01/01/30|X-{MARK})", output, re.MULTILINE)
 

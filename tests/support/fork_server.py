@@ -145,20 +145,22 @@ class ForkServer:
         known = [(sys.executable, "-m", program) for program in PROGRAMS]
         return tuple(command) in known and _early(env) == self._early
 
-    def start(self, words: Sequence[str], cwd: Path, env: Mapping[str, str], output: IO[bytes]) -> ForkedProcess:
+    def start(
+        self, words: Sequence[str], cwd: Path, env: Mapping[str, str], output: IO[bytes], errors: IO[bytes]
+    ) -> ForkedProcess:
         """Fork a process.
 
         Args:
             words: `python -m MODULE` and the arguments.
             cwd: its current folder.
             env: its whole environment.
-            output: file for its standard output and standard error.
+            output, errors: files for its standard output and standard error.
         """
         request = json.dumps({"words": list(words[2:]), "cwd": str(cwd), "env": dict(env)}).encode()
         assert len(request) <= _REQUEST_BYTES, "the environment is too large"
         mine, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with channel, self._lock:
-            socket.send_fds(self._socket, [request], [channel.fileno(), output.fileno()])
+            socket.send_fds(self._socket, [request], [channel.fileno(), output.fileno(), errors.fileno()])
         return ForkedProcess(words, mine)
 
     def close(self) -> None:
@@ -191,7 +193,7 @@ def _serve(requests: socket.socket) -> list[str] | None:
                     channel.send(status.to_bytes(4, "big", signed=True))
         if requests not in ready:
             continue
-        message, fds, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 2)
+        message, fds, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
         if not message:
             for child in children:
                 signal.pidfd_send_signal(child, signal.SIGKILL)
@@ -203,18 +205,19 @@ def _serve(requests: socket.socket) -> list[str] | None:
             for _, channel in children.values():
                 channel.detach()
             request = json.loads(message)
-            _become(request["cwd"], request["env"], fds[1])
+            _become(request["cwd"], request["env"], fds[1:])
             return list(request["words"])
         channel = socket.socket(fileno=fds[0])
-        os.close(fds[1])
+        for stream in fds[1:]:
+            os.close(stream)
         channel.send(pid.to_bytes(4, "big"))
         children[os.pidfd_open(pid)] = pid, channel
 
 
-def _become(cwd: str, env: Mapping[str, str], output: int) -> None:
+def _become(cwd: str, env: Mapping[str, str], streams: Sequence[int]) -> None:
     """Give a forked process what a new one has: streams, folder, environment, signals, random numbers."""
-    for stream in (1, 2):
-        os.dup2(output, stream)
+    for number, stream in enumerate(streams, 1):
+        os.dup2(stream, number)
     os.closerange(3, 1 << 16)
     os.chdir(cwd)
     os.environ.clear()

@@ -208,9 +208,39 @@ def start(
     whole = {**inherited, "COLUMNS": "200", **(env or {})}
     with log.open("wb") as stream:
         if sys.platform == "linux" and _fork_server().can_start(command, whole):
-            return Server(_fork_server().start(words, ROOT, whole, stream), log)
+            return Server(_fork_server().start(words, ROOT, whole, stream, stream), log)
         process = subprocess.Popen(words, cwd=ROOT, env=whole, stdout=stream, stderr=subprocess.STDOUT)
     return Server(process, log)
+
+
+def run_headrace(
+    *words: str | Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of `headrace` to its end, by a fork where it runs alike, and return its status and output.
+
+    Args:
+        words: the command and its arguments.
+        env: the whole environment; None for that of the test without HEADRACE_ variables.
+        cwd: current folder of the command.
+        timeout_s: time after which it is killed, seconds.
+
+    Raises:
+        subprocess.TimeoutExpired: it ran longer.
+    """
+    if env is None:
+        env = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    line = [*COMMAND, *map(str, words)]
+    if sys.platform != "linux" or not _fork_server().can_start(COMMAND, env):
+        return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = _fork_server().start(line, cwd, env, output, errors)
+        try:
+            status = process.wait(timeout_s)
+        finally:
+            process.kill()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(line, status, output.read().decode(), errors.read().decode())
 
 
 @cache

@@ -23,6 +23,7 @@ from headrace.tls import TlsFiles
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.support.certificates import Certificates, Pair
+from tests.support.serving import run_headrace
 from tests.unit.commands.conftest import Abort, ScriptedGrpcServer
 from tests.unit.commands.test_health import Peer, running_peer
 
@@ -127,9 +128,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def explain(url: str, *words: str, api_key: str = "") -> tuple[int, str]:
     """Run `headrace explain` in a process of its own; exit status and standard error."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-    command = [sys.executable, "-m", "headrace", "explain", "m", "--url", url, *words]
     variables = {"HEADRACE_API_KEY": api_key} if api_key else {}
-    done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=60)
+    done = run_headrace("explain", "m", "--url", url, *words, env=environment | variables)
     return done.returncode, done.stderr
 
 

@@ -28,7 +28,7 @@ def forks() -> Iterator[ForkServer]:
 
 def start(forks: ForkServer, path: Path, *words: str, **env: str) -> ForkedProcess:
     with path.open("wb") as output:
-        return forks.start([*COMMAND, *words], path.parent, {**os.environ, **env}, output)
+        return forks.start([*COMMAND, *words], path.parent, {**os.environ, **env}, output, output)
 
 
 def serve(forks: ForkServer, folder: Path, **env: str) -> ForkedProcess:
