@@ -110,10 +110,3 @@ def test_the_page_leads_from_a_photograph_to_its_label(reader: Reader, tmp_path:
     assert outputs["label"] == [best["label"]]
     assert outputs["score"] == pytest.approx([best["score"]], abs=0.02)
     assert {output["name"]: output["data"] for output in answers[1]["outputs"]} == outputs
-
-
-def test_the_readme_shows_the_files_of_the_page() -> None:
-    files = {snippet.text for snippet in snippets(PAGE) if snippet.kind in ("python", "yaml")}
-    assert len(files) == 2
-    shown = {snippet.text for snippet in snippets("README.md") if snippet.kind in ("python", "yaml")}
-    assert files <= shown
