@@ -1,6 +1,6 @@
 """Entry point of the process of a Python model instance; started by path, in any interpreter from Python 3.8 on.
 
-    PYTHON -s .../headrace_model/__main__.py PARENT_PID BATCHES_FD CALLS_FD CONTROL_FD RESPONSES_FD
+    PYTHON -s .../headrace_model/__main__.py PARENT_PID CONTROL_FD BATCHES_FD RESPONSES_FD [CALLS_FD]
 
 Loads the package `headrace_model` from its own folder, without that folder's parent on `sys.path`: the server's packages must not
 be importable in the interpreter of a model.
@@ -51,25 +51,25 @@ def main() -> None:
     _ignore(signal.SIGTERM)
     # A model that hangs in native code would not notice that the server was killed and its sockets closed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent, batches, calls, control, responses = (int(word) for word in sys.argv[1:6])
+    parent, *descriptors = (int(word) for word in sys.argv[1:])
     if os.getppid() != parent:
         return
     faulthandler.enable()
     # The server sends SIGUSR1 before it kills a process that hangs: its stacks go to the log.
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
-    for descriptor in (batches, calls, control, responses):
-        if descriptor >= 0:
-            os.set_inheritable(descriptor, False)  # not for processes that the model starts
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)  # not for processes that the model starts
     _load_package()
     from headrace_model import child
     from headrace_model.channel import Frames, Messages
 
     child.stream_lines()
+    control, batches, responses, *calls = descriptors
     status = child.run(
         Frames(socket.socket(fileno=batches)),
         Messages(socket.socket(fileno=control)),
-        calls if calls >= 0 else None,
-        responses if responses >= 0 else None,
+        calls[0] if calls else None,
+        responses,
     )
     child.exit_process(status)
 

@@ -350,7 +350,7 @@ def refusal(order: Message, error: BaseException, step: str) -> Message:
     file = Path(order["file"])
     path = "{}/{}/{}".format(order["model"], order["version"], file.name)
     if isinstance(error, forms.Refused):
-        return {"refused": [path, error.line, error.message, error.cure]}
+        return {"refused": [[path, error.line, error.message, error.cure]]}
     line = None
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == str(file):
@@ -358,7 +358,7 @@ def refusal(order: Message, error: BaseException, step: str) -> Message:
     if isinstance(error, SyntaxError) and error.filename == str(file):
         line = error.lineno
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return {"refused": [path, line, f"{step} raised {text[:_MAX_LOAD_TEXT]}", "the server's log has the traceback"]}
+    return {"refused": [[path, line, f"{step} raised {text[:_MAX_LOAD_TEXT]}", "the server's log has the traceback"]]}
 
 
 def run(frames: Frames, control: Messages, calls: int | None, responses: int | None = None) -> int:
@@ -375,7 +375,7 @@ def run(frames: Frames, control: Messages, calls: int | None, responses: int | N
     """
     order = control.receive()
     if order["protocol"] != protocol.VERSION:
-        control.send({"refused": [order["model"], None, "its environment has another version of headrace_model", ""]})
+        control.send({"refused": [[order["model"], None, "its environment has another version of headrace_model", ""]]})
         return 1
     _limit_memory(order["memory_bytes"])
 

@@ -22,13 +22,16 @@ from typing import NamedTuple
 # Who may import whom. The longest matching folder (or file) counts; a room may always import itself, and the standard
 # library less `never`. "*" lets in every package of `server`. Names are prefixes: "google.protobuf" covers what is in it.
 PIPELINE = "headrace.core headrace.backends.base headrace.scheduling headrace.observability.counters headrace.pipelines"
-PROCESS = "headrace.core headrace.backends headrace_model.protocol headrace_model.slots headrace_model.channel"
+PROCESS = "headrace.core headrace.backends headrace.processes headrace_model.protocol headrace_model.slots headrace_model.channel"
 ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/core": {"third": "numpy", "never": "os pathlib socket subprocess"},
     "server/headrace/cuda": {"ours": "headrace.core", "third": "numpy pycuda pynvml"},
     "server/headrace/cuda/kernels": {"ours": "headrace.core headrace.cuda headrace.pipelines", "third": "numpy"},
     "server/headrace/observability": {"ours": "headrace.core", "third": "numpy prometheus_client opentelemetry"},
     "server/headrace/backends": {"ours": "headrace.core headrace.cuda headrace_model.protocol", "third": "numpy"},
+    "server/headrace/processes": {
+        "ours": "headrace.core headrace.backends.base headrace_model.channel headrace_model.protocol"
+    },
     "server/headrace/backends/process": {"ours": PROCESS, "third": "numpy"},
     "server/headrace/backends/python": {"ours": PROCESS, "third": "numpy"},
     "server/headrace/scheduling": {
@@ -38,7 +41,7 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "server/headrace/config": {"ours": "headrace.core", "third": "google.protobuf onnx pydantic tritonclient yaml"},
     "server/headrace/repository": {
-        "ours": "headrace.core headrace.config headrace.scheduling headrace.backends headrace.observability "
+        "ours": "headrace.core headrace.config headrace.scheduling headrace.backends headrace.processes headrace.observability "
         "headrace.pipelines headrace.caching headrace.cuda.devices headrace.cuda.kernels.launching headrace.stores "
         "headrace.integrity headrace_model"
     },

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headrace.backends.python.process import InstanceProcess, Message, ProcessOptions
+from headrace.backends.python.process import InstanceProcess, ProcessOptions
 from headrace.config.completion import complete_instances
 from headrace.config.documents import refuse, to_triton_json
 from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
@@ -18,6 +18,7 @@ from headrace.config.python_rules import check_client_config, complete_from_code
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor_config import ModelInput, ModelOutput
+from headrace.processes.child_process import Message
 from headrace.repository.folders import fingerprint_version
 from headrace.repository.load_ahead import RunStart, run_now
 from headrace.repository.python_models import (

@@ -15,7 +15,7 @@ from headrace_model import protocol
 
 from headrace.backends.python.backend import PythonBackend, PythonModel
 from headrace.backends.python.outputs import ModelTensors
-from headrace.backends.python.process import Message, ProcessOptions
+from headrace.backends.python.process import ProcessOptions
 from headrace.config.documents import to_triton_json
 from headrace.config.model_folder import ModelFolder
 from headrace.config.python_rules import reads_device_rows
@@ -26,6 +26,7 @@ from headrace.core.tensor import BY_CONFIG_NAME
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.cuda import devices as gpus
 from headrace.observability.custom_metrics import CustomMetrics
+from headrace.processes.child_process import Message
 from headrace.repository.folders import fingerprint_version
 from headrace.repository.load_ahead import RunStart, run_now
 from headrace.repository.model_calls import ModelCalls

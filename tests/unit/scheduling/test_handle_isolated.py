@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.backends.process import lifetime
 from headrace.backends.process.backend import IsolatedBackend
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ModelFailed, Unavailable
 from headrace.core.request import InferResponse
 from headrace.observability.counters import Recorder
 from headrace.observability.metrics import MetricsPage
+from headrace.processes import supervisor
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
@@ -88,7 +88,7 @@ def test_a_request_without_a_process_waits_for_the_next_one(tmp_path: Path) -> N
 
 
 def test_requests_are_rejected_during_long_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifetime, "PAUSES_S", (600.0,))
+    monkeypatch.setattr(supervisor, "PAUSES_S", (600.0,))
 
     async def scenario(handle: ModelHandle) -> None:
         with pytest.raises(ModelFailed):
@@ -116,7 +116,7 @@ def test_a_hanging_model_does_not_affect_other_models(tmp_path: Path) -> None:
 def test_a_closed_handle_does_not_wait_for_a_slow_process_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifetime, "PAUSES_S", (600.0,))
+    monkeypatch.setattr(supervisor, "PAUSES_S", (600.0,))
 
     async def scenario(handle: ModelHandle) -> None:
         with pytest.raises(ModelFailed):

@@ -1,7 +1,7 @@
 """Runs a backend in a child process: a model that crashes or hangs affects neither other models nor the server.
 
 Inputs are assembled in memory that both processes share, and outputs are copied out of it; a batch needs two short
-messages. Batches overlap if the backend in the child supports that. `supervisor.BatchAdmission` decides about batches
+messages. Batches overlap if the backend in the child supports that. `admission.BatchAdmission` decides about batches
 when the child dies.
 """
 
@@ -23,7 +23,7 @@ from headrace_model.slots import SlotLease
 
 from headrace.backends.base import ExecutionLost, InFlightBatch, InputRefused, ProcessStatus
 from headrace.backends.process.child import LAUNCH, Message
-from headrace.backends.process.supervisor import ChildProcess, ModelProcess
+from headrace.backends.process.model_process import IsolatedProcess, ModelProcess
 from headrace.backends.process.tensors import (
     TensorLayout,
     decode_layouts,
@@ -109,7 +109,7 @@ class IsolatedBackend:
         }
         slot_bytes = max(self.slot_bytes, _SMALLEST_SLOT_BYTES)
         process = ModelProcess(self.name, order, instances, self.limit_s, slot_bytes, self.lent_batches)
-        process.start()
+        process.load()
         if account is not None:
             try:
                 for holding in process.held:
@@ -177,18 +177,18 @@ class _Transfer:
         slot: the slot.
         index: number of the slot.
         body, flags: of its RUN frame.
-        child: process that it was sent to; None before.
+        process: process that it was sent to; None before.
         number: number of the frame, repeated in the answer.
     """
 
-    __slots__ = ("body", "child", "flags", "index", "lease", "number", "slot")
+    __slots__ = ("body", "flags", "index", "lease", "number", "process", "slot")
 
     def __init__(self, lease: SlotLease) -> None:
         self.lease: SlotLease | None = lease
         self.slot = lease.slot
         self.index = lease.index
         self.body, self.flags = b"", 0
-        self.child: ChildProcess | None = None
+        self.process: IsolatedProcess | None = None
         self.number = 0
 
     def set_inputs(self, layouts: list[TensorLayout], flags: int) -> None:
@@ -282,15 +282,15 @@ class IsolatedExecution:
     def close(self) -> None:
         """Wait for batches that a dead thread left open, so that they do not block other instances."""
         for transfer in list(self._open):
-            child = transfer.child
+            process = transfer.process
             try:
-                if child is not None:
-                    self._answer(transfer, child)
+                if process is not None:
+                    self._answer(transfer, process)
             except (EOFError, OSError, ProtocolError):
                 # `leave` comes after the death of the process: the batch must count as inside then, it may be the cause.
-                if child is not None:
-                    child.kill("")
-                    child.ended.wait()
+                if process is not None:
+                    process.child.kill("")
+                    process.child.ended.wait()
             finally:
                 self._process.admission.leave(transfer)
 
@@ -298,9 +298,10 @@ class IsolatedExecution:
         """Outputs of a batch, from this process or from its successor."""
         try:
             while True:
-                child = transfer.child or self._sent(transfer)
+                process = transfer.process or self._sent(transfer)
+                child = process.child
                 try:
-                    kind, body = self._answer(transfer, child)
+                    kind, body = self._answer(transfer, process)
                     if kind == DONE:
                         return self._outputs(transfer, body)
                     error = json.loads(body)
@@ -317,7 +318,7 @@ class IsolatedExecution:
                     child.kill(f"it gave no answer within {self.limit_s:g} s")
                 except (EOFError, OSError, ProtocolError):
                     child.kill("")
-                transfer.child = None
+                transfer.process = None
                 child.ended.wait()
                 # A batch that the process had not begun cannot have killed it.
                 has_begun = transfer.slot.begun == transfer.number
@@ -327,21 +328,21 @@ class IsolatedExecution:
         finally:
             self._process.admission.leave(transfer)
 
-    def _sent(self, transfer: _Transfer) -> ChildProcess:
+    def _sent(self, transfer: _Transfer) -> IsolatedProcess:
         """Wait until the batch may enter, send it, and send the batches that may follow."""
         try:
-            child = self._process.admission.enter(transfer, wait=True)
+            process = self._process.admission.enter(transfer, wait=True)
         except BaseException:
             with self._lock:
                 self._dequeue(transfer)
             raise
-        assert child is not None, "enter() waits until the batch is admitted, or raises"
+        assert process is not None, "enter() waits until the batch is admitted, or raises"
         with self._lock:
             self._dequeue(transfer)
-            self._send(transfer, child)
+            self._send(transfer, process)
             while self._unsent and self._try_send(self._unsent[0], quiet=True):
                 self._unsent.popleft()
-        return child
+        return process
 
     # With the lock held
 
@@ -352,33 +353,33 @@ class IsolatedExecution:
     def _try_send(self, transfer: _Transfer, quiet: bool = False) -> bool:
         """Send a batch if it may enter now; `quiet` ignores a refusal, which the batch's own finisher reports."""
         try:
-            child = self._process.admission.enter(transfer, wait=False)
+            process = self._process.admission.enter(transfer, wait=False)
         except (Unavailable, ExecutionLost):
             if quiet:
                 return False
             raise
-        if child is not None:
-            self._send(transfer, child)
-        return child is not None
+        if process is not None:
+            self._send(transfer, process)
+        return process is not None
 
-    def _send(self, transfer: _Transfer, child: ChildProcess) -> None:
+    def _send(self, transfer: _Transfer, process: IsolatedProcess) -> None:
         """Send a batch to a process that it has entered; a dead process is detected when its answer is read."""
         self._number += 1
-        transfer.child, transfer.number = child, self._number
+        transfer.process, transfer.number = process, self._number
         try:
-            frames = child.instances[self._index]
+            frames = process.instances[self._index]
             frames.set_timeouts(self.limit_s, self.limit_s)
             frames.send(RUN, transfer.index, transfer.number, 0, transfer.body, transfer.flags)
         except BlockingIOError:
-            child.kill(f"it took no batch within {self.limit_s:g} s")
+            process.child.kill(f"it took no batch within {self.limit_s:g} s")
         except OSError:
-            child.kill("")
+            process.child.kill("")
 
     # On the finisher's thread, or the instance's in a run
 
-    def _answer(self, transfer: _Transfer, child: ChildProcess) -> tuple[int, bytes]:
+    def _answer(self, transfer: _Transfer, process: IsolatedProcess) -> tuple[int, bytes]:
         """Wait for the answer to a batch; return its kind and body."""
-        frames = child.instances[self._index]
+        frames = process.instances[self._index]
         while frames.receive():
             frame = memoryview(frames.buffer)
             _version, kind, flags, _slot, number, _count, size = HEADER.unpack_from(frame)

@@ -24,7 +24,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -292,13 +291,13 @@ def run(control: Messages, instances: list[Frames]) -> None:
         control.send({"no_room": no_room})
         return
     except ConfigError as error:
-        control.send({"refused": [astuple(finding) for finding in error.findings]})
+        control.send({"refused": [_refusal(finding) for finding in error.findings]})
         return
     except Exception as error:
         logger.exception("the model could not be loaded")
         kind, text = _error_message(error).get("error", ("", ""))
         if kind == ModelFailed.__name__:
-            control.send({"refused": [astuple(Finding(Path(order["file"]).name, None, text))]})
+            control.send({"refused": [_refusal(Finding(Path(order["file"]).name, None, text))]})
         else:
             control.send({"broken": type(error).__name__})
         return
@@ -316,6 +315,10 @@ def run(control: Messages, instances: list[Frames]) -> None:
             thread.join(_GRACE_S)
         if not any(thread.is_alive() for thread in threads):
             model.close()
+
+
+def _refusal(finding: Finding) -> list[object]:
+    return [finding.path, finding.line, finding.message, finding.cure]
 
 
 def _limit_memory(size_bytes: int) -> None:

@@ -34,6 +34,7 @@ from headrace.core.completion import Completion
 from headrace.core.errors import BatchLost, HeadraceError, ModelFailed
 from headrace.core.request import NO_PARAMETERS, InferResponse, Probe, Responses
 from headrace.core.tensor import Array
+from headrace.processes.child_process import ChildProcess
 
 logger = logging.getLogger("headrace.python")
 
@@ -119,7 +120,7 @@ class PythonModel:
     def _update_status(self) -> None:
         with self._lock:
             processes = self._processes
-            refusal = "" if any(not process.refusal for process in processes) else processes[0].refusal
+            refusal = "" if any(not process.gate.refusal for process in processes) else processes[0].gate.refusal
             up = all(process.connection is not None for process in processes)
             self.process_status = ProcessStatus(up, refusal, sum(process.restarts for process in processes))
 
@@ -174,7 +175,7 @@ class PythonExecution:
         self._reader = ResultReader(tensors)
         self._prepared: tuple[ProcessConnection, PreparedBatch] | None = None
         self._keeps_state = False
-        self._state_of: ProcessConnection | None = None  # the process with the state of the sequences
+        self._state_of: ChildProcess | None = None  # the process with the state of the sequences
 
     def renew_state(self) -> bool:
         """Accept the present process for the sequences that follow; True if an earlier one has ended with the state.
@@ -182,8 +183,9 @@ class PythonExecution:
         From the first call on a batch runs in that process only: in another one it would read no state, or another's.
         """
         connection = self._process.connection
-        is_lost = self._keeps_state and connection is not self._state_of
-        self._keeps_state, self._state_of = True, connection
+        child = None if connection is None else connection.child
+        is_lost = self._keeps_state and child is not self._state_of
+        self._keeps_state, self._state_of = True, child
         return is_lost
 
     def wait_ready(self, stopped: Callable[[], bool]) -> None:
@@ -194,7 +196,7 @@ class PythonExecution:
             if connection is None:
                 if self._refusal():
                     return
-                process.wait_change(_READY_POLL_S)
+                process.gate.wait_change(_READY_POLL_S)
             elif connection.open.wait_below(self._tensors.max_open, _READY_POLL_S):
                 return
 
@@ -206,7 +208,7 @@ class PythonExecution:
 
     def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
         """Return views of a free slot for the next batch."""
-        connection = self._process.enter()
+        connection = self._process.gate.wait_open()
         self._prepared = None
         if self._keeps_state:  # before a slot is taken: the process gets a new one with its first batch
             self._check_state(connection)
@@ -240,7 +242,7 @@ class PythonExecution:
         """Run a batch in the process; see `MemberExecution.run_members`."""
         prepared, self._prepared = self._prepared, None
         for _ in range(_SENDS):
-            connection = self._process.enter()
+            connection = self._process.gate.wait_open()
             if self._keeps_state:
                 self._check_state(connection)
             if prepared is None or prepared[0] is not connection:
@@ -256,20 +258,20 @@ class PythonExecution:
             except BaseException:
                 connection.open.discard(number)
                 raise
-            connection.ended.wait()
+            connection.child.ended.wait()
             connection.open.wait_drained()
             connection.open.discard(number)
             if batch.lease.slot.begun == number:
                 break
         raise BatchLost(
             f"the process of model '{self._process.model}' died while it ran the request, which is not run again: "
-            f"{connection.cause}"
+            f"{connection.child.cause}"
         )
 
     def _check_state(self, connection: ProcessConnection) -> None:
         if self._state_of is None:  # no process served when the state was renewed, so no sequence has any
-            self._state_of = connection
-        elif connection is not self._state_of:
+            self._state_of = connection.child
+        elif connection.child is not self._state_of:
             raise BatchLost(
                 f"the process of model '{self._process.model}' died, and the state of its sequences with it: start them again"
             )
@@ -314,10 +316,10 @@ class PythonExecution:
                     connection.kill_hanging(f"it did not answer within {self._process.limit_s:g} s")
                     return False
             except (OSError, ProtocolError) as error:
-                connection.kill(f"its socket failed ({error})")
+                connection.child.kill(f"its socket failed ({error})")
                 return False
-        if not size and not connection.ended.wait(_CLOSED_S):
-            connection.kill("it closed its socket")
+        if not size and not connection.child.ended.wait(_CLOSED_S):
+            connection.child.kill("it closed its socket")
         return size > 0
 
     def _progress_limit_ns(self, connection: ProcessConnection, now_ns: int) -> int:
@@ -342,8 +344,8 @@ class PythonExecution:
                 raise ProtocolError(f"an answer of the kind {kind}")
             code, text, traceback = self._reader.failed(frame)
         except Exception as error:  # anything that foreign code can send
-            connection.kill(f"its answer does not follow the protocol: {error}")
-            connection.ended.wait()
+            connection.child.kill(f"its answer does not follow the protocol: {error}")
+            connection.child.ended.wait()
             raise BatchLost(
                 f"the process of model '{self._process.model}' sent an answer that does not follow the protocol"
             ) from error

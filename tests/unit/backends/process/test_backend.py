@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.backends.base import InputRefused, find_inner, is_pipelined
-from headrace.backends.process import supervisor
 from headrace.backends.process.backend import FailedInChildError, IsolatedBackend, IsolatedModel
 from headrace.backends.process.tensors import array_at, read_tensors, write_tensors
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import HOST, Kind, Ledger, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
+from headrace.processes import supervisor
 from headrace_model.slots import START, Slot
 
 from tests.support import fragile_backend as fragile

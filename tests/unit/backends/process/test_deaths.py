@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from headrace.backends.base import ExecutionLost
-from headrace.backends.process import lifetime, supervisor
 from headrace.backends.process.backend import IsolatedModel
 from headrace.core.errors import ModelFailed, Unavailable
+from headrace.processes import supervisor
 
 from tests.support import fragile_backend as fragile
 from tests.support.fragile_backend import fly, pid, values, x_of
@@ -117,7 +117,7 @@ def test_launches_during_the_restart_wait_for_it_and_then_overlap_again(load: Lo
     for _ in range(40):
         assert values(execution.finish(batches.pop(0))) == [4]
         batches.append(fly(execution, 2))
-        overlapped.append(batches[0].handle.child is not None and batches[1].handle.child is not None)  # type: ignore[attr-defined]
+        overlapped.append(batches[0].handle.process is not None and batches[1].handle.process is not None)  # type: ignore[attr-defined]
     assert not any(overlapped[:30]), "one at a time, for a while"
     assert all(overlapped[-5:])
     for batch in batches:
@@ -158,7 +158,7 @@ def test_an_idle_process_that_is_killed_is_replaced(load: Load) -> None:
 def test_restart_pauses_grow_and_batches_are_then_refused_at_once(
     load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lifetime, "PAUSES_S", (0.0, 0.02, 600.0))
+    monkeypatch.setattr(supervisor, "PAUSES_S", (0.0, 0.02, 600.0))
     model = load()
     execution = model.execution(0)
     for _ in range(3):
@@ -178,8 +178,8 @@ def test_restart_pauses_grow_and_batches_are_then_refused_at_once(
 
 
 def test_a_process_that_has_lived_long_counts_anew(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifetime, "PAUSES_S", (0.0, 600.0))
-    monkeypatch.setattr(lifetime, "SETTLED_S", 0.0)
+    monkeypatch.setattr(supervisor, "PAUSES_S", (0.0, 600.0))
+    monkeypatch.setattr(supervisor, "SETTLED_S", 0.0)
     execution = load().execution(0)
     for _ in range(3):
         with pytest.raises(ModelFailed):
@@ -199,7 +199,7 @@ def test_a_dead_supervisor_thread_ends_the_model(
     def broken(*_arguments: object) -> float:
         raise SystemError("the keeper's own fault")
 
-    monkeypatch.setattr(supervisor.ModelProcess, "_record_exit", broken)
+    monkeypatch.setattr(supervisor.ProcessSupervisor, "_record_end", broken)
     with pytest.raises(ModelFailed):
         execution.run(x_of(fragile.EXIT))
     with pytest.raises(ExecutionLost):
@@ -208,7 +208,7 @@ def test_a_dead_supervisor_thread_ends_the_model(
 
 
 def test_a_process_that_does_not_end_is_killed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifetime, "CLOSE_GRACE_S", 0.3)
+    monkeypatch.setattr(supervisor, "CLOSE_GRACE_S", 0.3)
     model = load()
     (child,) = isolated_children_of_this_process()
     stop(child)
@@ -233,7 +233,7 @@ def test_unfinished_batches_do_not_block_others(load: Load, tmp_path: Path) -> N
 def test_a_model_that_cannot_be_loaded_again_is_tried_again(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifetime, "PAUSES_S", (0.05,))
+    monkeypatch.setattr(supervisor, "PAUSES_S", (0.05,))
     model = load()
     execution = model.execution(0)
     (tmp_path / "model").write_text("refuse")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from headrace.backends.base import ExecutionLost
-from headrace.backends.process import supervisor
-from headrace.backends.process.supervisor import BatchAdmission
+from headrace.backends.process import admission
+from headrace.backends.process.admission import BatchAdmission
 from headrace.core.errors import Unavailable
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,7 +77,7 @@ def test_suspected_batches_run_alone_and_first() -> None:
 
 
 def test_after_a_death_batches_enter_one_at_a_time_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_SOLO_BATCHES", 3)
+    monkeypatch.setattr(admission, "_SOLO_BATCHES", 3)
     gate = opened()
     gate.enter("a", wait=False)
     gate.shut("")
@@ -151,7 +151,7 @@ def test_waiting_batches_get_refusals_and_the_shutdown() -> None:
         thread.join(10)
         assert isinstance(result[0], Unavailable)
     thread, result = in_thread(lambda: (gate.shut(""), gate.enter("c", wait=True)))
-    gate.fail("never more")
+    gate.lose("never more")
     thread.join(10)
     assert isinstance(result[0], ExecutionLost)
 
@@ -178,7 +178,7 @@ def test_only_one_suspect_is_ever_inside_and_none_with_others(steps: list[tuple[
             suspects.discard(batch)
         elif step == "die":
             assert gate.shut("") == len(inside)
-            careful = supervisor._SOLO_BATCHES if inside else careful
+            careful = admission._SOLO_BATCHES if inside else careful
             suspects = suspects | inside if len(inside) > 1 else suspects - inside
             inside = set()
             gate.open(number)

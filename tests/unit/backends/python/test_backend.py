@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.backends.base import BatchMember, InputRefused
-from headrace.backends.process import lifetime
-from headrace.backends.python import backend, process
+from headrace.backends.python import backend
 from headrace.backends.python.backend import PythonBackend, PythonExecution, PythonModel
 from headrace.backends.python.outputs import MAX_SLOTS, ModelTensors
 from headrace.backends.python.process import ProcessOptions
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import BatchLost, Cancelled, ConfigError, HeadraceError, ModelFailed, Unavailable
 from headrace.core.tensor import Array
+from headrace.processes import supervisor
 from headrace.repository.python_models import OwnInterpreter, program_command
 from headrace_model import protocol
 
@@ -251,8 +251,8 @@ def test_a_batch_of_sequences_runs_in_the_process_with_their_state_only(open_mod
     instance = execution._process
     dead = instance.connection
     assert dead is not None
-    dead.kill("by the test")
-    dead.ended.wait()
+    dead.child.kill("by the test")
+    dead.child.ended.wait()
     until(lambda: instance.connection is not None)
     with pytest.raises(BatchLost, match="the state of its sequences with it"):
         run(execution, inputs, [member()])
@@ -432,8 +432,24 @@ class TritonPythonModel:
     assert time.monotonic() - started < 10
 
 
+def test_the_descriptors_of_a_dead_process_are_closed_without_the_collector(open_model: Open) -> None:
+    execution = open_model(ACTIONS).execution(0)
+    counts = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with pytest.raises(BatchLost):
+                run(execution, rows_of(1), [member()])
+            run(execution, rows_of(0), [member()])
+            counts.append(len(os.listdir("/proc/self/fd")))
+    finally:
+        gc.enable()
+    assert counts[1:] == counts[:1] * 2
+
+
 def test_a_model_that_hangs_while_it_finalizes_is_killed(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifetime, "CLOSE_GRACE_S", 0.3)
+    monkeypatch.setattr(supervisor, "CLOSE_GRACE_S", 0.3)
     model = open_model(IDENTITY + "    def finalize(self):\n        time.sleep(60)\n")
     started = time.monotonic()
     model.close()
@@ -443,7 +459,7 @@ def test_a_model_that_hangs_while_it_finalizes_is_killed(open_model: Open, monke
 def test_a_model_that_hangs_while_it_initializes_is_killed_and_refused(
     open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "LOAD_LIMIT_S", 1.0)
+    monkeypatch.setattr(supervisor, "LOAD_LIMIT_S", 1.0)
     started = time.monotonic()
     with pytest.raises(ConfigError, match="it did not load the model within 1 s"):
         open_model(IDENTITY + "    def initialize(self, args):\n        time.sleep(60)\n")
@@ -475,7 +491,7 @@ def test_a_model_that_fails_in_one_instance_is_not_loaded(open_model: Open) -> N
 
 
 def test_later_restarts_pause_and_refuse_requests(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifetime, "PAUSES_S", (0.0, 600.0))
+    monkeypatch.setattr(supervisor, "PAUSES_S", (0.0, 600.0))
     model = open_model(ACTIONS)
     execution = model.execution(0)
     for _ in range(2):

@@ -164,7 +164,7 @@ def test_a_late_request_is_cancelled_or_lost(tmp_path: Path, ends: bool) -> None
         if ends:
             connection = model.processes._processes[0].connection
             assert connection is not None
-            connection.kill("by the test")
+            connection.child.kill("by the test")
             assert isinstance(await model.result(completion), BatchLost)
             assert await model.ask(1) == [10]
             return

@@ -16,7 +16,7 @@ class OutputLines:
         max_line_bytes: a longer line without an end is passed on in parts of about this size.
     """
 
-    def __init__(self, pipe: IO[bytes], on_line: Callable[[str], None], max_line_bytes: int = 1 << 16) -> None:
+    def __init__(self, pipe: IO[bytes], on_line: Callable[[str], None], max_line_bytes: int = 8192) -> None:
         self._pipe = pipe
         self._on_line = on_line
         self._max_line_bytes = max_line_bytes

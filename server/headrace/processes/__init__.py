@@ -1,0 +1,1 @@
+"""Processes that run models: their start, messages, output, end and restart."""
