@@ -16,7 +16,7 @@ _BENCH_S = 60.0
 
 
 class LoadFailed(RuntimeError):
-    """`headrace bench` ended with an error, or some requests failed."""
+    """A run whose figures must not be used: the client failed, or not every request was answered with success."""
 
 
 def url_of(server: Running, protocol: str) -> str:

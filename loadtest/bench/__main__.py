@@ -27,10 +27,11 @@ from loadtest.bench.inprocess import WrongAnswer
 from loadtest.bench.report import Report, print_report, replace_block, to_json, write_markdown
 from loadtest.bench.results import CaseResult
 from loadtest.bench.session import Bench, Case, cores_of
+from loadtest.load import LoadFailed
 from loadtest.protocol import Refused
 from loadtest.servers import ServerFailed
 
-FAILURES = (ServerFailed, WrongAnswer, Refused, clients.LoadFailed, subprocess.CalledProcessError, OSError)
+FAILURES = (ServerFailed, WrongAnswer, Refused, LoadFailed, subprocess.CalledProcessError, OSError)
 OPEN_FILES = 8192
 BUSY_WARNING = 0.1
 

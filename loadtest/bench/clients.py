@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.grpc_protocol import PREFIX_BYTES, framed
+from loadtest.load import LoadFailed
 from loadtest.protocol import HttpRequest
 from loadtest.servers import HOST, pinned
 
@@ -54,10 +55,6 @@ end
 _RATE = re.compile(r"^finished in .*?, ([\d.]+) req/s", re.MULTILINE)
 _COUNTS = re.compile(r"^requests: (\d+) total, .* (\d+) succeeded, (\d+) failed, (\d+) errored, (\d+) timeout", re.M)
 _DATA = re.compile(r"^traffic: .*\((\d+)\) data$", re.MULTILINE)
-
-
-class LoadFailed(RuntimeError):
-    """A run whose figures must not be used: the client failed, or not every request was answered with success."""
 
 
 @dataclass(frozen=True, slots=True)

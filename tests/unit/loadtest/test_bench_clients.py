@@ -10,8 +10,9 @@ import pytest
 
 from loadtest import servers
 from loadtest.bench import clients
-from loadtest.bench.clients import CallLoad, Load, LoadFailed, Sample
+from loadtest.bench.clients import CallLoad, Load, Sample
 from loadtest.grpc_protocol import MODEL_INFER
+from loadtest.load import LoadFailed
 from loadtest.protocol import HttpRequest
 from loadtest.servers import running
 

@@ -13,7 +13,8 @@ import pytest
 
 from loadtest import servers
 from loadtest.bench import clients
-from loadtest.bench.clients import Load, LoadFailed
+from loadtest.bench.clients import Load
+from loadtest.load import LoadFailed
 from loadtest.protocol import HttpRequest, send
 from loadtest.servers import ROOT, ServerCommand, ServerFailed, running
 

@@ -11,6 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from loadtest.bench import clients, machine
+from loadtest.load import LoadFailed
 from loadtest.peers import __main__ as peers
 from tests.support.serving import ROOT
 
@@ -28,7 +29,7 @@ class Scripted:
     def measure(self, peer: peers.Peer, model: str, variant: str) -> dict[int, clients.Sample]:
         self.measured.append((peer.name, model, variant))
         if peer.name == self.broken:
-            raise clients.LoadFailed("no request was answered\nmore")
+            raise LoadFailed("no request was answered\nmore")
         rate = self.rates.get(variant, 100.0)
         return {count: clients.Sample(int(rate), rate, 1e6 / rate, 0.0) for count in peers.CONNECTIONS}
 
