@@ -1,16 +1,6 @@
-"""Our convolutions on a real GPU, each against the float64 reference.
-
-Also a script, for a GPU machine without pytest: `python tests/gpu/test_convolutions.py` from the repository's root.
-"""
+"""Our convolutions on a real GPU, each against the float64 reference."""
 
 from __future__ import annotations
-
-import importlib.util
-import sys
-import time
-
-if __name__ == "__main__":
-    sys.path.insert(0, ".")
 
 from headrace.cuda import driver
 from headrace.cuda.driver import check as check_driver
@@ -21,6 +11,9 @@ from headrace.cuda.kernels.convolution.fft import FftAlgorithm
 from headrace.cuda.kernels.convolution.winograd import WinogradAlgorithm
 
 from tests.support.convolution_cases import EPILOGUES, FUSED, PLAIN, check
+from tests.support.gpu_marks import gpu_marks
+
+pytestmark = gpu_marks(120)
 
 SHAPES = [
     ConvShape(2, 64, 14, 14, 64, 3, 3, 1, 1),
@@ -89,27 +82,3 @@ def test_chunks_of_images() -> None:
         _run(WinogradAlgorithm(4, 1 << 18), shape, "float32", FUSED, rows)
         _run(WinogradAlgorithm(2, 1 << 18), shape, "float32", PLAIN, rows)
         _run(FftAlgorithm(chunk_bytes=1 << 18), shape, "float32", FUSED, rows)
-
-
-if importlib.util.find_spec("pytest") is not None:
-    import pytest
-
-    pytestmark = [
-        pytest.mark.gpu,
-        pytest.mark.timeout(120),
-        pytest.mark.skipif(importlib.util.find_spec("pycuda") is None, reason="needs an NVIDIA GPU and PyCUDA"),
-    ]
-
-if __name__ == "__main__":
-    failed = 0
-    for name, test in sorted(globals().items()):
-        if name.startswith("test_"):
-            start_s = time.monotonic()
-            try:
-                test()
-            except Exception as error:
-                failed += 1
-                print(f"{name} FAILED: {type(error).__name__}: {error}")
-            else:
-                print(f"{name} passed in {time.monotonic() - start_s:.1f} s")
-    sys.exit(1 if failed else 0)

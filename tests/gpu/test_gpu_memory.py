@@ -21,10 +21,11 @@ from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.gpu.test_tensorrt_failures import full_gpu
-from tests.support.control_thread import EXPLICIT, expected, index, infer_values, run, until
+from tests.support.control_thread import EXPLICIT, expected, index, infer_values, run
 from tests.support.gpu_marks import gpu_marks
 from tests.support.gpu_process_memory import process_gpu_bytes
 from tests.support.models import add_model, affine
+from tests.support.waiting import until_async
 
 pytestmark = gpu_marks(180)
 
@@ -133,7 +134,7 @@ def test_eviction_frees_all_memory(repository: Path, needs: dict[str, int]) -> N
         for _round in range(12):
             for seed, name in enumerate("abc", 1):
                 assert same(await infer_values(registry, name), seed)
-            await until(lambda: index(registry)["c", "1"] == READY)
+            await until_async(lambda: index(registry)["c", "1"] == READY)
             own.append(process_gpu_bytes())
 
     run(repository, check, ALL, gpu_memory_fraction=room(max(needs.values())))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import mmap
 import os
 import subprocess
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -18,6 +16,9 @@ import numpy as np
 import pytest
 from headrace.core.tensor import Array
 from headrace.cuda.shared_memory import ClientMemory, PinnedFile
+
+from tests.gpu.contract.test_shared_memory import Fetch, finished
+from tests.gpu.contract.test_shared_memory import pinned as pinned_descriptor
 
 _missing = importlib.util.find_spec("pycuda") is None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_missing, reason="needs an NVIDIA GPU and PyCUDA")]
@@ -37,61 +38,11 @@ def path() -> Iterator[Path]:
 
 
 def pinned(memory: ClientMemory, path: Path, start: int, size_bytes: int) -> PinnedFile | None:
-    result: list[PinnedFile | None] = []
-    done = threading.Event()
-
-    def on_done(created: PinnedFile | None) -> None:
-        result.append(created)
-        done.set()
-
     descriptor = os.open(path, os.O_RDWR)
     try:
-        memory.pin(descriptor, start, size_bytes, 0, on_done)
-        assert done.wait(30)
+        return pinned_descriptor(memory, descriptor, start, size_bytes)
     finally:
         os.close(descriptor)
-    return result.pop()
-
-
-def finished(memory: ClientMemory) -> None:
-    gc.collect()
-    done = threading.Event()
-    memory._thread.submit(done.set)
-    assert done.wait(30)
-
-
-class Fetch:
-    """Reads memory as the server does: by a kernel, into the GPU's own memory, and from there."""
-
-    def __init__(self) -> None:
-        from headrace.cuda.driver import CudaStream, current
-        from headrace.cuda.kernels.launching import RowGather
-        from headrace.cuda.memory import DeviceBuffer, PinnedBuffer
-
-        self._kernel = RowGather(0)
-        with current(0):
-            self._buffer, self._table, self._stream = DeviceBuffer(SIZE), PinnedBuffer(), CudaStream()
-            self._table.reserve(8)
-
-    def __call__(self, address: int, size_bytes: int) -> Array:
-        from headrace.cuda.driver import current, loaded
-
-        out = np.empty(size_bytes, np.uint8)
-        with current(0):
-            self._table.view((1,), np.dtype(np.uint64))[0] = address
-            self._kernel.launch(self._stream, self._table.address, size_bytes, 1, 1, self._buffer.address, 8)
-            self._stream.synchronize()
-            loaded().memcpy_dtoh(out, self._buffer.address)
-        return out
-
-    def close(self) -> None:
-        from headrace.cuda.driver import current
-
-        with current(0):
-            del self._stream
-            self._buffer.free()
-            self._table.free()
-        self._kernel.close()
 
 
 PLACES = [(offset, size) for size in (1, 3, 4, 16, 17, 64, 4096, 1 << 16, (1 << 16) + 1, 1 << 20) for offset in PLACED]
@@ -112,7 +63,7 @@ def cut_down_while_it_is_pinned(path: Path, left: int) -> None:
     region = pinned(memory, path, 0, SIZE)
     assert region is not None
     os.truncate(path, left)
-    with closing(Fetch()) as fetch:
+    with closing(Fetch(SIZE)) as fetch:
         found_as_pinned(fetch(region.address, SIZE), 0, left)
         for offset, size in PLACES:
             found_as_pinned(fetch(region.address + offset, size), offset, left)
@@ -123,7 +74,7 @@ def cut_down_while_it_is_pinned(path: Path, left: int) -> None:
     path.write_bytes(CONTENT.tobytes())
     region = pinned(memory, path, 4096, 100_000)
     assert region is not None
-    with closing(Fetch()) as fetch:
+    with closing(Fetch(SIZE)) as fetch:
         np.testing.assert_array_equal(fetch(region.address, 100_000), CONTENT[4096:104_096])
     del region
     finished(memory)

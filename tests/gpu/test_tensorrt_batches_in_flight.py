@@ -1,12 +1,8 @@
-"""Flights on a real GPU: pixels to tensors and scores to classes within them, whole in one graph, rows read where they lie.
-
-`pytest -s tests/gpu/test_tensorrt_batches_in_flight.py` prints what was measured at load, and the time of a batch.
-"""
+"""Flights on a real GPU: pixels to tensors and scores to classes within them, whole in one graph, rows read where they lie."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -173,14 +169,9 @@ def test_rows_are_read_in_place(plan: Path, way: dict[str, str], recipe: ImageRe
 
 
 def test_few_rows_are_prepared_in_place(plan: Path) -> None:
-    """The graphs can be captured; and no bar: prints what a lone flight takes with and without."""
     with opened(plan, (PictureStage("x", PLAIN, FLOAT), RANKED), one_graph_rows="4") as execution:
         lanes = list(execution._resources._contexts.values())
         assert all(lane.direct for lane in lanes), "else it would have been captured the other way"
-        sent = pictures(4, 0, PLAIN)
-        pinned = pinned_empty(sent.shape, sent.dtype)
-        pinned[:] = sent
-        pool = pinned_rows(pinned)
         for direct in (True, False):
             for lane in lanes:
                 if lane.rows <= 4:
@@ -189,11 +180,6 @@ def test_few_rows_are_prepared_in_place(plan: Path) -> None:
                         lane.direct = direct
                         assert execution._resources.try_capture_batch_graph(lane)
                     assert lane.direct == direct
-            for rows in (1, 4):
-                for resident in (False, True):
-                    times = [_one(execution, sent[:rows], pool[:rows] if resident else None) for _ in range(200)]
-                    us = np.median([sum(parts) for parts in times[50:]])
-                    print(f"direct {direct}, {rows} rows, resident {resident}: {us:.1f} us a flight")
 
 
 def test_batches_in_flight_have_separate_row_tables(plan: Path) -> None:
@@ -219,71 +205,31 @@ def test_batches_in_flight_have_separate_row_tables(plan: Path) -> None:
                 check(execution.finish(batch), sent[order])
 
 
-def test_the_latency_table_and_the_times_of_a_batch(plan: Path) -> None:
-    """Prints what was measured at load, and begin, launch and finish of single flights: the GPU must be this test's alone."""
-    sent = pictures(ROWS)
-    pinned = pinned_empty(sent.shape, sent.dtype)
-    pinned[:] = sent
-    pool = pinned_rows(pinned)
-    started_s = time.perf_counter()
+def test_every_bucket_is_measured_at_load(plan: Path) -> None:
+    """The GPU must be this test's alone."""
     with opened(plan) as execution:
         choice = execution._resources.tuning_result
-        print(
-            f"\nopened in {time.perf_counter() - started_s:.2f} s; whole {sorted(choice.one_graph)}, "
-            f"alone {sorted(choice.one_graph_when_idle)}"
-        )
-        print(f"exact {sorted(choice.exact)}")
         assert 1 in choice.one_graph | choice.one_graph_when_idle, (
             f"one row is soonest back in one graph, unless others use the GPU: {processes()}"
         )
-        for rows, timing in sorted(choice.timings.items()):
-            kept = "" if rows in choice.buckets else " (no bucket)"
-            print(f"{rows:4d} rows: replay {timing.replay_us:.1f} us, plain {timing.plain_us:.1f} us{kept}")
         assert choice.timings.keys() >= set(choice.buckets)
         assert choice.buckets[-1] == ROWS
-    for way in WAYS:
-        with opened(plan, **way) as execution:
-            for rows in (1, 8, ROWS):
-                for resident in (False, True):
-                    stages = np.array(
-                        [_one(execution, sent[:rows], pool[:rows] if resident else None) for _ in range(300)]
-                    )
-                    begin, launch, finish = np.median(stages[50:], axis=0)
-                    where = "resident" if resident else "staged"
-                    print(f"{way} {rows} rows {where}: begin {begin:.1f}, launch {launch:.1f}, finish {finish:.1f} us")
-
-
-def _one(execution: Any, sent: np.ndarray[Any, Any], rows: ResidentRows | None) -> tuple[float, float, float]:
-    stamps = [time.perf_counter_ns()]
-    batch = execution.begin({"x": sent}, len(sent))
-    if rows is not None:
-        batch.resident_inputs.append(("x", 0, rows))
-    stamps.append(time.perf_counter_ns())
-    execution.launch(batch)
-    stamps.append(time.perf_counter_ns())
-    execution.finish(batch)
-    stamps.append(time.perf_counter_ns())
-    return tuple(np.diff(stamps) / 1000)
 
 
 def test_two_threads_launch_in_turn(plan: Path) -> None:
     """As the event loop does for an instance that sleeps."""
     with opened(plan, stages=()) as execution:
         assert execution.prompt, "all shapes are known at load"
-        times_us: list[float] = []
         with ThreadPoolExecutor(1) as other, ThreadPoolExecutor(1) as finisher:
             for number in range(50):
                 x = np.random.default_rng(number).standard_normal((1, 3, 16, 16)).astype(np.float32)
 
                 def fly(x: np.ndarray[Any, Any] = x) -> Any:
-                    start_s = time.perf_counter()
                     batch = execution.begin({"x": x}, 1)
                     batch.inputs["x"][:] = x
                     execution.launch(batch)
-                    times_us.append((time.perf_counter() - start_s) * 1e6)
                     return batch
 
                 batch = other.submit(fly).result() if number % 2 else fly()
                 actual = finisher.submit(execution.finish, batch).result()
                 assert cosine(actual["logits"], answers(convolutions(), {"x": x})["logits"]) > 0.9999
-        print(f"begin, fill and launch: {np.median(times_us):.0f} us")

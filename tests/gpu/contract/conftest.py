@@ -8,10 +8,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +21,12 @@ from headrace_engines.targets.base import TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support import fake_streams
+from tests.support.exported_memory import Owner
 from tests.support.fake_gpu import install_tensorrt
 from tests.support.fake_streams import LateCuda
 from tests.support.kernels_on_host import install_host_kernels
 
-Export = Callable[[bytes], AbstractContextManager["ExportedMemory"]]
+Export = Callable[[bytes], AbstractContextManager["ExportedMemory | Owner"]]
 
 
 @dataclass
@@ -107,48 +106,7 @@ def real_gpu() -> GpuUnderTest:
 
     if not devices.count():
         pytest.skip("needs an NVIDIA GPU")
-    return GpuUnderTest(None, exported_by_a_process, process_gpu_bytes, 32 << 20)
-
-
-# Allocates memory with the content from standard input, prints the IPC handle, then answers commands.
-_OWNER = """
-import sys
-import numpy as np
-import pycuda.driver as driver
-driver.init()
-context = driver.Device(0).make_context()
-content = np.frombuffer(bytes.fromhex(sys.stdin.readline()), np.uint8)
-memory = driver.mem_alloc(content.nbytes)
-driver.memcpy_htod(memory, content)
-print(bytes(driver.mem_get_ipc_handle(memory)).hex(), flush=True)
-for command in sys.stdin:
-    now = np.empty_like(content)
-    driver.memcpy_dtoh(now, memory)
-    print(now.tobytes().hex(), flush=True)
-memory.free()
-context.pop()
-"""
-
-
-@contextmanager
-def exported_by_a_process(content: bytes) -> Iterator[ExportedMemory]:
-    """Memory of the real GPU that another process owns."""
-    words = [sys.executable, "-c", _OWNER]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-
-    def answer(line: str) -> bytes:
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
-        text = process.stdout.readline()
-        assert text, "the process that owns the memory has died"
-        return bytes.fromhex(text)
-
-    try:
-        yield ExportedMemory(answer(content.hex()), lambda: answer("show"))
-    finally:
-        process.communicate("", timeout=30)
+    return GpuUnderTest(None, lambda content: closing(Owner(content)), process_gpu_bytes, 32 << 20)
 
 
 @pytest.fixture

@@ -87,7 +87,9 @@ def test_located_rows_keep_the_region_open(gpu: GpuUnderTest, memory: ClientMemo
         finished(memory)
 
 
-def test_another_thread_may_copy_and_drop_the_last_reference(gpu: GpuUnderTest, memory: ClientMemory) -> None:
+def test_another_thread_may_copy_and_drop_the_last_reference(
+    gpu: GpuUnderTest, memory: ClientMemory, capfd: pytest.CaptureFixture[str]
+) -> None:
     with gpu.export(CONTENT.tobytes()) as owner:
         rows = memory.open_ipc(owner.handle, 0, SIZE).locate(1000, 1 << 16, frozenset())
         held = [rows.as_tensor(np.dtype(np.int32), (64, 256))]
@@ -102,6 +104,8 @@ def test_another_thread_may_copy_and_drop_the_last_reference(gpu: GpuUnderTest, 
         thread.start()
         thread.join(60)
         finished(memory)
+        # PyCUDA would write of a context that it cannot enter, and the mapping would stay open.
+        assert capfd.readouterr().err == ""
         expected = CONTENT[1000 + 1024 : 1000 + 3072].view(np.int32).reshape(2, 256)
         np.testing.assert_array_equal(copies.pop(), expected)
         again = memory.open_ipc(owner.handle, 0, SIZE)
@@ -157,10 +161,10 @@ def test_invalid_handles_are_refused_without_side_effects(gpu: GpuUnderTest, mem
 class Fetch:
     """Reads memory as the server does: by a kernel, into the GPU's own memory, and from there."""
 
-    def __init__(self) -> None:
+    def __init__(self, size_bytes: int = SIZE) -> None:
         self._kernel = RowGather(0)
         with current(0):
-            self._buffer, self._table, self._stream = DeviceBuffer(SIZE), PinnedBuffer(), CudaStream()
+            self._buffer, self._table, self._stream = DeviceBuffer(size_bytes), PinnedBuffer(), CudaStream()
             self._table.reserve(8)
 
     def __call__(self, address: int, size_bytes: int) -> Array:
