@@ -10,7 +10,7 @@ import asyncio
 import logging
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
 from headrace.config.completion import bind, screen
@@ -79,16 +79,22 @@ _UNARY: dict[str, UnaryMethod] = {"/s/echo": _echo, "/s/wait": _wait}
 _STREAMS: dict[str, StreamMethod] = {"/s/chat": _chat}
 
 
-async def _http2(data: bytes) -> None:
+async def serve_http2(parts: Iterable[bytes], hello: bytes = HELLO) -> None:
+    """Read bytes as one connection of the fast gRPC engine; nothing of it may be left afterwards.
+
+    Args:
+        parts: the bytes, read by read.
+        hello: read before them.
+    """
     limits = ClientLimits(Limits(max_body_bytes=1000), "grpc")
     engine = FastGrpcServer(Methods(_UNARY, _STREAMS), limits, None)
     engine.deadline_timer = DeadlineTimer(asyncio.get_running_loop())
-    wire = Wire(engine, hello=HELLO)
+    wire = Wire(engine, hello=hello)
     written = bytearray()
-    for piece in pieces(data):
+    for part in parts:
         if wire.transport.closed:
             break
-        wire.connection.data_received(piece)
+        wire.connection.data_received(part)
         await asyncio.sleep(0)
         written += wire.transport.written
         wire.transport.written.clear()
@@ -108,7 +114,7 @@ async def _http2(data: bytes) -> None:
 
 def http2(data: bytes) -> None:
     """A gRPC connection: frames, header blocks, messages."""
-    _loop.run_until_complete(_http2(data))
+    _loop.run_until_complete(serve_http2(pieces(data)))
 
 
 def hpack(data: bytes) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +26,7 @@ from onnx import helper
 from tests.gpu.contract.conftest import Build, GpuUnderTest
 from tests.support.fake_gpu import install_tensorrt
 from tests.support.fake_tensorrt import affine
-from tests.support.tensorrt_case import ORDER, batches
-
-BATCHED = {MAX_BATCH_SIZE: "8"}
-
-
-@contextmanager
-def opened(path: Path, parameters: dict[str, str] = BATCHED, instances: int = 1) -> Iterator[Any]:
-    """The executions of a plan; the only one itself if there is one."""
-    with closing(TensorRtBackend().load(path, instances, parameters)) as model:
-        executions = []
-        try:
-            executions += [model.execution(index) for index in range(instances)]
-            yield executions[0] if instances == 1 else executions
-        finally:
-            for execution in executions:
-                execution.close()
+from tests.support.tensorrt_case import BATCHED, ORDER, batches, fly, opened, right, rows
 
 
 @pytest.fixture(params=["10.6.0", "11.4.0.106", pytest.param("real", marks=pytest.mark.gpu)])
@@ -58,25 +42,6 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> GpuU
 def plan(build: Build) -> Path:
     """`affine` for 1 to 8 rows."""
     return build(affine(), ORDER)
-
-
-def rows(count: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    """Small whole numbers, which TF32 computes exactly."""
-    return np.random.default_rng(seed).integers(-9, 9, (count, 3)).astype(np.float32)
-
-
-def right(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Output of `affine`."""
-    return np.maximum(x @ np.array([[1, 2], [3, 4], [5, 6]], np.float32) + np.array([1, -1], np.float32), 0)
-
-
-def fly(execution: Any, x: np.ndarray[Any, Any]) -> Any:
-    """Begin, fill and launch."""
-    batch = execution.begin({"x": x[:1]}, len(x))
-    assert batch.inputs["x"].shape == x.shape
-    batch.inputs["x"][:] = x
-    execution.launch(batch)
-    return batch
 
 
 WAYS = [{"one_graph_rows": "0"}, {"one_graph_rows": "2"}, {"one_graph_rows": "auto"}, {"cuda_graphs": "0"}]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferResponse
-from headrace.core.tensor import BY_NAME, BYTES, DATATYPES, Array, ModelSpec, TensorSpec
+from headrace.core.tensor import Array, ModelSpec
 from headrace.grpc.codec import GrpcCodec, scan
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -17,9 +16,9 @@ from tritonclient.grpc import InferResult
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import serialize_byte_tensor
 
+from tests.support.echo_tensors import FLAT_SPEC, NAMES, SPEC, check_decoded, good_inputs, some_output
 from tests.support.examples import examples
 
-NAMES = [datatype.name for datatype in DATATYPES]
 FIELDS = {
     "bool_contents": st.booleans(),
     "int_contents": st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 2),
@@ -30,17 +29,6 @@ FIELDS = {
     "fp64_contents": st.floats(),
     "bytes_contents": st.binary(max_size=3),
 }
-
-
-def echo(batch: int = 4) -> ModelSpec:
-    """One input and one output of every datatype, all optional, (-1, -1)."""
-    shape = (-1, -1) if batch else (-1,)
-    inputs = {name: TensorSpec(name, BY_NAME[name], shape, optional=True) for name in NAMES}
-    outputs = {name: TensorSpec(name, BY_NAME[name], shape) for name in NAMES}
-    return ModelSpec("echo", "1", "test", inputs, outputs, batch)
-
-
-SPEC, FLAT_SPEC = echo(), echo(0)
 
 
 def feed(message: bytes, spec: ModelSpec = SPEC) -> None:
@@ -56,26 +44,15 @@ def feed(message: bytes, spec: ModelSpec = SPEC) -> None:
     event("a request")
     pb.ModelInferRequest.FromString(message)  # what we take, protobuf takes
     second, _ = codec.decode(message, scan(message), 1)
-    assert first.inputs.keys() == second.inputs.keys()
-    assert (first.rows, first.shape_key, first.deadline_ns) == (second.rows, second.shape_key, second.deadline_ns)
-    for name, array in first.inputs.items():
-        assert array.dtype == spec.inputs[name].datatype.dtype
-        assert array.ndim == len(spec.inputs[name].shape)
-        assert not spec.max_batch_size or array.shape[0] == first.rows
+    check_decoded(spec, first, second)
     try:
-        parts = codec.encode(InferResponse({name: _some(name, spec) for name in NAMES}), plan, first.id)
+        parts = codec.encode(InferResponse({name: some_output(name, spec) for name in NAMES}), plan, first.id)
     except HeadraceError as error:
         assert "classification" in str(error)
         return
     answer = pb.ModelInferResponse.FromString(b"".join(parts))
     assert [output.name for output in answer.outputs] == [requested.spec.name for requested in plan.outputs]
     assert answer.id == first.id
-
-
-def _some(name: str, spec: ModelSpec) -> Array:
-    shape = (1, 2) if spec.max_batch_size else (2,)
-    array: Array = np.full(shape, b"x" if name == "BYTES" else 1, BY_NAME[name].dtype)
-    return array
 
 
 @st.composite
@@ -176,27 +153,6 @@ def test_the_parser_refuses_everything_that_protobuf_refuses(wire: bytes) -> Non
     assert not message.raw_input_contents
 
 
-@st.composite
-def good_inputs(draw: st.DrawFn) -> dict[str, Array]:
-    """Tensors of some of the datatypes, (rows, columns)."""
-    rows = draw(st.integers(1, 4))
-    arrays: dict[str, Array] = {}
-    for name in draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True)):
-        columns = draw(st.integers(1, 3))
-        datatype = BY_NAME[name]
-        if datatype is BYTES:
-            items = draw(st.lists(st.binary(max_size=5), min_size=rows * columns, max_size=rows * columns))
-            array: Array = np.empty(rows * columns, dtype=object)
-            array[:] = items
-        else:
-            size = rows * columns * datatype.size_bytes
-            raw = draw(st.binary(min_size=size, max_size=size))
-            array = np.frombuffer(raw, np.uint8).copy() & 1 if name == "BOOL" else np.frombuffer(raw, datatype.dtype)
-            array = array.view(datatype.dtype)
-        arrays[name] = array.reshape(rows, columns)
-    return arrays
-
-
 def wire_of(inputs: dict[str, Array], request_id: str = "") -> bytes:
     message = pb.ModelInferRequest(model_name="echo", id=request_id)
     for name, array in inputs.items():
@@ -217,7 +173,7 @@ def test_every_datatype_round_trips(inputs: dict[str, Array], request_id: str) -
         came = request.inputs[name]
         assert came.shape == array.shape
         assert came.tolist() == array.tolist() if name == "BYTES" else came.tobytes() == array.tobytes()
-    rest = {name: _some(name, SPEC) for name in NAMES if name not in inputs}
+    rest = {name: some_output(name, SPEC) for name in NAMES if name not in inputs}
     answer = pb.ModelInferResponse.FromString(
         b"".join(codec.encode(InferResponse({**rest, **request.inputs}), plan, request_id))
     )

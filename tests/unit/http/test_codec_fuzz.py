@@ -6,32 +6,19 @@ import json
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import ClientLimits, Limits
 from headrace.core.request import InferResponse
-from headrace.core.tensor import BY_NAME, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
+from headrace.core.tensor import BY_NAME, BYTES, Array, ModelSpec
 from headrace.http.codec import ModelCodec
 from headrace.inference import compression
 from headrace.inference.tensor_codec import to_binary
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from tests.support.echo_tensors import FLAT_SPEC, NAMES, SPEC, check_decoded, good_inputs, some_output
 from tests.support.examples import examples
-
-NAMES = [datatype.name for datatype in DATATYPES]
-
-
-def echo(batch: int = 4) -> ModelSpec:
-    """One input and one output of every datatype, all optional, (-1, -1)."""
-    shape = (-1, -1) if batch else (-1,)
-    inputs = {name: TensorSpec(name, BY_NAME[name], shape, optional=True) for name in NAMES}
-    outputs = {name: TensorSpec(name, BY_NAME[name], shape) for name in NAMES}
-    return ModelSpec("echo", "1", "test", inputs, outputs, batch)
-
-
-SPEC, FLAT_SPEC = echo(), echo(0)
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -92,25 +79,14 @@ def feed(spec: ModelSpec, body: bytes, header_size: int | None) -> None:
         return
     event("a request")
     second, _ = codec.decode(body, header_size, 1)
-    assert first.inputs.keys() == second.inputs.keys()
-    assert (first.rows, first.shape_key, first.deadline_ns) == (second.rows, second.shape_key, second.deadline_ns)
-    for name, array in first.inputs.items():
-        assert array.dtype == spec.inputs[name].datatype.dtype
-        assert array.ndim == len(spec.inputs[name].shape)
-        assert array.shape == second.inputs[name].shape
-        assert not spec.max_batch_size or array.shape[0] == first.rows
+    check_decoded(spec, first, second)
     try:
-        size, parts = codec.encode(InferResponse({name: _some(BY_NAME[name], spec) for name in NAMES}), plan)
+        size, parts = codec.encode(InferResponse({name: some_output(name, spec) for name in NAMES}), plan)
     except HeadraceError as error:
         assert "classification" in str(error)
         return
     content = b"".join(parts)
     json.loads(content if size is None else content[:size])
-
-
-def _some(datatype: Datatype, spec: ModelSpec) -> Array:
-    array: Array = np.full((1, 2) if spec.max_batch_size else (2,), b"x" if datatype is BYTES else 1, datatype.dtype)
-    return array
 
 
 @given(st.binary(max_size=200), st.none() | st.integers(0, 250))
@@ -129,27 +105,6 @@ def test_any_json(value: Any, tail: bytes) -> None:
 def test_anything_that_looks_like_a_request(message: Any, tail: bytes, spec: ModelSpec) -> None:
     text = json.dumps(message).encode()
     feed(spec, text + tail, len(text))
-
-
-@st.composite
-def good_inputs(draw: st.DrawFn) -> dict[str, Array]:
-    """Tensors of some of the datatypes, (rows, columns)."""
-    rows = draw(st.integers(1, 4))
-    arrays: dict[str, Array] = {}
-    for name in draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True)):
-        columns = draw(st.integers(1, 3))
-        datatype = BY_NAME[name]
-        if datatype is BYTES:
-            items = draw(st.lists(st.binary(max_size=5), min_size=rows * columns, max_size=rows * columns))
-            array: Array = np.empty(rows * columns, dtype=object)
-            array[:] = items
-        else:
-            size = rows * columns * datatype.size_bytes
-            raw = draw(st.binary(min_size=size, max_size=size))
-            array = np.frombuffer(raw, np.uint8).copy() & 1 if name == "BOOL" else np.frombuffer(raw, datatype.dtype)
-            array = array.view(datatype.dtype)
-        arrays[name] = array.reshape(rows, columns)
-    return arrays
 
 
 Good = tuple[dict[str, Array], dict[str, Any], bytes]

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 
 import pytest
-from headrace.core.limits import ClientLimits, Limits
-from headrace.grpc.fast_call import DeadlineTimer
-from headrace.grpc.fast_server import FastGrpcServer
-from headrace.grpc.methods import Message, Methods, StreamCall, UnaryMethod
 from headrace.http2 import frames
 from headrace.http2.frames import Setting
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz.targets import ErrorLog, serve_http2
 from tests.support.examples import examples
-from tests.support.http2_peer import HELLO, POST, Wire, data, read_frames, request
+from tests.support.http2_peer import HELLO, POST, data, request
 
 GRPC = [*POST[:2], (b":path", b"/s/echo"), (b"te", b"trailers"), (b"content-type", b"application/grpc")]
 STREAM = [*POST[:2], (b":path", b"/s/chat"), (b"te", b"trailers"), (b"content-type", b"application/grpc")]
 _MESSAGE = b"\0\0\0\0\x05hello"
-
-
-async def _echo(message: bytes, _call: object) -> Message:
-    await asyncio.sleep(0)
-    return [message]
-
-
-async def _chat(call: StreamCall) -> None:
-    while (message := await call.read()) is not None:
-        await call.write([message])
 
 
 def _session() -> list[bytes]:
@@ -61,50 +47,16 @@ def _session() -> list[bytes]:
     ]
 
 
-async def _survive(parts: list[bytes], log: list[str]) -> None:
-    log.clear()
-    unary: dict[str, UnaryMethod] = {"/s/echo": _echo}
-    engine = FastGrpcServer(Methods(unary, {"/s/chat": _chat}), ClientLimits(Limits(max_body_bytes=1000)), None)
-    engine.deadline_timer = DeadlineTimer(asyncio.get_running_loop())
-    wire = Wire(engine, hello=b"")
-    written = b""
-    for part in parts:
-        if wire.transport.closed:
-            break
-        wire.connection.data_received(part)
-        await asyncio.sleep(0)
-        written += wire.transport.written
-        wire.transport.written.clear()
-    await asyncio.sleep(0)
-    wire.transport.abort()
-    for _ in range(5):
-        await asyncio.sleep(0)
-    read_frames(written)
-    assert not log, log
-    assert not wire.connection.streams
-    assert wire.connection.cancelled_running == 0
-    assert wire.connection.write_buffer.unsent_bytes == 0
-    engine.deadline_timer.close()
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    assert not others, "a call's task is left behind"
-
-
-class _Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record))
-
-
 @pytest.fixture(scope="module")
 def errors() -> list[str]:
-    """Collect errors logged by the server and asyncio."""
-    log = _Log()
-    for name in ("headrace", "asyncio"):
-        logging.getLogger(name).addHandler(log)
-    return log.lines
+    """Errors logged by the server and asyncio."""
+    return ErrorLog().lines
+
+
+async def _survive(parts: list[bytes], log: list[str]) -> None:
+    log.clear()
+    await serve_http2(parts, hello=b"")
+    assert not log, log
 
 
 def _cut(whole: bytes, seed: int) -> list[bytes]:

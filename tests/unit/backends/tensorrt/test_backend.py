@@ -3,58 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from headrace.backends.base import ExecutionLost
-from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
+from headrace.backends.tensorrt.backend import GPUS, TensorRtBackend
 from headrace.core.errors import ConfigError, ModelFailed
 from headrace.cuda.driver import DeviceError
 
 from tests.support.fake_streams import LateCuda
-from tests.support.tensorrt_case import build
-
-BATCHED = {MAX_BATCH_SIZE: "8"}
+from tests.support.tensorrt_case import BATCHED, build, fly, opened, right, rows
 
 
 @pytest.fixture(params=["10.6.0", "11.4.0.106"])
 def trt_version(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@contextmanager
-def opened(path: Path, parameters: dict[str, str] = BATCHED, instances: int = 1) -> Iterator[Any]:
-    """The executions of a plan; the only one itself if there is one."""
-    with closing(TensorRtBackend().load(path, instances, parameters)) as model:
-        executions = []
-        try:
-            executions += [model.execution(index) for index in range(instances)]
-            yield executions[0] if instances == 1 else executions
-        finally:
-            for execution in executions:
-                execution.close()
-
-
-def rows(count: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).integers(-9, 9, (count, 3)).astype(np.float32)
-
-
-def right(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the expected output of `affine`."""
-    return np.maximum(x @ np.array([[1, 2], [3, 4], [5, 6]], np.float32) + np.array([1, -1], np.float32), 0)
-
-
-def fly(execution: Any, x: np.ndarray[Any, Any]) -> Any:
-    """Begin, fill and launch."""
-    batch = execution.begin({"x": x[:1]}, len(x))
-    assert batch.inputs["x"].shape == x.shape
-    batch.inputs["x"][:] = x
-    execution.launch(batch)
-    return batch
 
 
 def test_nothing_is_allocated_for_a_batch(cuda: LateCuda, trt: Any, tmp_path: Path) -> None:

@@ -28,8 +28,7 @@ from tests.support import kernel_reference as reference
 from tests.support.fake_streams import LateCuda
 from tests.support.kernels_on_host import install_host_kernels
 from tests.support.resident_rows import HostOwner, read, resident
-from tests.support.tensorrt_case import build
-from tests.unit.backends.tensorrt.test_backend import opened, right, rows
+from tests.support.tensorrt_case import build, opened, right, rows
 
 NO_OWNER = "a host copy was requested from an owner"
 
