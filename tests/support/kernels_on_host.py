@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -21,14 +22,17 @@ from headrace.cuda.kernels import loading
 
 from tests.support.fake_cuda import DriverError, FakeCuda
 
+# What is compiled, for all sessions: the name is a digest of source and options.
+_CACHE = Path(__file__).resolve().parents[2] / "build" / "host_kernels"
 # Light headers and no threads of the system: a kernel is compiled and run in a fraction of a second. A block's threads take
 # turns at every barrier, in one order and then in the other: a barrier that is missing gives wrong results every time.
-_PRELUDE = """
+_INCLUDES = """
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ucontext.h>
+"""
+_PRELUDE = """
 #define __global__
 #define __device__
 #define __shared__ static
@@ -43,8 +47,8 @@ struct alignas(16) float4 { float x, y, z, w; };
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static Index threadIdx, blockIdx, blockDim, gridDim;
-static ucontext_t the_block, each_thread[1024];
-static void __syncthreads() { swapcontext(&each_thread[threadIdx.x], &the_block); }
+static Context the_block, each_thread[1024];
+static void __syncthreads() { switch_context(&each_thread[threadIdx.x], &the_block); }
 template <class T> static T __shfl_xor_sync(unsigned, T mine, int mask) {
     static T all[1024];
     all[threadIdx.x] = mine;
@@ -69,6 +73,32 @@ static void wait_for_oldest_copies() {}
 static void wait_for_all_copies() {}
 static unsigned short to_half(float f) { _Float16 h = f; unsigned short u; std::memcpy(&u, &h, 2); return u; }
 static float from_half(unsigned short u) { _Float16 h; std::memcpy(&h, &u, 2); return h; }
+"""
+# `swapcontext` saves the signals too, by a system call: on x86-64 the stack and the registers that a call preserves are enough.
+_CONTEXTS = """
+#ifdef __x86_64__
+struct Context { void *stack; };
+extern "C" void switch_context(Context *from, const Context *to) __attribute__((visibility("hidden")));
+asm(".text\\n.hidden switch_context\\n.globl switch_context\\n.type switch_context, @function\\nswitch_context:\\n"
+    "push %rbp\\n push %rbx\\n push %r12\\n push %r13\\n push %r14\\n push %r15\\n mov %rsp, (%rdi)\\n"
+    "mov (%rsi), %rsp\\n pop %r15\\n pop %r14\\n pop %r13\\n pop %r12\\n pop %rbx\\n pop %rbp\\n ret\\n");
+static void begin_context(Context *context, char *memory, size_t bytes, void (*body)()) {
+    void **top = (void **)(memory + bytes) - 2;
+    *top = (void *)body;
+    context->stack = top - 6;
+}
+#else
+#include <ucontext.h>
+using Context = ucontext_t;
+static void switch_context(Context *from, const Context *to) { swapcontext(from, to); }
+static void begin_context(Context *context, char *memory, size_t bytes, void (*body)()) {
+    getcontext(context);
+    context->uc_stack.ss_sp = memory;
+    context->uc_stack.ss_size = bytes;
+    context->uc_link = nullptr;
+    makecontext(context, body, 0);
+}
+#endif
 """
 # A function of the kernels' files, and those of them whose body is the GPU's assembler: the prelude has their equals.
 _FUNCTION = re.compile(r"^__device__ inline (?:[^\n]*\}\n|.*?^\}\n)", re.DOTALL | re.MULTILINE)
@@ -140,6 +170,7 @@ static bool ended[1024];
 template <class Body> static void one_thread() {
     (*static_cast<Body *>(the_body))();
     ended[threadIdx.x] = true;
+    __syncthreads();
 }
 template <class Body> static void together(unsigned threads, Body &body) {
     const size_t stack_bytes = 1 << 16;
@@ -147,16 +178,12 @@ template <class Body> static void together(unsigned threads, Body &body) {
     the_body = &body;
     for (unsigned t = 0; t < threads; ++t) {
         ended[t] = false;
-        getcontext(&each_thread[t]);
-        each_thread[t].uc_stack.ss_sp = stacks + t * stack_bytes;
-        each_thread[t].uc_stack.ss_size = stack_bytes;
-        each_thread[t].uc_link = &the_block;
-        makecontext(&each_thread[t], one_thread<Body>, 0);
+        begin_context(&each_thread[t], stacks + t * stack_bytes, stack_bytes, one_thread<Body>);
     }
     for (unsigned turn = 0, done = 0; !done; ++turn) {
         for (unsigned n = 0; n < threads; ++n) {
             threadIdx = {turn % 2 ? threads - 1 - n : n, 0, 0};
-            swapcontext(&the_block, &each_thread[threadIdx.x]);
+            switch_context(&the_block, &each_thread[threadIdx.x]);
             done += ended[threadIdx.x];
         }
         if (done % threads) {
@@ -182,12 +209,10 @@ class HostKernels:
     """Stands for the compiler and for a module of kernels.
 
     Args:
-        folder: for what is compiled.
         cuda: where launches are submitted.
     """
 
-    def __init__(self, folder: Path, cuda: FakeCuda) -> None:
-        self._folder = folder
+    def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
 
     def compile_cuda(
@@ -203,7 +228,7 @@ class HostKernels:
         if own_instructions:
             raise Unsupported(f"{name} needs instructions of a GPU that the host cannot stand for: run it on the GPU")
         source = _FUNCTION.sub(lambda function: "" if "asm" in function[0] else function[0], source)
-        text = [_PRELUDE, _TENSOR_CORES if "ON_HOST" in source else "", source, _LAUNCH]
+        text = [_INCLUDES, _CONTEXTS, _PRELUDE, _TENSOR_CORES if "ON_HOST" in source else "", source, _LAUNCH]
         together = str("__syncthreads" in source).lower()
         for kernel, declared in re.findall(r"__global__ void (\w+)\(([^)]*)\)", source):
             count = declared.count(",") + 1
@@ -214,24 +239,15 @@ class HostKernels:
             types = "".join("P" if "*" in one else "Q" if "long" in one else "i" for one in declared.split(","))
             text.append(f'extern "C" const char *types_{kernel}() {{ return "{types}"; }}\n')
         digest = hashlib.sha256("\0".join([*text, *options]).encode()).hexdigest()[:16]
-        library = self._folder / f"{digest}.so"
+        library = _CACHE / f"{digest}.so"
         if not library.exists():
-            file = self._folder / f"{digest}.cpp"
-            file.write_text("".join(text))
-            command = [
-                "g++",
-                "-std=c++20",
-                "-O1",
-                "-w",
-                "-shared",
-                "-fPIC",
-                "-fno-gnu-unique",
-                *options,
-                "-o",
-                library,
-                file,
-            ]
-            subprocess.run(list(map(str, command)), check=True, timeout=100)
+            _CACHE.mkdir(parents=True, exist_ok=True)
+            part = _CACHE / f"{digest}.{os.getpid()}"  # another process may compile it too
+            command = (
+                f"g++ -std=c++20 -O1 -w -shared -fPIC -fno-gnu-unique {' '.join(options)} -o {part} -xc++ -".split()
+            )
+            subprocess.run(command, input="".join(text), text=True, check=True, timeout=100)
+            part.replace(library)
         return str(library).encode()
 
     def module_from_buffer(self, code: bytes) -> Any:
@@ -239,17 +255,16 @@ class HostKernels:
         return _Module(ctypes.CDLL(code.decode()), self._cuda)
 
 
-def install_host_kernels(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, folder: Path) -> None:
+def install_host_kernels(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     """Compile the kernels of the fake driver for the host from now on; skips the test where there is no compiler.
 
     Args:
         monkeypatch: of the test; the fake driver is installed.
         cuda: where launches are submitted.
-        folder: for what is compiled.
     """
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    host = HostKernels(folder, cuda)
+    host = HostKernels(cuda)
     monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
     monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
 

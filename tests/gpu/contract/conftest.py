@@ -66,19 +66,13 @@ def gpu(request: pytest.FixtureRequest) -> GpuUnderTest:
     return under_test
 
 
-@pytest.fixture(scope="session")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels compiled for the host, kept for the session."""
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch, host_kernels: Path) -> Iterator[GpuUnderTest]:
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuUnderTest]:
     """Streams that are late, TensorRT by ONNX Runtime, kernels compiled for the host; holds that everything is freed."""
     cuda = LateCuda()
     fake_streams.install(monkeypatch, cuda)
     install_tensorrt(monkeypatch, cuda)
-    install_host_kernels(monkeypatch, cuda, host_kernels)
+    install_host_kernels(monkeypatch, cuda)
 
     @contextmanager
     def export(content: bytes) -> Iterator[ExportedMemory]:

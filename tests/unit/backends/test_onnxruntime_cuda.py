@@ -44,7 +44,7 @@ def provider(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> Iterator[FakePr
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
-    install_host_kernels(monkeypatch, cuda, tmp_path)
+    install_host_kernels(monkeypatch, cuda)
 
 
 def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -49,11 +48,11 @@ def layer() -> PluginLayer:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCuda]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A fake GPU with our kernels on the host."""
     cuda = FakeCuda()
     fake_cuda.install(monkeypatch, cuda)
-    install_host_kernels(monkeypatch, cuda, tmp_path)
+    install_host_kernels(monkeypatch, cuda)
     yield cuda
     # As TensorRT does before it deletes them.
     for one in gc.get_objects():

@@ -44,7 +44,7 @@ postprocess: {{output: y, top_k: {top_k}, softmax: true}}
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda, tmp_path: Path) -> None:
-    install_host_kernels(monkeypatch, cuda, tmp_path)
+    install_host_kernels(monkeypatch, cuda)
     monkeypatch.setattr(launching, "THREADS", 32)  # a warp; each is a thread of the host's
 
 

@@ -39,13 +39,13 @@ CONFIG = "max_batch_size: 4\ninstance_group: [{kind: gpu, count: 2}]\noptimizati
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda, tmp_path: Path) -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
     """Our kernels, compiled for the host; only the direct algorithm, since Tensor Cores are slow there."""
     monkeypatch.setattr(algorithms, "ALGORITHMS", (DirectAlgorithm(),))
     monkeypatch.setattr(plugin_choice, "_ROUNDS", 2)
     monkeypatch.setattr(plugin_choice, "_ROUND_S", 0.01)
     monkeypatch.setattr(build, "_TIMING_S", 0.01)
-    install_host_kernels(monkeypatch, cuda, tmp_path)
+    install_host_kernels(monkeypatch, cuda)
 
 
 @pytest.fixture

@@ -33,15 +33,10 @@ from tests.support.tensorrt_case import build, opened, right, rows
 NO_OWNER = "a host copy was requested from an owner"
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda, compiled: Path) -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
     cuda.devices = 2
-    install_host_kernels(monkeypatch, cuda, compiled)
+    install_host_kernels(monkeypatch, cuda)
 
 
 def parameters_of(one_graph_rows: str = "auto", max_rows: int = 8, **parameters: str) -> dict[str, str]:

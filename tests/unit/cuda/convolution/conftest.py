@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,18 +11,12 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.kernels_on_host import install_host_kernels
 
 
-@pytest.fixture(scope="session")
-def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels compiled for the host, kept for the session."""
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture
-def host_gpu(monkeypatch: pytest.MonkeyPatch, kernel_folder: Path) -> Iterator[FakeCuda]:
+def host_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A fake GPU that runs the kernels on the host; all of its memory must be freed at the end."""
     cuda = FakeCuda()
     fake_cuda.install(monkeypatch, cuda)
-    install_host_kernels(monkeypatch, cuda, kernel_folder)
+    install_host_kernels(monkeypatch, cuda)
     yield cuda
     assert not cuda.live, "memory was not freed"
     assert cuda.depth == 0, "a context was left current"

@@ -31,7 +31,7 @@ SHAPE = "2,4,5,6,3,3,3,1,1"
 @pytest.fixture
 def algorithms(cuda: LateCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[NumpyAlgorithm]:
     """List of the algorithms that the command measures; kernels of the lab itself are compiled for the host."""
-    install_host_kernels(monkeypatch, cuda, tmp_path)
+    install_host_kernels(monkeypatch, cuda)
     result: list[Any] = []
     monkeypatch.setattr(lab, "ALGORITHMS", result)
     return result

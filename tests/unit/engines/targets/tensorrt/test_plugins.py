@@ -36,7 +36,7 @@ from tests.support.plugin_case import ORDER, images, residual_block
 def kernels(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, tmp_path: Path) -> None:
     """Our kernels, compiled for the host; only the direct algorithm, since Tensor Cores are slow there."""
     monkeypatch.setattr(algorithms, "ALGORITHMS", (DirectAlgorithm(),))
-    install_host_kernels(monkeypatch, cuda, tmp_path)
+    install_host_kernels(monkeypatch, cuda)
 
 
 def test_residual_and_activation_belong_to_the_last_convolution() -> None:
