@@ -176,10 +176,3 @@ def test_statistics_of_all_models_and_of_one_version(client: triton.InferenceSer
     assert [row["version"] for row in client.get_inference_statistics("versioned")["model_stats"]] == ["1", "3", "20"]
     (one,) = client.get_inference_statistics("versioned", "3")["model_stats"]
     assert one["version"] == "3"
-
-
-def test_the_api_page_lists_the_inference_route(server: Server) -> None:
-    status, _, body = server.request("GET", "/openapi.json")
-    assert status == 200
-    assert "/v2/models/{model}/infer" in json.loads(body)["paths"]
-    assert server.request("GET", "/docs")[0] == 200

@@ -30,7 +30,6 @@ _IR_VERSION = 4
 # Walks with other meanings of a reshape, which a graph with many kinds of them may need.
 _MAX_WALKS = 64
 _INT64_MAX = (1 << 63) - 1
-_NO_MEANING = "no meaning of its target keeps the rows apart"
 _CURE = "export the model with a dynamic batch dimension, or import it without --dynamic-batch"
 
 # A reshape whose target can be read in several ways: shape, location of the rows, target at the batch size of the export.

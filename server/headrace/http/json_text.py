@@ -190,7 +190,6 @@ _MAX_KEY_BYTES = 64
 # Stands for an array in the outline, with its number. No client can guess it.
 _TOKEN = secrets.token_hex(16)
 _BRACKETS_AND_COMMAS = b"[],"
-_NOT_BRACKETS_AND_COMMAS = bytes(set(range(256)) - set(_BRACKETS_AND_COMMAS))
 _ALL_BRACKETS = (b"[", b"]", b"{", b"}")
 _BLANKS = b" \t\r\n"
 _NO_BRACKETS = bytes.maketrans(b"[]", b"  ")

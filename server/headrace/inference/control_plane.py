@@ -7,26 +7,11 @@ import base64
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+from headrace.core import response_bodies as responses
 from headrace.core.access import Principal
 from headrace.core.clock import pause
 from headrace.core.completion import probe_answer
 from headrace.core.errors import BadRequest, HeadraceError, Unavailable
-from headrace.core.response_bodies import (
-    IndexRow,
-    ListedModel,
-    LoadResponse,
-    ModelList,
-    ModelMetadata,
-    ModelReady,
-    ProfileResponse,
-    ServerLive,
-    ServerMetadata,
-    ServerReady,
-    ServerStatus,
-    Statistics,
-    TensorMetadata,
-    TraceSettings,
-)
 from headrace.core.tensor import ModelSpec, TensorSpec
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.load_report import describe_load
@@ -59,11 +44,11 @@ class ControlPlane:
         self._index = SharedRuns(lambda _: models.index())
         self._statistics = SharedRuns(lambda _: models.statistics("", ""))
 
-    def live(self) -> ServerLive:
+    def live(self) -> responses.ServerLive:
         """Return the liveness response that KServe's client parses."""
         return {"live": True}
 
-    def require_ready(self) -> ServerReady:
+    def require_ready(self) -> responses.ServerReady:
         """Return the readiness response that KServe's client parses; raises Unavailable if the server is not ready."""
         if not self.services.models.ready():
             raise Unavailable(
@@ -72,17 +57,17 @@ class ControlPlane:
             )
         return {"ready": True}
 
-    def server_metadata(self) -> ServerMetadata:
+    def server_metadata(self) -> responses.ServerMetadata:
         """Return name, version and protocol extensions of the server."""
         services = self.services
         return {"name": services.name, "version": services.version, "extensions": list(services.extensions)}
 
-    def model_metadata(self, model: str, version: str = "") -> ModelMetadata:
+    def model_metadata(self, model: str, version: str = "") -> responses.ModelMetadata:
         """Return inputs, outputs and versions of a model; raises NotFound or Unavailable."""
         with self._lease(model, version) as handle:
             return describe(handle.spec, list(self.services.models.versions(model)))
 
-    async def require_model_ready(self, model: str, version: str = "") -> ModelReady:
+    async def require_model_ready(self, model: str, version: str = "") -> responses.ModelReady:
         """Return the readiness response of a model, within `headrace.core.completion.PROBE_LIMIT_S`.
 
         Raises:
@@ -99,7 +84,7 @@ class ControlPlane:
                 )
         return {"name": model, "ready": True}
 
-    async def list_models(self, principal: Principal, limit: str = "", after: str = "") -> ModelList:
+    async def list_models(self, principal: Principal, limit: str = "", after: str = "") -> responses.ModelList:
         """List the models that a principal may read with their platform and the state of each version, by name.
 
         A page begins after a name, so models that come or go meanwhile move no other model between pages.
@@ -122,11 +107,11 @@ class ControlPlane:
         models = await asyncio.to_thread(self._listed, page)
         return {"models": models, "next": last} if last else {"models": models}
 
-    def _list_all(self) -> list[ListedModel]:
+    def _list_all(self) -> list[responses.ListedModel]:
         return self._listed(self.services.models.index())
 
-    def _listed(self, rows: Iterable[IndexRow]) -> list[ListedModel]:
-        models: dict[str, ListedModel] = {}
+    def _listed(self, rows: Iterable[responses.IndexRow]) -> list[responses.ListedModel]:
+        models: dict[str, responses.ListedModel] = {}
         for row in rows:
             pause()
             name, version = row["name"], row["version"]
@@ -140,39 +125,39 @@ class ControlPlane:
                     model["platform"] = handle.spec.platform
         return list(models.values())
 
-    def statistics(self, model: str, version: str = "") -> Statistics:
+    def statistics(self, model: str, version: str = "") -> responses.Statistics:
         """Return exact counts and times since a model was loaded."""
         return {"model_stats": self.services.models.statistics(model, version)}
 
-    async def all_statistics(self, principal: Principal) -> Statistics:
+    async def all_statistics(self, principal: Principal) -> responses.Statistics:
         """Return the statistics of all models that a principal may read."""
         return {"model_stats": principal.filter_models(await self._statistics.result())}
 
-    def profile(self, model: str, version: str = "") -> ProfileResponse:
+    def profile(self, model: str, version: str = "") -> responses.ProfileResponse:
         """Return the latency table of a version: compute time by batch size; raises NotFound or Unavailable."""
         with self._lease(model, version) as handle:
             return {"name": model, "version": handle.spec.version, "profile": handle.latency_table.table()}
 
-    def model_load(self, model: str, version: str = "") -> LoadResponse:
+    def model_load(self, model: str, version: str = "") -> responses.LoadResponse:
         """Return queue, running batches and predicted wait of a version; raises NotFound or Unavailable."""
         with self._lease(model, version) as handle:
             load = handle.load()
             load = load._replace(in_flight=load.in_flight - 1)  # without the lease of this call
             return describe_load(model, handle.spec.version, load)
 
-    async def status(self, principal: Principal) -> ServerStatus:
+    async def status(self, principal: Principal) -> responses.ServerStatus:
         """Return the state, counts and gauges of every version of the models that a principal may read."""
         services = self.services
         status = await services.overview.status()
         models = principal.filter_models(status["models"])
         return {"name": "headrace", "version": services.version, **status, "models": models}
 
-    async def index(self, ready: bool, principal: Principal) -> list[IndexRow]:
+    async def index(self, ready: bool, principal: Principal) -> list[responses.IndexRow]:
         """List every version of the models that a principal may read; only READY versions if `ready`."""
         rows = principal.filter_models(await self._index.result())
         return [row for row in rows if row["state"] == "READY"] if ready else rows
 
-    def trace_settings(self, model: str = "", changes: Mapping[str, object] | None = None) -> TraceSettings:
+    def trace_settings(self, model: str = "", changes: Mapping[str, object] | None = None) -> responses.TraceSettings:
         """Apply changes of trace settings, if any, and return the settings in force.
 
         Args:
@@ -260,9 +245,9 @@ def _failed_to(action: str, model: str) -> Iterator[None]:
         raise
 
 
-def describe(spec: ModelSpec, versions: list[str]) -> ModelMetadata:
+def describe(spec: ModelSpec, versions: list[str]) -> responses.ModelMetadata:
     """Return the model metadata of the protocol; with `parameters` if a built engine serves the model."""
-    metadata: ModelMetadata = {
+    metadata: responses.ModelMetadata = {
         "name": spec.name,
         "versions": versions,
         "platform": spec.platform,
@@ -274,7 +259,7 @@ def describe(spec: ModelSpec, versions: list[str]) -> ModelMetadata:
     return metadata
 
 
-def _describe_tensor(tensor: TensorSpec) -> TensorMetadata:
+def _describe_tensor(tensor: TensorSpec) -> responses.TensorMetadata:
     return {"name": tensor.name, "datatype": tensor.datatype.name, "shape": list(tensor.shape)}
 
 

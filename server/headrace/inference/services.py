@@ -7,21 +7,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from headrace.core import response_bodies as responses
 from headrace.core.access import AccessControl, QuotaBucket
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import HeadraceError, NotFound
 from headrace.core.request import InferRequest, InferResponse, Probe
-from headrace.core.response_bodies import (
-    CudaRegionStatus,
-    Explanation,
-    IndexRow,
-    LayerTimes,
-    OverviewStatus,
-    ProfileRow,
-    SystemRegionStatus,
-    TrafficReport,
-    VersionStatistics,
-)
 from headrace.core.telemetry import TraceContext
 from headrace.core.tensor import ModelSpec, Region
 from headrace.inference.codec_threads import CodecThreads
@@ -36,7 +26,7 @@ from headrace.observability.tracing import SamplingDecision, Tracer
 class ComputeTimes(Protocol):
     """Compute times of a version by batch size; see `headrace.scheduling.latency_table.LatencyTable`."""
 
-    def table(self) -> list[ProfileRow]:
+    def table(self) -> list[responses.ProfileRow]:
         """Return one entry per measured batch size."""
 
 
@@ -105,10 +95,10 @@ class Models(Protocol):
     def config(self, model: str, version: str = "") -> Mapping[str, object]:
         """Return the configuration in force in Triton's JSON."""
 
-    def statistics(self, name: str, version: str) -> list[VersionStatistics]:
+    def statistics(self, name: str, version: str) -> list[responses.VersionStatistics]:
         """Return statistics in Triton's JSON; of all models if `name` is ""."""
 
-    def index(self) -> list[IndexRow]:
+    def index(self) -> list[responses.IndexRow]:
         """List every version in the repository with its state and the reason for it."""
 
     def ready(self) -> bool:
@@ -129,10 +119,10 @@ class TrafficSplits(Protocol):
     def splits(self) -> Mapping[str, ModelTraffic]:
         """Traffic of each model that has a configuration of it; replaced as a whole."""
 
-    def show(self, model: str) -> TrafficReport:
+    def show(self, model: str) -> responses.TrafficReport:
         """Return shares, states and figures of a model; raises NotFound without traffic."""
 
-    async def change(self, name: str, changes: Mapping[str, Any]) -> TrafficReport:
+    async def change(self, name: str, changes: Mapping[str, Any]) -> responses.TrafficReport:
         """Change the traffic of a model, and return it; raises BadRequest, Conflict, NotFound or Unavailable."""
 
 
@@ -145,11 +135,11 @@ class NoTraffic:
 
     splits: Mapping[str, ModelTraffic] = MappingProxyType({})
 
-    def show(self, model: str) -> TrafficReport:
+    def show(self, model: str) -> responses.TrafficReport:
         """Raise NotFound."""
         raise NotFound(f"this process distributes no traffic: it has none of model '{model}'")
 
-    async def change(self, name: str, changes: Mapping[str, Any]) -> TrafficReport:
+    async def change(self, name: str, changes: Mapping[str, Any]) -> responses.TrafficReport:
         """Raise NotFound."""
         return self.show(name)
 
@@ -213,7 +203,7 @@ class Regions(Protocol):
     def unregister(self, kind: str, name: str) -> None:
         """Unregister a region, or all of the kind if `name` is ""; an unknown name is no error, as in Triton."""
 
-    def status(self, kind: str, name: str) -> Sequence[SystemRegionStatus | CudaRegionStatus]:
+    def status(self, kind: str, name: str) -> Sequence[responses.SystemRegionStatus | responses.CudaRegionStatus]:
         """Describe one region, or all of the kind if `name` is ""; raises NotFound if no region of the kind has this name."""
 
 
@@ -237,10 +227,10 @@ class Observer(Protocol):
 class Overview(Protocol):
     """Data of the server's web page; see `headrace.repository.overview.ServerOverview`."""
 
-    async def status(self) -> OverviewStatus:
+    async def status(self) -> responses.OverviewStatus:
         """Return time, readiness and every version: state, reason, and counts and gauges if it serves."""
 
-    async def layers(self, model: str, version: str = "") -> LayerTimes:
+    async def layers(self, model: str, version: str = "") -> responses.LayerTimes:
         """Return the compute time of each layer; raises NotFound (also if it was not measured) or Unavailable."""
 
 
@@ -277,7 +267,7 @@ class Services:
     overview: Overview
     version: str
     extensions: Sequence[str]
-    explain: Callable[..., Explanation]
+    explain: Callable[..., responses.Explanation]
     name: str = "headrace"
     options_reader: RequestOptionsReader = field(default_factory=RequestOptionsReader)
     codec_threads: CodecThreads = field(default_factory=CodecThreads)

@@ -11,20 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.config.manifest import is_artefact_name, read_layers
+from headrace.core import response_bodies as responses
 from headrace.core.clock import NS_PER_MS, NS_PER_S, REPORT_STEP_NS, Clock, allow_pauses, monotonic_ns, pause
 from headrace.core.errors import ConfigError, NotFound
-from headrace.core.response_bodies import (
-    LayerTimes,
-    OverviewStatus,
-    PipelineStatus,
-    ProcessFigures,
-    RepositoryStoreStatus,
-    ServingStatus,
-    StepStatus,
-    TrafficReport,
-    VersionStatus,
-    VersionTraffic,
-)
 from headrace.core.telemetry import StoreStatus
 from headrace.observability.counters import StepTotal
 from headrace.observability.histograms import FIRST_NATIVE, SCHEMA, Counts
@@ -58,7 +47,7 @@ class ServerOverview:
         registry: Registry,
         repositories: Sequence[Path],
         clock: Clock = monotonic_ns,
-        processes: Callable[[], Sequence[ProcessFigures]] | None = None,
+        processes: Callable[[], Sequence[responses.ProcessFigures]] | None = None,
         stores: Callable[[], Sequence[StoreStatus]] | None = None,
     ) -> None:
         self._processes = processes
@@ -68,7 +57,7 @@ class ServerOverview:
         self._clock = clock
         self._started_ns = clock()
         self._stale_ns = self._started_ns
-        self._status: OverviewStatus  # set by the first refresh
+        self._status: responses.OverviewStatus  # set by the first refresh
         self._refresh_task: asyncio.Task[None] | None = None
         self._history = RequestHistory()
         self._timer: asyncio.TimerHandle | None = None
@@ -93,7 +82,7 @@ class ServerOverview:
         allow_pauses(REPORT_STEP_NS)
         self._history.sample(self._registry.used_sources(), self._clock())
 
-    async def status(self) -> OverviewStatus:
+    async def status(self) -> responses.OverviewStatus:
         """Return time, readiness, and for every version its state and reason, and its counters and gauges if it serves."""
         if self._refresh_task is None and self._clock() >= self._stale_ns:
             self._refresh_task = asyncio.create_task(self._refresh())
@@ -102,7 +91,7 @@ class ServerOverview:
             await asyncio.shield(self._refresh_task)
         return self._status
 
-    async def layers(self, model: str, version: str = "") -> LayerTimes:
+    async def layers(self, model: str, version: str = "") -> responses.LayerTimes:
         """Return the compute time of each layer of a serving version, as measured by `headrace inspect --publish`.
 
         Args:
@@ -140,10 +129,10 @@ class ServerOverview:
         finally:
             self._refresh_task = None
 
-    def _collect(self, now_ns: int) -> OverviewStatus:
+    def _collect(self, now_ns: int) -> responses.OverviewStatus:
         allow_pauses(REPORT_STEP_NS)
         handles = {(model, version): handle for model, version, handle in self._registry.sources()}
-        models: list[VersionStatus] = []
+        models: list[responses.VersionStatus] = []
         for row in self._registry.index():
             handle = handles.get((row["name"], row["version"]))
             models.append({**row, "serving": None if handle is None else self._serving(handle)})
@@ -162,7 +151,7 @@ class ServerOverview:
             "models": models,
         }
 
-    def _serving(self, handle: VersionHandle) -> ServingStatus:
+    def _serving(self, handle: VersionHandle) -> responses.ServingStatus:
         spec, totals, load = handle.spec, handle.recorder.totals(), handle.load()
         where = placement(spec.parameters)
         return {
@@ -200,12 +189,12 @@ class ServerOverview:
         }
 
 
-def _store(status: StoreStatus, now_ns: int) -> RepositoryStoreStatus:
+def _store(status: StoreStatus, now_ns: int) -> responses.RepositoryStoreStatus:
     age_s = max(now_ns - status.compared_ns, 0) // NS_PER_S if status.compared_ns else None
     return {"url": status.url, "reachable": not status.error, "error": status.error, "compared_s_ago": age_s}
 
 
-def _version_traffic(report: TrafficReport | None, version: str) -> VersionTraffic | None:
+def _version_traffic(report: responses.TrafficReport | None, version: str) -> responses.VersionTraffic | None:
     """Return the row of a version in the report of its model's traffic; None without one."""
     return next((row for row in (report["versions"] if report else ()) if row["version"] == version), None)
 
@@ -215,7 +204,7 @@ def _by_bucket(native: Counts) -> dict[str, int]:
     return {str(FIRST_NATIVE - 1 + index): int(native[index]) for index in native.nonzero()[0].tolist()}
 
 
-def _pipeline(handle: PipelineHandle) -> PipelineStatus:
+def _pipeline(handle: PipelineHandle) -> responses.PipelineStatus:
     """Return the graph of a pipeline with the figures of its steps."""
     graph, totals = handle.graph, handle.steps()
     return {
@@ -227,7 +216,7 @@ def _pipeline(handle: PipelineHandle) -> PipelineStatus:
     }
 
 
-def _step(step: Step, member: VersionHandle | None, total: StepTotal) -> StepStatus:
+def _step(step: Step, member: VersionHandle | None, total: StepTotal) -> responses.StepStatus:
     """Return a step as it is configured, with its totals and the load of the version that runs it now."""
     load = None if member is None else member.load(by_level=False)
     return {

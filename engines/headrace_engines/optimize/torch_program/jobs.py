@@ -26,8 +26,6 @@ CHECK_FILE = "check.npy"
 REFERENCE_FILE = "reference.npy"
 ANSWERS_FILE = "answers.npy"
 MODEL_FILE = "model.onnx"
-SOURCES = ("onnx", "code")
-TASKS = ("export", "prune")
 # Program text for `python -c START ROOT FOLDER`. The folder of the packages comes last on the interpreter's path: packages of the
 # builder must not hide its own.
 START = (

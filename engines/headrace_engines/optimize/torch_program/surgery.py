@@ -19,7 +19,6 @@ from torch import nn
 
 from headrace_engines.optimize.torch_program.channels import ChannelMap, Layer, Numbers
 
-IMPORTANCES = ("taylor", "magnitude")
 # Share of a group's units that always remains.
 MIN_SHARE = 0.1
 Scores = dict[int, float]
