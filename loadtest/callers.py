@@ -53,7 +53,6 @@ class Callers:
         handle: the model.
         requests: inputs by name, one for each caller; all have the same number of rows.
         output: an output, and the shape that each answer must have.
-        front_ns: busy time before each request, as a front end would need.
     """
 
     def __init__(
@@ -61,13 +60,11 @@ class Callers:
         handle: ModelHandle,
         requests: Sequence[dict[str, Array]],
         output: tuple[str, tuple[int, ...]],
-        front_ns: int = 0,
     ) -> None:
         self._handle = handle
         self._requests = requests
         self._rows = len(next(iter(requests[0].values())))
         self._output, self._shape = output
-        self._front_ns = front_ns
         # Every answer is counted. Time is noted of some, because noting takes time too.
         self._stride = max(1, min(32, len(requests) // 32))
         self._notes: list[tuple[int, int]] = []
@@ -118,10 +115,7 @@ class Callers:
         )
 
     def _request(self, inputs: dict[str, Array]) -> InferRequest:
-        now_ns = monotonic_ns()
-        while self._front_ns and monotonic_ns() < now_ns + self._front_ns:
-            pass
-        return InferRequest(inputs=inputs, rows=self._rows, shape_key=None, received_ns=now_ns)
+        return InferRequest(inputs=inputs, rows=self._rows, shape_key=None, received_ns=monotonic_ns())
 
     def _send(self, inputs: dict[str, Array]) -> None:
         """Send a request; its callback sends the next one."""

@@ -66,7 +66,6 @@ def _setup(options: argparse.Namespace, gpus: tuple[int, ...]) -> Setup:
         clients=clients,
         best_way=options.way,
         gpus=gpus,
-        quick=quick,
     )
     return replace(setup, in_flight=options.in_flight or _BATCHES_IN_FLIGHT * setup.max_rows)
 

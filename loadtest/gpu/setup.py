@@ -28,7 +28,6 @@ class Setup:
         best_way: over which `two_gpus` goes, see `wire.WAYS`.
         gpus: the numbers of those that are there.
         precisions: of the engines to prepare.
-        quick: only to see that all works: fewer contenders.
     """
 
     backend: str
@@ -43,7 +42,6 @@ class Setup:
     best_way: str
     gpus: tuple[int, ...] = (0,)
     precisions: tuple[str, ...] = ()
-    quick: bool = False
 
     @property
     def on_gpu(self) -> bool:

@@ -2,7 +2,7 @@
 
     <work>/demo/resnet50                 as `python -m headrace_engines models build` makes it
     <work>/models/resnet50_fp16          max_batch_size 256, preprocess by: server, top_k 5, with the engine built for it
-    <work>/models/resnet50_fp16_i2_g0_on0   the same files with two instances and no CUDA graphs
+    <work>/models/resnet50_fp16_i2_on0   the same files with two instances
 
 A variant shares its files with the model by hard links: no engine is built twice.
 """
@@ -45,18 +45,16 @@ class Variant:
 
     Attributes:
         instances: on each GPU.
-        graphs: replay CUDA graphs.
         gpus: numbers of the GPUs.
     """
 
     instances: int = 1
-    graphs: bool = True
     gpus: tuple[int, ...] = (0,)
 
     @property
     def suffix(self) -> str:
         """Of the model's name."""
-        return f"_i{self.instances}_g{int(self.graphs)}_on{'_'.join(map(str, self.gpus))}"
+        return f"_i{self.instances}_on{'_'.join(map(str, self.gpus))}"
 
 
 def base_name(setup: Setup) -> str:
@@ -117,7 +115,7 @@ def variant(setup: Setup, wanted: Variant) -> str:
     shutil.copytree(base, folder, copy_function=_link)
     config = json.loads((base / "config.yaml").read_text())
     made = _config(setup, name, wanted)
-    _write(folder, config | {key: made[key] for key in ("name", "instance_group", "parameters") if key in made})
+    _write(folder, config | {key: made[key] for key in ("name", "instance_group")})
     return name
 
 
@@ -152,7 +150,6 @@ def _config(setup: Setup, name: str, how: Variant, optimization: Mapping[str, An
     }
     if setup.on_gpu:
         config["instance_group"] = [{"kind": "KIND_GPU", "count": how.instances, "gpus": list(how.gpus)}]
-        config["parameters"] = {"cuda_graphs": str(int(how.graphs))}
         config["optimization"] = {**(optimization or {}), "precision": setup.precision}
     return config
 
