@@ -143,11 +143,11 @@ class HeadraceServer:
         if not settings.grpc:
             return 0
         # Imported only if gRPC is on: the library takes time and memory.
-        from headrace.grpc.fast_server import FastGrpcServer
+        from headrace.grpc.server import GrpcServer
         from headrace.grpc.service import grpc_methods
 
         methods = grpc_methods(self._wiring.services, settings.limits.max_body_bytes)
-        server = FastGrpcServer(methods, self._limits.grpc, tls)
+        server = GrpcServer(methods, self._limits.grpc, tls)
         port = await server.start(settings.host, settings.grpc_port)
         self._grpc = GrpcListener(server, settings.drain_timeout_s)
         return port

@@ -16,7 +16,7 @@ from headrace.settings import Settings
 from headrace.wiring import ServerLimits, Wiring
 
 if TYPE_CHECKING:
-    from headrace.grpc.fast_server import FastGrpcServer
+    from headrace.grpc.server import GrpcServer
 
 _CURE = "an embedded server lets no caller change its models or settings: change them in the program that embeds it"
 
@@ -82,15 +82,15 @@ class EmbeddedProtocols:
         wiring.connect(data_plane, loop)
         wiring.lag.start(loop)
         self.application = MountedApplication(wiring.http_application(wiring.metrics_page(None)))
-        self._grpc_servers: list[FastGrpcServer] = []
+        self._grpc_servers: list[GrpcServer] = []
 
     async def listen_grpc(self, host: str, port: int) -> int:
         """Listen for gRPC on one more address; returns the port. Raises OSError if the address is not available."""
-        from headrace.grpc.fast_server import FastGrpcServer
+        from headrace.grpc.server import GrpcServer
         from headrace.grpc.service import grpc_methods
 
         methods = grpc_methods(self._wiring.services, self._settings.limits.max_body_bytes)
-        server = FastGrpcServer(methods, self._grpc_limits, None)
+        server = GrpcServer(methods, self._grpc_limits, None)
         chosen = await server.start(host, port)
         self._grpc_servers.append(server)
         return chosen

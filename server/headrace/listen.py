@@ -35,7 +35,7 @@ from headrace.settings import Settings
 from headrace.tls import ServerTls, TlsFiles
 
 if TYPE_CHECKING:
-    from headrace.grpc.fast_server import FastGrpcServer
+    from headrace.grpc.server import GrpcServer
 
 logger = logging.getLogger("headrace")
 
@@ -130,7 +130,7 @@ class GrpcListener:
         drain_timeout_s: maximum time in seconds for calls in flight after `stop`.
     """
 
-    def __init__(self, server: FastGrpcServer, drain_timeout_s: float) -> None:
+    def __init__(self, server: GrpcServer, drain_timeout_s: float) -> None:
         self._server = server
         self._drain_timeout_s = drain_timeout_s
         self._ending = asyncio.Event()

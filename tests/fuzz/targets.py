@@ -17,10 +17,10 @@ from headrace.config.completion import bind, screen
 from headrace.config.documents import Document, read_config_json, read_pbtxt, read_value, read_yaml
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.limits import ClientLimits, Limits
-from headrace.grpc.fast_call import DeadlineTimer
-from headrace.grpc.fast_server import FastGrpcServer
-from headrace.grpc.fast_wire import MessageReader
+from headrace.grpc.call import DeadlineTimer
 from headrace.grpc.methods import Message, Methods, StreamCall, StreamMethod, UnaryMethod
+from headrace.grpc.server import GrpcServer
+from headrace.grpc.wire import MessageReader
 from headrace.http2.frames import HpackDecoder, Http2ConnectionError
 
 from tests.support.http2_peer import HELLO, Wire, read_frames
@@ -87,7 +87,7 @@ async def serve_http2(parts: Iterable[bytes], hello: bytes = HELLO) -> None:
         hello: read before them.
     """
     limits = ClientLimits(Limits(max_body_bytes=1000), "grpc")
-    engine = FastGrpcServer(Methods(_UNARY, _STREAMS), limits, None)
+    engine = GrpcServer(Methods(_UNARY, _STREAMS), limits, None)
     engine.deadline_timer = DeadlineTimer(asyncio.get_running_loop())
     wire = Wire(engine, hello=hello)
     written = bytearray()

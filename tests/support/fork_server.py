@@ -39,7 +39,7 @@ MODULES = (
     "headrace.bench.options",
     "headrace.commands.tune",
     "headrace.front_ends.supervisor",
-    "headrace.grpc.fast_server",
+    "headrace.grpc.server",
     "headrace.grpc.service",
     "headrace.simulation.options",
     "headrace.stores.cache",

@@ -15,8 +15,8 @@ from headrace.core import limits as core_limits
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import BadRequest, Cancelled, Overloaded
 from headrace.core.limits import ClientLimits
-from headrace.grpc.fast_server import FastGrpcServer
 from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
+from headrace.grpc.server import GrpcServer
 from headrace.http2.stream import Http2Limits
 from headrace.tls import ServerTls, TlsFiles
 
@@ -54,7 +54,7 @@ class EchoServer:
             "/test.Echo/Deaf": self._deaf,
             "/test.Echo/Sour": self._sour,
         }
-        self.engine = FastGrpcServer(
+        self.grpc_server = GrpcServer(
             Methods(unary, streams),
             ClientLimits(core_limits.Limits(max_body_bytes=max_message_bytes), "grpc"),
             ServerTls(tls) if tls is not None else None,
@@ -79,7 +79,7 @@ class EchoServer:
     @property
     def open_streams(self) -> int:
         """Open streams, and closed ones whose method still runs, on all connections."""
-        return sum(len(c.streams) + c.cancelled_running for c in self.engine._connections)
+        return sum(len(c.streams) + c.cancelled_running for c in self.grpc_server._connections)
 
     async def _echo(self, message: bytes, call: GrpcCall) -> Message:
         assert type(message) is bytes
@@ -169,11 +169,11 @@ def echo_server(
         server.loop = asyncio.get_running_loop()
         server.loop.set_exception_handler(lambda _, context: wrong.append(str(context)))
         finish = asyncio.Event()
-        server.port = await server.engine.start(HOST, 0)
+        server.port = await server.grpc_server.start(HOST, 0)
         started.set()
         stopped.finish = lambda: server.loop.call_soon_threadsafe(finish.set)  # type: ignore[attr-defined]
         await finish.wait()
-        await server.engine.stop(0.0)
+        await server.grpc_server.stop(0.0)
 
     thread = threading.Thread(target=lambda: uvloop.run(main()), name="echo server")
     handler = logging.Handler(logging.ERROR)

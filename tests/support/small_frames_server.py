@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from headrace.__main__ import main
 from headrace.core.limits import ClientLimits
-from headrace.grpc import fast_server
+from headrace.grpc import server as grpc_server
 from headrace.http2.frames import DEFAULT_FRAME_BYTES
 from headrace.http2.stream import Http2Limits
 
-_HTTP2_LIMITS = fast_server._http2_limits
+_HTTP2_LIMITS = grpc_server._http2_limits
 
 
 def http2_limits(client_limits: ClientLimits) -> Http2Limits:
@@ -23,5 +23,5 @@ def http2_limits(client_limits: ClientLimits) -> Http2Limits:
 
 
 if __name__ == "__main__":
-    fast_server._http2_limits = http2_limits
+    grpc_server._http2_limits = http2_limits
     main()

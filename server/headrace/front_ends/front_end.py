@@ -174,7 +174,7 @@ class FrontEndProcess:
 
     def _open_grpc(self, answer: EngineFacts) -> Coroutine[Any, Any, None]:
         """Open the gRPC server; returns the coroutine that serves until the drain."""
-        from headrace.grpc.fast_server import FastGrpcServer
+        from headrace.grpc.server import GrpcServer
 
         settings = self._settings
         methods = proxy_methods(self._link, answer, self._reader, self._threads)
@@ -189,7 +189,7 @@ class FrontEndProcess:
             direct={path: infer},
             streams={**methods.streams, stream_path: streams.serve},
         )
-        server = FastGrpcServer(methods, self._limits.grpc, self._tls, max_age_s=settings.grpc_max_connection_age_s)
+        server = GrpcServer(methods, self._limits.grpc, self._tls, max_age_s=settings.grpc_max_connection_age_s)
         self._takers["grpc"] = server.open()
         self._grpc = GrpcListener(server, settings.drain_timeout_s)
         return self._grpc.serve()

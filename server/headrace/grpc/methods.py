@@ -1,6 +1,6 @@
 """Interface between the gRPC server and the services: methods on serialized messages.
 
-The server (`fast_server`) implements HTTP/2, deadlines and message framing, and is independent of inference. The services
+The server (`server`) implements HTTP/2, deadlines and message framing, and is independent of inference. The services
 (`service`) implement inference and control, and are independent of HTTP/2. Messages are serialized protobuf on both sides, so
 that the hot path needs no message objects.
 """

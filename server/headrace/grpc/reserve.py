@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from headrace.core.errors import Overloaded
 from headrace.core.limits import ClientLimits, ConnectionReserve
-from headrace.grpc.fast_wire import RequestHead, rejected
 from headrace.grpc.status import error_status
+from headrace.grpc.wire import RequestHead, rejected
 from headrace.http2.connection import Http2Connection
 
 

@@ -11,8 +11,8 @@ from headrace.core.errors import BadRequest
 from headrace.core.limits import ClientLimits, Limits
 from headrace.front_ends.arena import ALIGNMENT, Arena
 from headrace.grpc.codec import scan
-from headrace.grpc.fast_wire import PREFIX, MessageReader
 from headrace.grpc.message_memory import MIN_DIRECT_BYTES, first_content, message_allocator
+from headrace.grpc.wire import PREFIX, MessageReader
 from hypothesis import given
 from hypothesis import strategies as st
 

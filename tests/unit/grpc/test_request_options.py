@@ -11,9 +11,9 @@ import pytest
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import BadRequest
 from headrace.core.request import BatchTimes, InferResponse
-from headrace.grpc.fast_wire import parse_request_head
 from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.grpc.methods import Methods
+from headrace.grpc.wire import parse_request_head
 from headrace.inference.request_options import RequestOptions, RequestOptionsReader
 from tritonclient.grpc import service_pb2
 

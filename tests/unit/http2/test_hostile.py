@@ -9,8 +9,8 @@ import struct
 import pytest
 from headrace.core.clock import monotonic_ns
 from headrace.core.limits import ClientLimits, Limits
-from headrace.grpc.fast_server import FastGrpcServer
 from headrace.grpc.methods import Methods
+from headrace.grpc.server import GrpcServer
 from headrace.http2 import frames
 from headrace.http2.frames import ErrorCode, Http2ConnectionError, Setting
 from headrace.http2.stream import FrameBudget, Http2Limits
@@ -445,7 +445,7 @@ async def test_a_connection_that_cannot_be_flushed_is_cut_after_a_while() -> Non
 
 @on_a_loop
 async def test_a_flood_of_requests_that_are_not_grpc_ends_the_connection() -> None:
-    wire = Wire(FastGrpcServer(Methods({}, {}), ClientLimits(Limits()), None))
+    wire = Wire(GrpcServer(Methods({}, {}), ClientLimits(Limits()), None))
     result: list[Frame] = []
     fields = [(b":method", b"GET"), *POST[1:]]
     for start in range(1, 80_000, 1000):

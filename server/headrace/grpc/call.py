@@ -20,7 +20,11 @@ from headrace.core.errors import (
     forget_frames,
 )
 from headrace.core.limits import BodyReservation, ClientLimits
-from headrace.grpc.fast_wire import (
+from headrace.grpc.message_memory import message_allocator
+from headrace.grpc.methods import DirectMethod, GrpcCall, Message, RequestMessage, StartedRequest
+from headrace.grpc.response_room import ResponseRoom
+from headrace.grpc.status import ErrorStatus, error_status
+from headrace.grpc.wire import (
     MESSAGE_OVERHEAD_BYTES,
     PREFIX,
     PREFIX_BYTES,
@@ -33,10 +37,6 @@ from headrace.grpc.fast_wire import (
     unary_response,
     unpack_prefix,
 )
-from headrace.grpc.message_memory import message_allocator
-from headrace.grpc.methods import DirectMethod, GrpcCall, Message, RequestMessage, StartedRequest
-from headrace.grpc.response_room import ResponseRoom
-from headrace.grpc.status import ErrorStatus, error_status
 from headrace.http2.connection import Http2Connection
 from headrace.http2.frames import DATA, END_STREAM, FRAME_HEADER, ErrorCode
 from headrace.http2.stream import DATA_CREDIT_SHIFT, STREAM_CREDIT, Http2Stream
@@ -62,7 +62,7 @@ _MAX_EXPIRED = 256
 
 
 class CallServer(Protocol):
-    """The part of `FastGrpcServer` that calls use; see there."""
+    """The part of `GrpcServer` that calls use; see there."""
 
     client_limits: ClientLimits
     codec_threads: CodecThreads
@@ -118,7 +118,7 @@ class RejectedRequest(Http2Stream):
         write_buffer.end_stream(self, FRAME_HEADER.pack(DATA, END_STREAM, self.stream_id))
 
 
-class FastCall(Http2Stream):
+class ServerCall(Http2Stream):
     """Common part of unary and streaming calls: one object is the HTTP/2 stream and the call that its method sees.
 
     Args:
@@ -342,7 +342,7 @@ class FastCall(Http2Stream):
         self.connection.frame_budget.spend(1 - credit)
 
 
-class UnaryCall(FastCall):
+class UnaryCall(ServerCall):
     """A call with one request and one response message; see `GrpcCall`. It has no task if its method is a `DirectMethod`."""
 
     __slots__ = ()
@@ -400,7 +400,7 @@ class UnaryCall(FastCall):
         self.reservation.grow(len(message))
         return message
 
-    async def _serve_compressed(self, _call: FastCall) -> Message | None:
+    async def _serve_compressed(self, _call: ServerCall) -> Message | None:
         """Decompress a large message on a codec thread and run the method."""
         reader = self._reader
         method: Callable[[bytes, GrpcCall], Awaitable[Message]] | None = self._head.method  # type: ignore[assignment]
@@ -464,7 +464,7 @@ class UnaryCall(FastCall):
 
     @property
     def is_running(self) -> bool:
-        """See `FastCall`."""
+        """See `ServerCall`."""
         return self._request is not None or super().is_running
 
     def _cancel_method(self, error: HeadraceError) -> None:
@@ -493,7 +493,7 @@ class UnaryCall(FastCall):
         super()._send_response(message)
 
 
-class StreamingCall(FastCall):
+class StreamingCall(ServerCall):
     """A call with a stream of messages in both directions; see `StreamCall`."""
 
     __slots__ = ("_drained", "_waiter", "stopping", "take")
@@ -700,13 +700,13 @@ class DeadlineTimer:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._heap: list[tuple[int, int, ref[FastCall]]] = []
+        self._heap: list[tuple[int, int, ref[ServerCall]]] = []
         self._numbers = count()
         self._purge_at = 1024
         self._timer: asyncio.TimerHandle | None = None
         self._armed_ns = 0
 
-    def add(self, call: FastCall) -> None:
+    def add(self, call: ServerCall) -> None:
         """Call `call.expire` at its deadline if the call is still open."""
         heap = self._heap
         heappush(heap, (call.deadline_ns, next(self._numbers), ref(call)))
@@ -745,6 +745,6 @@ class DeadlineTimer:
                 self._arm(heap[0][0])
 
 
-def _is_open(call: ref[FastCall]) -> bool:
+def _is_open(call: ref[ServerCall]) -> bool:
     target = call()
     return target is not None and not target.closed

@@ -20,24 +20,24 @@ from headrace.core.errors import (
     Unavailable,
 )
 from headrace.core.limits import ClientLimits
-from headrace.grpc.fast_call import DeadlineTimer, FastCall, RejectedRequest, StreamingCall, UnaryCall
-from headrace.grpc.fast_wire import (
+from headrace.grpc.call import DeadlineTimer, RejectedRequest, ServerCall, StreamingCall, UnaryCall
+from headrace.grpc.methods import Methods
+from headrace.grpc.reserve import GrpcReserve
+from headrace.grpc.response_room import ResponseRoom, max_held_bytes, unread_error
+from headrace.grpc.status import error_status
+from headrace.grpc.wire import (
     PREFIX_BYTES,
     RequestHead,
     parse_request_head,
     rejected,
 )
-from headrace.grpc.methods import Methods
-from headrace.grpc.reserve import GrpcReserve
-from headrace.grpc.response_room import ResponseRoom, max_held_bytes, unread_error
-from headrace.grpc.status import error_status
 from headrace.http2.connection import Http2Connection
 from headrace.http2.frames import ErrorCode, HeaderField, rst_stream
 from headrace.http2.stream import Http2Limits, Http2Stream
 from headrace.tls import ServerTls
 
 
-class FastGrpcServer:
+class GrpcServer:
     """Serves `Methods` over gRPC on our HTTP/2.
 
     Ownership: the event loop on which it was started.
@@ -151,7 +151,7 @@ class FastGrpcServer:
         rejection = Unavailable("the server is shutting down and could not wait for this request")
         for connection in list(self._connections):
             for stream in list(connection.streams.values()):
-                if isinstance(stream, FastCall):
+                if isinstance(stream, ServerCall):
                     stream.fail(rejection)
             connection.close()
         await self._wait_until_disconnected(self._limits.linger_s + 0.5)

@@ -73,7 +73,7 @@ def test_twenty_thousand_calls_on_one_channel(server: EchoServer) -> None:
                     assert await echo(message, timeout=30 + number) == message
 
             await asyncio.gather(*map(caller, range(50)))
-            connections.update(map(id, server.engine._connections))
+            connections.update(map(id, server.grpc_server._connections))
 
     asyncio.run(main())
     assert len(connections) == 1
@@ -164,7 +164,7 @@ def test_a_message_beyond_the_limit_fails_alone(channel: grpc.Channel) -> None:
         assert bomb.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         small.release()
         assert neighbour.result(10) == b"n"
-        assert len(small.engine._connections) == 1
+        assert len(small.grpc_server._connections) == 1
 
 
 # --- Statuses ----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import time
 import grpc
 import pytest
 from headrace.core.limits import ClientLimits, Limits
-from headrace.grpc.fast_server import FastGrpcServer
 from headrace.grpc.methods import Methods
+from headrace.grpc.server import GrpcServer
 
 from tests.support.grpc_echo import HOST, echo_server, wait_for
 
@@ -24,8 +24,8 @@ def test_a_restart_under_load_fails_no_call() -> None:
 
     async def main() -> None:
         methods = Methods({"/test.Echo/Echo": echo}, {})
-        engine = FastGrpcServer(methods, ClientLimits(Limits(max_body_bytes=1 << 20), "grpc"), None)
-        port = await engine.start(HOST, 0)
+        server = GrpcServer(methods, ClientLimits(Limits(max_body_bytes=1 << 20), "grpc"), None)
+        port = await server.start(HOST, 0)
         options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)]
         served, goal, going = 0, 100, True
         reached = asyncio.Event()
@@ -44,16 +44,16 @@ def test_a_restart_under_load_fails_no_call() -> None:
         callers = [asyncio.ensure_future(caller(number)) for number in range(20)]
         for _ in range(4):
             await asyncio.wait_for(reached.wait(), 20)
-            await engine.stop(5)
-            assert not engine._connections
+            await server.stop(5)
+            assert not server._connections
             goal = served + 100
             reached.clear()
-            engine = FastGrpcServer(methods, ClientLimits(Limits(max_body_bytes=1 << 20), "grpc"), None)
-            await engine.start(HOST, port)
+            server = GrpcServer(methods, ClientLimits(Limits(max_body_bytes=1 << 20), "grpc"), None)
+            await server.start(HOST, port)
         await asyncio.wait_for(reached.wait(), 20)
         going = False
         await asyncio.gather(*callers)
-        await engine.stop(1)
+        await server.stop(1)
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -62,7 +62,7 @@ def test_running_calls_finish_and_slow_calls_are_cancelled() -> None:
     with echo_server() as server, grpc.insecure_channel(server.target) as channel:
         call = channel.unary_unary("/test.Echo/Wait").future(b"patience", timeout=20)
         wait_for(lambda: server.running == 1)
-        stopping = threading.Thread(target=lambda: server.call(server.engine.stop(10)))
+        stopping = threading.Thread(target=lambda: server.call(server.grpc_server.stop(10)))
         stopping.start()
         time.sleep(0.2)
         with pytest.raises(grpc.RpcError) as caught:
@@ -77,7 +77,7 @@ def test_running_calls_finish_and_slow_calls_are_cancelled() -> None:
         calls = [channel.unary_unary(f"/test.Echo/{name}").future(b"", timeout=20) for name in ("Wait", "Abandon")]
         wait_for(lambda: server.running == 2)
         begin_s = time.monotonic()
-        server.call(server.engine.stop(0.3))
+        server.call(server.grpc_server.stop(0.3))
         assert 0.25 < time.monotonic() - begin_s < 15.0, "the calls would have had 20 s"
         for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
@@ -92,7 +92,7 @@ def test_an_open_stream_is_ended_with_unavailable_at_shutdown() -> None:
         call = channel.stream_stream("/test.Echo/Chat")(iter(lambda: held.wait(10) or b"x", None), timeout=20)
         wait_for(lambda: server.open_streams == 1)
         begin_s = time.monotonic()
-        server.call(server.engine.stop(60))
+        server.call(server.grpc_server.stop(60))
         assert time.monotonic() - begin_s < 20.0
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
@@ -103,7 +103,7 @@ def test_an_open_stream_is_ended_with_unavailable_at_shutdown() -> None:
 def test_a_port_in_use_is_an_oserror() -> None:
     async def main(port: int) -> None:
         with pytest.raises(OSError, match=r"in use"):
-            await FastGrpcServer(Methods({}, {}), ClientLimits(), None).start(HOST, port)
+            await GrpcServer(Methods({}, {}), ClientLimits(), None).start(HOST, port)
 
     with echo_server() as server:
         asyncio.run(main(server.port))

@@ -15,10 +15,11 @@ from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import BadRequest, Cancelled, Overloaded
 from headrace.core.limits import ClientLimits, Limits
 from headrace.core.request import InferResponse
-from headrace.grpc import fast_call, fast_wire
-from headrace.grpc.fast_call import DeadlineTimer, StreamingCall
-from headrace.grpc.fast_server import FastGrpcServer
+from headrace.grpc import call as grpc_call
+from headrace.grpc import wire as grpc_wire
+from headrace.grpc.call import DeadlineTimer, StreamingCall
 from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall
+from headrace.grpc.server import GrpcServer
 from headrace.http2.frames import ErrorCode, rst_stream
 
 from tests.support.http2_peer import Wire, data, grpc_head, message, on_a_loop, request
@@ -38,7 +39,7 @@ async def test_a_stream_whose_messages_wait_for_the_method_is_not_slow() -> None
             pass
 
     limits = ClientLimits(Limits())
-    wire = Wire(FastGrpcServer(Methods({}, {PATH: method}), limits, None))
+    wire = Wire(GrpcServer(Methods({}, {PATH: method}), limits, None))
     part = message(b"y" * 400)[:200]
     await wire.send(request(1, end=False, fields=grpc_head(PATH)), data(1, message(b"x" * 400) * 3 + part))
     call = wire.connection.streams[1]
@@ -66,7 +67,7 @@ async def test_calls_with_a_long_token_that_fail_cost_nothing() -> None:
     async def method(_message: bytes, _call: GrpcCall) -> Message:
         raise Overloaded("come back later")
 
-    wire = Wire(FastGrpcServer(Methods({PATH: method}, {}), ClientLimits(Limits()), None))
+    wire = Wire(GrpcServer(Methods({PATH: method}, {}), ClientLimits(Limits()), None))
     budget = wire.connection.frame_budget
     before = budget.available
     many = [(b"x-%d" % number, b"1") for number in range(100)]
@@ -102,7 +103,7 @@ def test_resets_of_calls_that_the_client_waited_for_cost_nothing(
 ) -> None:
     """Calls that timed out under overload ended their connection: 50 ms deadlines, a method of 300 ms, 4,800 calls a second."""
     now_ns = monotonic_ns()
-    monkeypatch.setattr(fast_call, "monotonic_ns", lambda: now_ns)
+    monkeypatch.setattr(grpc_call, "monotonic_ns", lambda: now_ns)
 
     async def unary(_message: bytes, _call: GrpcCall) -> Message:
         await asyncio.sleep(10)
@@ -116,7 +117,7 @@ def test_resets_of_calls_that_the_client_waited_for_cost_nothing(
     async def run() -> None:
         nonlocal now_ns
         methods = Methods({}, {PATH: stream}) if is_stream else Methods({PATH: unary}, {})
-        application = FastGrpcServer(methods, ClientLimits(Limits()), None)
+        application = GrpcServer(methods, ClientLimits(Limits()), None)
         application.deadline_timer = DeadlineTimer(asyncio.get_running_loop())
         wire = Wire(application)
         monkeypatch.setattr(application.deadline_timer, "_fire", lambda: None)
@@ -196,7 +197,7 @@ def direct_wire(method: Direct, limits: ClientLimits) -> Wire:
     async def coroutine(message: bytes, _call: GrpcCall) -> Message:
         return [b"by a coroutine: ", message]
 
-    return Wire(FastGrpcServer(Methods({PATH: coroutine}, {}, direct={PATH: method}), limits, None))
+    return Wire(GrpcServer(Methods({PATH: coroutine}, {}, direct={PATH: method}), limits, None))
 
 
 @on_a_loop
@@ -262,7 +263,7 @@ async def test_a_stream_passes_whole_messages_to_a_method_that_waits_for_them() 
         while read.append(await call.read()) is None and read[-1] is not None:
             pass
 
-    wire = Wire(FastGrpcServer(Methods({}, {PATH: method}), ClientLimits(Limits()), None))
+    wire = Wire(GrpcServer(Methods({}, {PATH: method}), ClientLimits(Limits()), None))
     await wire.send(request(1, end=False, fields=grpc_head(PATH)))
     await wire.send(data(1, message(b"a")), data(1, message(b"b")))  # each one frame
     await wire.send(data(1, message(b"c") + message(b"d") + message(b"e")[:3]))
@@ -280,13 +281,13 @@ def test_large_compressed_messages_are_decompressed_on_a_codec_thread(
     monkeypatch: pytest.MonkeyPatch, is_stream: bool
 ) -> None:
     threads: list[str] = []
-    decompress = fast_wire.decompress
+    decompress = grpc_wire.decompress
 
     def recorded(*args: Any) -> bytes:
         threads.append(threading.current_thread().name.split("_")[0])
         return decompress(*args)
 
-    monkeypatch.setattr(fast_wire, "decompress", recorded)
+    monkeypatch.setattr(grpc_wire, "decompress", recorded)
     large, small = random.Random(1).randbytes(20_000), b"small"
     received: list[bytes | None] = []
 
@@ -302,7 +303,7 @@ def test_large_compressed_messages_are_decompressed_on_a_codec_thread(
     async def sends() -> None:
         methods = Methods({}, {PATH: stream}) if is_stream else Methods({PATH: unary}, {})
         limits = ClientLimits(Limits())
-        wire = Wire(FastGrpcServer(methods, limits, None))
+        wire = Wire(GrpcServer(methods, limits, None))
         head = grpc_head(PATH, (b"grpc-encoding", b"gzip"))
         packed, tiny = message(gzip.compress(large), 1), message(gzip.compress(small), 1)
         parts = [packed[start : start + 16_000] for start in range(0, len(packed), 16_000)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from headrace.grpc.fast_call import UnaryCall
+from headrace.grpc.call import UnaryCall
 from headrace.http2 import frames
 from headrace.http2.frames import ErrorCode
 from headrace.http2.stream import Http2Limits
@@ -124,7 +124,7 @@ def test_a_client_may_ping_often(server: EchoServer) -> None:
         for _ in range(4):
             assert echo(b"x", timeout=5) == b"x"
             time.sleep(0.3)
-        assert len(server.engine._connections) == 1
+        assert len(server.grpc_server._connections) == 1
 
 
 def test_calls_cancelled_before_start_create_no_reference_cycles() -> None:
