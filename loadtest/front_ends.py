@@ -336,7 +336,7 @@ class EngineAlone:
             token=secrets.token_bytes(16),
             engine=self._listener.getsockname(),
             listener=self._listener.fileno(),
-            ports=Ports("http://", "", 0, ""),
+            ports=Ports("http://", "", ""),
             model_filter={},
             first_model="",
             arrays=descriptors,
