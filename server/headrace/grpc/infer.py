@@ -164,11 +164,7 @@ class GrpcInference:
         pending = PendingRequest(envelope.model_name, envelope.model_version, received_ns, options)
         pending.id = envelope.id
         try:
-            handle = self.service.lease(pending)
-            if options.timeout_ns:
-                deadline_ns = options.deadline_ns(received_ns, deadline_ns)
-            handle.check_load(received_ns, deadline_ns, options.client)
-            self.service.enqueue(pending, handle, message, envelope, deadline_ns, takes_many=takes_many)
+            self.service.enqueue(pending, message, envelope, deadline_ns, takes_many=takes_many)
         except Exception as error:
             self._raise(pending, error)
         return pending
@@ -188,12 +184,9 @@ class GrpcInference:
         try:
             if self.service.needs_charge(options):
                 await self.service.charge(pending)
-            handle = self.service.lease(pending)
-            if options.timeout_ns:
-                deadline_ns = options.deadline_ns(received_ns, deadline_ns)
-            handle.check_load(received_ns, deadline_ns, options.client)
+            handle = self.service.admit(pending, deadline_ns)
             parts = await self.service.read_large(handle, message, envelope)
-            self.service.enqueue(pending, handle, message, envelope, deadline_ns, parts, takes_many)
+            self.service.enqueue(pending, message, envelope, parts=parts, takes_many=takes_many)
         except asyncio.CancelledError:
             self.service.fail(pending, Cancelled("the client disconnected"))
             raise

@@ -102,26 +102,25 @@ class GenerateEndpoint:
         """Check, read, decode and queue a request; raises HeadraceError."""
         inference, service = self._inference, self._service
         headers = inference.parse_headers(scope)
-        options = pending.options = headers.options
-        handle = service.lease(pending)
-        if headers.from_browser:
-            inference.origins.check_inference(scope["headers"])
-            headers.cors = inference.origins.response_headers(scope["headers"])
-        if headers.header_size is not None:
-            raise BadRequest(
-                "the body has the type of an image or the header Inference-Header-Content-Length: the body of a generate "
-                "request is one JSON object, send tensors and files to /infer"
-            )
-        deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
-        inference.check_length(headers)
-        handle.check_load(pending.received_ns, deadline_ns, options.client)
+        pending.options = headers.options
+
+        def check() -> None:
+            inference.check_origin(scope, headers)
+            if headers.header_size is not None:
+                raise BadRequest(
+                    "the body has the type of an image or the header Inference-Header-Content-Length: the body of a "
+                    "generate request is one JSON object, send tensors and files to /infer"
+                )
+            inference.check_length(headers)
+
+        handle = service.admit(pending, check=check)
         connection: Connection | None = scope.get("headrace.connection")
         body = await inference.read_body(send, receive, connection, headers, scope.get("headrace.reservation"))
         pending.received_ns = monotonic_ns()
         parts = await service.read_large(handle, body, None) if len(body) > LARGE_BYTES else None
         if connection is not None and connection.is_lost:
             raise Cancelled("the client disconnected")
-        service.enqueue(pending, handle, body, None, deadline_ns, parts, takes_many=True)
+        service.enqueue(pending, body, None, parts=parts, takes_many=True)
         return headers
 
     async def _single(self, pending: PendingRequest, compressed: bool) -> _Encoded:

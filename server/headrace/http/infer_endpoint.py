@@ -221,27 +221,28 @@ class InferEndpoint:
         """
         service = self.service
         pending = PendingRequest(model, version, monotonic_ns())
+        connection: Connection | None = scope.get("headrace.connection")
         headers: InferHeaders | None = None
+
+        def check() -> None:
+            nonlocal headers
+            headers = headers or self.parse_headers(scope)
+            self.check_origin(scope, headers)
+            pending.options = headers.options
+            self.check_length(headers)
+            if connection is not None and headers.is_repeatable and not service.needs_charge(headers.options):
+                connection.remember_head(self, ParsedHead(model, version, headers))
+
         try:
-            # The lease checks the permission, and selects the version by a sticky header.
+            # `admit` checks the permission, and selects the version by a sticky header.
             if self._options_reader.access.has_keys or self._options_reader.routing_headers:
                 headers = self.parse_headers(scope)
                 pending.options = headers.options
                 if service.needs_charge(headers.options):
-                    await self._charge(pending, scope.get("headrace.connection"))
-            handle = service.lease(pending)
-            headers = headers or self.parse_headers(scope)
-            if headers.from_browser:
-                self.origins.check_inference(scope["headers"])
-                headers.cors = self.origins.response_headers(scope["headers"])
-            options = pending.options = headers.options
+                    await self._charge(pending, connection)
             # The deadline starts with the first bytes: the client's timeout includes the upload of the body.
-            deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
-            connection: Connection | None = scope.get("headrace.connection")
-            self.check_length(headers)
-            if connection is not None and headers.is_repeatable and not service.needs_charge(options):
-                connection.remember_head(self, ParsedHead(model, version, headers))
-            handle.check_load(pending.received_ns, deadline_ns, options.client)
+            handle = service.admit(pending, check=check)
+            assert headers is not None
             body = await self.read_body(send, receive, connection, headers, scope.get("headrace.reservation"))
             pending.received_ns = monotonic_ns()
             content = None
@@ -249,7 +250,7 @@ class InferEndpoint:
                 content = await service.read_large(handle, body, headers.header_size)
                 if connection is not None and connection.is_lost:
                     raise Cancelled("the client disconnected")
-            completion = service.enqueue(pending, handle, body, headers.header_size, deadline_ns, content)
+            completion = service.enqueue(pending, body, headers.header_size, parts=content)
             await _wait(completion, connection, receive)
             if service.is_large(pending, bool(headers.accept_encoding)):
                 size, parts, extra_headers = await self.finish_large(pending)
@@ -426,6 +427,12 @@ class InferEndpoint:
         await self.service.charge(pending)
         if connection is not None and connection.is_lost:
             raise Cancelled("the client disconnected")
+
+    def check_origin(self, scope: Scope, headers: InferHeaders) -> None:
+        """Check the origin of a request from a browser, and set the headers of its response; raises Forbidden."""
+        if headers.from_browser:
+            self.origins.check_inference(scope["headers"])
+            headers.cors = self.origins.response_headers(scope["headers"])
 
     def check_length(self, headers: InferHeaders) -> None:
         """Check the size of a body before it is read; raises TooLarge."""

@@ -112,13 +112,9 @@ class RepeatedRequest:
     def begin(self, body: bytes) -> None:
         """Decode and queue the request; never raises."""
         endpoint, head = self._endpoint, self._head
-        service, options = endpoint.service, head.headers.options
-        pending = self._pending = PendingRequest(head.model, head.version, monotonic_ns(), options)
+        pending = self._pending = PendingRequest(head.model, head.version, monotonic_ns(), head.headers.options)
         try:
-            handle = service.lease(pending)
-            deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
-            handle.check_load(pending.received_ns, deadline_ns, options.client)
-            completion = service.enqueue(pending, handle, body, head.headers.header_size, deadline_ns)
+            completion = endpoint.service.enqueue(pending, body, head.headers.header_size)
         except Exception as error:
             self._fail(pending, error)
             return

@@ -1,7 +1,8 @@
 """Steps of an inference request, the same for every protocol: lease, admit, decode, infer, encode, record.
 
-A front end creates a `PendingRequest`, calls `lease`, `enqueue` and `finish` for it, and writes the result of `finish`. After an
-exception in any of these steps it calls `fail`, and after a disconnect that it detects itself `drop`. The protocols differ in
+A front end creates a `PendingRequest`, calls `enqueue` and `finish` for it, and writes the result of `finish`. One that reads the
+content later calls `admit` before it. After an exception in any of these steps it calls `fail`, and after a disconnect that it
+detects itself `drop`. The protocols differ in
 reading bytes, waiting for the completion and writing the response. See docs/decisions/0004-one-inference-service.md.
 """
 
@@ -68,7 +69,7 @@ _RECEIVED, _LEASED, _ANSWERED, _FAILED = range(4)
 class PendingRequest:
     """One inference request, from the first step to its response or error.
 
-    Holds a lease between `lease` and one of `finish`, `fail` and `drop`.
+    Holds a lease between `admit` and one of `finish`, `fail` and `drop`.
 
     Args:
         model, version: as requested.
@@ -76,7 +77,8 @@ class PendingRequest:
         options: of the request's headers or metadata.
 
     Attributes:
-        handle: the leased version, None before `lease`.
+        handle: the leased version, None before `admit`.
+        deadline_ns: monotonic deadline after `admit`, 0 for none.
         stage: received, leased, answered (after `finish`) or failed.
         id: request id of the caller, "" for none.
         rows: of the request; 0 before it is decoded.
@@ -95,6 +97,7 @@ class PendingRequest:
     received_ns: int
     options: RequestOptions = NO_OPTIONS
     handle: Handle | None = field(init=False, default=None)
+    deadline_ns: int = field(init=False, default=0)
     stage: int = field(init=False, default=_RECEIVED)
     id: str = field(init=False, default="")
     rows: int = field(init=False, default=0)
@@ -183,7 +186,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         self._logger = logging.getLogger(f"headrace.{wire.name}")
 
     def needs_charge(self, options: RequestOptions) -> bool:
-        """Return True for a request that must be passed to `charge` before `lease`."""
+        """Return True for a request that must be passed to `charge` before `admit`."""
         if self._quotas is None or options.principal is None:
             return False
         grant = options.principal.grant
@@ -201,12 +204,17 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             return
         try:
             principal.check(Scope.INFER, pending.model)
-        except HeadraceError:  # `lease` raises it
+        except HeadraceError:  # `admit` raises it
             return
         await self._quotas.charge(principal.grant.bucket)
 
-    def lease(self, pending: PendingRequest) -> Handle:
-        """Check the permission, lease the model version and check that it accepts requests, before the request is decoded.
+    def admit(self, pending: PendingRequest, deadline_ns: int = 0, check: Callable[[], None] | None = None) -> Handle:
+        """Check the permission, lease the model version and check that it can answer in time, before the request is decoded.
+
+        Args:
+            pending: the request.
+            deadline_ns: monotonic deadline of the transport, 0 for none. The request's own timeout may end earlier.
+            check: checks the headers once the version is leased, and may set `pending.options`; raises HeadraceError.
 
         Raises:
             HeadraceError: the caller may not use the model, or the version does not exist or does not accept requests.
@@ -221,6 +229,13 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             handle = pending.handle = self._models.lease(pending.model, pending.version)
         pending.stage = _LEASED
         handle.admit()
+        if check is not None:
+            check()
+        options = pending.options
+        if options.timeout_ns:
+            deadline_ns = options.deadline_ns(pending.received_ns, deadline_ns)
+        pending.deadline_ns = deadline_ns
+        handle.check_load(pending.received_ns, deadline_ns, options.client)
         return handle
 
     def codec(self, handle: Handle) -> Codec[Content, Layout, Encoded]:
@@ -256,29 +271,29 @@ class InferenceService(Generic[Content, Layout, Encoded]):
     def enqueue(
         self,
         pending: PendingRequest,
-        handle: Handle,
         content: Content,
         layout: Layout,
-        deadline_ns: int,
+        deadline_ns: int = 0,
         parts: ReadContent | None = None,
         takes_many: bool = False,
     ) -> LoopCompletion:
-        """Decode a request and queue it.
+        """Decode a request and queue it, after `admit` if that was not called yet.
 
         Args:
-            pending: the request, leased.
-            handle: from `lease`.
+            pending: the request.
             content, layout: as in `Codec.decode`; `content` must not change until the request is finished.
-            deadline_ns: monotonic deadline of the transport, 0 for none.
+            deadline_ns: as in `admit`; not used after it.
             parts: from `read_large`.
             takes_many: the caller reads any number of responses, of a decoupled model from `pending.responses`.
 
         Raises:
             HeadraceError: the request is invalid or rejected.
         """
+        handle, options = pending.handle or self.admit(pending, deadline_ns), pending.options
         codec = self._codecs.get(handle) or self.codec(handle)
-        options = pending.options
-        request, template = codec.decode(content, layout, pending.received_ns, deadline_ns, options.client, parts)
+        request, template = codec.decode(
+            content, layout, pending.received_ns, pending.deadline_ns, options.client, parts
+        )
         pending.codec, pending.template, pending.id, pending.rows = codec, template, request.id, request.rows
         if self._observer.active:
             pending.sampling = self._observer.sample(handle.spec.name, options.trace)
