@@ -62,6 +62,7 @@ def main() -> None:
     _load_package()
     from headrace_model import child
     from headrace_model.channel import Frames, Messages
+    from headrace_model.process import exit_process
 
     child.stream_lines()
     control, batches, responses, *calls = descriptors
@@ -71,7 +72,7 @@ def main() -> None:
         calls[0] if calls else None,
         responses,
     )
-    child.exit_process(status)
+    exit_process(status)
 
 
 if __name__ == "__main__":

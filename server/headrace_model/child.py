@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import io
 import os
-import resource
 import struct
 import sys
 import threading
@@ -26,6 +25,7 @@ import numpy as np
 from headrace_model import forms, protocol, python_backend
 from headrace_model.calls import Calls
 from headrace_model.channel import Frames, Messages
+from headrace_model.process import exit_process, limit_memory
 from headrace_model.requests import (
     SCHEDULED_AGAIN,
     BatchReader,
@@ -39,8 +39,6 @@ from headrace_model.requests import (
 from headrace_model.slots import Slot
 from headrace_model.streams import ResponseSocket
 
-# The kernel ends this process first if the machine runs out of memory.
-_OOM_SCORE = "500"
 _MAX_LOAD_TEXT = 2000
 # Objects between two runs of the garbage collector, unless the model's code sets a number. Python's are 700, 2,000 from 3.13 on.
 _OBJECTS_A_COLLECTION = 10_000
@@ -377,7 +375,7 @@ def run(frames: Frames, control: Messages, calls: int | None, responses: int | N
     if order["protocol"] != protocol.VERSION:
         control.send({"refused": [[order["model"], None, "its environment has another version of headrace_model", ""]]})
         return 1
-    _limit_memory(order["memory_bytes"])
+    limit_memory(order["memory_bytes"])
 
     def send(message: Message) -> None:
         with suppress(OSError):  # the server is gone, and this process ends soon
@@ -447,26 +445,6 @@ def _relax_collector() -> None:
     gc.freeze()
     if gc.get_threshold()[0] in _DEFAULT_THRESHOLDS:
         gc.set_threshold(_OBJECTS_A_COLLECTION, *gc.get_threshold()[1:])
-
-
-def _limit_memory(size_bytes: int) -> None:
-    """Limit the private writable memory of this process (RLIMIT_DATA); 0 sets no limit."""
-    if size_bytes:
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = size_bytes if hard == resource.RLIM_INFINITY else min(size_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    try:
-        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
-    except OSError:
-        return
-
-
-def exit_process(status: int) -> None:
-    """End the process without the interpreter's shutdown, in which threads of libraries are known to crash."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
 
 
 def stream_lines() -> None:

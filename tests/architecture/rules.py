@@ -22,7 +22,10 @@ from typing import NamedTuple
 # Who may import whom. The longest matching folder (or file) counts; a room may always import itself, and the standard
 # library less `never`. "*" lets in every package of `server`. Names are prefixes: "google.protobuf" covers what is in it.
 PIPELINE = "headrace.core headrace.backends.base headrace.scheduling headrace.observability.counters headrace.pipelines"
-PROCESS = "headrace.core headrace.backends headrace.processes headrace_model.protocol headrace_model.slots headrace_model.channel"
+PROCESS = (
+    "headrace.core headrace.backends headrace.processes headrace_model.protocol headrace_model.slots headrace_model.channel "
+    "headrace_model.process"
+)
 ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/core": {"third": "numpy", "never": "os pathlib socket subprocess"},
     "server/headrace/cuda": {"ours": "headrace.core", "third": "numpy pycuda pynvml"},

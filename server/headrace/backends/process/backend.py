@@ -10,20 +10,24 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
+import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from headrace_model.protocol import DONE, HEADER, RUN, SPILL, SPILLED, ProtocolError
-from headrace_model.slots import SlotLease
+from headrace_model.channel import Frames
+from headrace_model.protocol import DONE, HEADER, RUN, SHARE, SPILL, SPILLED, ProtocolError
+from headrace_model.slots import Slot, SlotLease
 
 from headrace.backends.base import ExecutionLost, InFlightBatch, InputRefused, ProcessStatus
-from headrace.backends.process.child import LAUNCH, Message
-from headrace.backends.process.model_process import IsolatedProcess, ModelProcess
+from headrace.backends.process.admission import BatchAdmission
+from headrace.backends.process.child import LAUNCH
 from headrace.backends.process.tensors import (
     TensorLayout,
     decode_layouts,
@@ -44,12 +48,14 @@ from headrace.core.errors import (
     Unavailable,
     Unsupported,
 )
-from headrace.core.ledger import Kind, MemoryAccount, NoRoom
+from headrace.core.ledger import Holding, Kind, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
+from headrace.processes.child_process import ChildProcess, Message
+from headrace.processes.supervisor import ProcessSupervisor, load_error
 
 logger = logging.getLogger("headrace.isolated")
 
-_SMALLEST_SLOT_BYTES = 64 * 1024
+COMMAND = (sys.executable, "-P", "-m", "headrace.backends.process.child")
 # Errors of an execution whose text is meant for clients.
 _KINDS: dict[str, type[HeadraceError]] = {
     kind.__name__: kind for kind in (BadRequest, InputRefused, TooLarge, ModelFailed, Unavailable, Unsupported)
@@ -107,17 +113,16 @@ class IsolatedBackend:
             "memory_bytes": self.memory_bytes,
             "level": logging.getLogger("headrace").getEffectiveLevel(),
         }
-        slot_bytes = max(self.slot_bytes, _SMALLEST_SLOT_BYTES)
-        process = ModelProcess(self.name, order, instances, self.limit_s, slot_bytes, self.lent_batches)
-        process.load()
+        model = IsolatedModel(self, order, instances)
+        model.load()
         if account is not None:
             try:
-                for holding in process.held:
+                for holding in model.held:
                     account.reservation(holding.gpu, Kind(holding.kind), holding.size_bytes)
             except NoRoom:
-                process.close()
+                model.close()
                 raise
-        return IsolatedModel(process)
+        return model
 
 
 def _memory_terms(account: MemoryAccount) -> Message:
@@ -131,42 +136,131 @@ def _memory_terms(account: MemoryAccount) -> Message:
     }
 
 
-class IsolatedModel:
-    """One version in its child process; see `headrace.backends.base.LoadedModel`.
-
-    Args:
-        process: owned by the model.
+class IsolatedProcess:
+    """One process, and the sockets of its batches; see `headrace.processes.supervisor.SupervisedConnection`.
 
     Attributes:
+        child: the process.
+        instances: socket of the batches of each instance.
+    """
+
+    def __init__(self, child: ChildProcess, ends: Sequence[socket.socket]) -> None:
+        self.child = child
+        self.instances = [Frames(end) for end in ends]
+
+    def shut(self) -> None:
+        """End the sending side of the sockets, so that the process ends itself after its last answers."""
+        self._shut(socket.SHUT_WR)
+
+    def release(self) -> None:
+        """End both directions: a process that the dead one has started may hold its sockets open."""
+        self._shut(socket.SHUT_RDWR)
+
+    def _shut(self, directions: int) -> None:
+        for end in (*(frames.end for frames in self.instances), self.child.control.end):
+            with suppress(OSError):  # the other end has closed already
+                end.shutdown(directions)
+
+
+class IsolatedModel(ProcessSupervisor[IsolatedProcess]):
+    """One version in its child process, which is replaced when it dies; see `headrace.backends.base.LoadedModel`.
+
+    Args:
+        options: of the process.
+        order: load request for the process.
+        instances: number of executions that run at the same time.
+
+    Attributes:
+        options: see above.
+        admission: decides which batches enter the process.
+        slots: by instance, the shared memory slots for its batches.
+        held: GPU memory that the process has booked.
         inputs: input tensors from the file; empty if the backend does not read them.
         outputs: output tensors from the file, likewise.
         shape_ranges: smallest and largest shape by input, for each optimisation profile; empty without bounds.
     """
 
-    def __init__(self, process: ModelProcess) -> None:
-        self._process = process
-        self.shape_ranges = [
-            {name: (tuple(smallest), tuple(largest)) for name, (smallest, largest) in limits.items()}
-            for limits in process.ranges
-        ]
-        self.inputs, self.outputs = (
-            [PlanTensor(name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in process.tensors[side]]
-            for side in ("inputs", "outputs")
-        )
+    def __init__(self, options: IsolatedBackend, order: Message, instances: int) -> None:
+        self.admission: BatchAdmission[IsolatedProcess] = BatchAdmission()
+        name, memory_bytes = options.name, options.memory_bytes
+        super().__init__(name, name, name, COMMAND, order, memory_bytes, self.admission, logger)
+        self.options = options
+        self.slots: list[list[Slot]] = []
+        self.held: list[Holding] = []
+        self.inputs: list[PlanTensor] = []
+        self.outputs: list[PlanTensor] = []
+        self.shape_ranges: list[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = []
+        self._instances = instances
+
+    def load(self) -> None:
+        """Start the process and wait until it has loaded the model; raises ConfigError if it cannot."""
+        self.start()
+        try:
+            self.wait_loaded()
+        except BaseException:
+            self.close()
+            raise
 
     def execution(self, index: int) -> IsolatedExecution:
         """Create instance `index`; the process has opened it already."""
-        return IsolatedExecution(self._process, index)
+        return IsolatedExecution(self, index)
 
     @property
     def process_status(self) -> ProcessStatus:
         """Whether the process serves, and its restarts."""
-        admission = self._process.admission
-        return ProcessStatus(admission.is_open, admission.refusal, self._process.restarts)
+        return ProcessStatus(self.gate.is_open, self.gate.refusal, self.restarts)
 
     def close(self) -> None:
         """End the process; its memory is free when this returns."""
-        self._process.close()
+        super().close()
+        self.slots = []
+
+    # On the supervisor's thread
+
+    def _kinds(self) -> Sequence[socket.SocketKind]:
+        return [socket.SOCK_SEQPACKET] * self._instances
+
+    def _connect(self, child: ChildProcess, ends: list[socket.socket]) -> IsolatedProcess:
+        return IsolatedProcess(child, ends)
+
+    def _accept(self, connection: IsolatedProcess, answer: Message) -> ConfigError | None:
+        if "no_room" in answer:
+            return NoRoom(*answer["no_room"])
+        if "loaded" not in answer:
+            return load_error(self.name, f"could not be loaded ({answer.get('broken')})")
+        depths = [depth + self.options.lent_batches for depth in answer["loaded"]]
+        if not self.slots:
+            self._read_answer(answer)
+            label, size = f"headrace {self.name}", self.options.slot_bytes
+            self.slots = [[Slot.create(label, size) for _ in range(depth)] for depth in depths]
+        if depths != [len(slots) for slots in self.slots]:
+            return load_error(self.name, "its file runs otherwise than before")
+        try:
+            for frames, slots in zip(connection.instances, self.slots, strict=True):
+                frames.share(SHARE, 0, [slot.fd for slot in slots])
+        except OSError:
+            self._reap(connection.child)
+            return load_error(self.name, f"its process died at its start: {connection.child.cause}")
+        return None
+
+    def _read_answer(self, answer: Message) -> None:
+        """Read what the first process reports about the file."""
+        self.held = [Holding(*holding) for holding in answer["held"]]
+        self.inputs, self.outputs = (
+            [PlanTensor(name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in answer[side]]
+            for side in ("inputs", "outputs")
+        )
+        self.shape_ranges = [
+            {name: (tuple(smallest), tuple(largest)) for name, (smallest, largest) in limits.items()}
+            for limits in answer["ranges"]
+        ]
+
+    def _handle(self, connection: IsolatedProcess, message: Message) -> None:
+        name, level, text = message["log"]
+        logging.getLogger(name).log(level, "%s", text)
+
+    def _log_line(self, connection: IsolatedProcess, text: str) -> None:
+        logger.debug("%d: %s", connection.child.process.pid, text)
 
 
 class _Transfer:
@@ -208,7 +302,7 @@ class IsolatedExecution:
     interpreter.
 
     Args:
-        process: of the model.
+        model: the model.
         index: of the instance.
 
     Attributes:
@@ -216,18 +310,18 @@ class IsolatedExecution:
         limit_s: seconds that a batch may take before the process counts as hanging; may be changed between two batches.
     """
 
-    def __init__(self, process: ModelProcess, index: int) -> None:
-        self._process = process
+    def __init__(self, model: IsolatedModel, index: int) -> None:
+        self._model = model
         self._index = index
-        self._slots = process.slots[index]
+        self._slots = model.slots[index]
         self._free = deque(range(len(self._slots)))
         self._open: dict[_Transfer, None] = {}  # launched and not finished
         self._lock = threading.Lock()
         self._unsent: deque[_Transfer] = deque()  # those of `_open` that are not sent yet, in the order of launch
         self._number = 0
-        self._lends = process.spare_slots > 0
-        self.depth = len(self._slots) - process.spare_slots
-        self.limit_s = process.limit_s
+        self._lends = model.options.lent_batches > 0
+        self.depth = len(self._slots) - model.options.lent_batches
+        self.limit_s = model.options.limit_s
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Return all outputs; see `headrace.backends.base.Execution.run`."""
@@ -292,7 +386,8 @@ class IsolatedExecution:
                     process.child.kill("")
                     process.child.ended.wait()
             finally:
-                self._process.admission.leave(transfer)
+                self._model.admission.leave(transfer)
+        self._slots = []
 
     def _outcome(self, transfer: _Transfer) -> dict[str, Array]:
         """Outputs of a batch, from this process or from its successor."""
@@ -310,7 +405,7 @@ class IsolatedExecution:
                     # A new process may get a working device.
                     logger.error(
                         "the process of %s is replaced, it can run no more batches: %s",
-                        self._process.name,
+                        self._model.name,
                         error["lost"],
                     )
                     child.kill("its device failed")
@@ -322,16 +417,16 @@ class IsolatedExecution:
                 child.ended.wait()
                 # A batch that the process had not begun cannot have killed it.
                 has_begun = transfer.slot.begun == transfer.number
-                if has_begun and not self._process.admission.suspected(transfer):
+                if has_begun and not self._model.admission.suspected(transfer):
                     cause = child.cause
-                    raise ModelFailed(f"the process of {self._process.name} died while it ran the request: {cause}")
+                    raise ModelFailed(f"the process of {self._model.name} died while it ran the request: {cause}")
         finally:
-            self._process.admission.leave(transfer)
+            self._model.admission.leave(transfer)
 
     def _sent(self, transfer: _Transfer) -> IsolatedProcess:
         """Wait until the batch may enter, send it, and send the batches that may follow."""
         try:
-            process = self._process.admission.enter(transfer, wait=True)
+            process = self._model.admission.enter(transfer, wait=True)
         except BaseException:
             with self._lock:
                 self._dequeue(transfer)
@@ -353,7 +448,7 @@ class IsolatedExecution:
     def _try_send(self, transfer: _Transfer, quiet: bool = False) -> bool:
         """Send a batch if it may enter now; `quiet` ignores a refusal, which the batch's own finisher reports."""
         try:
-            process = self._process.admission.enter(transfer, wait=False)
+            process = self._model.admission.enter(transfer, wait=False)
         except (Unavailable, ExecutionLost):
             if quiet:
                 return False

@@ -23,7 +23,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,6 +31,7 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 from headrace_model.channel import Frames, Messages
+from headrace_model.process import exit_process, limit_memory
 from headrace_model.protocol import DONE, FAILED, HEADER, SPILL, SPILLED
 from headrace_model.slots import START, Slot, aligned
 
@@ -48,13 +48,10 @@ from headrace.backends.process.tensors import (
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed
 from headrace.core.ledger import Kind, Ledger, MemoryAccount, NoRoom, format_bytes
 from headrace.core.tensor import Array
-
-Message = dict[str, Any]
+from headrace.processes.child_process import Message
 
 # Flag of a RUN frame: the batch may overlap with others.
 LAUNCH = 1 << 8
-# Score of oom(5) that is added to the process's own; 1000 would make it the first victim of all.
-_OOM_SCORE = "500"
 # Messages of allocators: C++, ONNX Runtime's arena, CUDA's host allocations.
 _NO_MEMORY = re.compile(r"bad_alloc|bad allocation|[Ff]ailed to allocate|out of memory")
 # Exit status of a child in which a thread died.
@@ -273,7 +270,7 @@ def exit_on_error(act: Callable[..., None], *arguments: Any) -> None:
 def run(control: Messages, instances: list[Frames]) -> None:
     """Load the model, serve until the control socket closes, and close the model."""
     order = control.receive()
-    _limit_memory(order["memory_bytes"])
+    limit_memory(order["memory_bytes"])
     logging.basicConfig(level=order["level"], handlers=[_Forward(control)], format="%(message)s")
     opened: SimpleQueue[tuple[int, int | Exception]] = SimpleQueue()
     try:
@@ -306,7 +303,7 @@ def run(control: Messages, instances: list[Frames]) -> None:
         for side in ("inputs", "outputs")
     }
     ranges = getattr(model, "shape_ranges", [])
-    control.send({"loaded": depths, "tensors": tensors, "ranges": ranges, "held": account.holdings()})
+    control.send({"loaded": depths, **tensors, "ranges": ranges, "held": account.holdings()})
     try:
         while True:
             control.receive()
@@ -319,20 +316,6 @@ def run(control: Messages, instances: list[Frames]) -> None:
 
 def _refusal(finding: Finding) -> list[object]:
     return [finding.path, finding.line, finding.message, finding.cure]
-
-
-def _limit_memory(size_bytes: int) -> None:
-    """Limit the private writable memory of this process; 0 sets no limit.
-
-    RLIMIT_DATA counts what is allocated (setrlimit(2), Linux 4.7). RLIMIT_AS would count the address space as well, of which the
-    CUDA driver reserves more than the machine has memory.
-    """
-    if size_bytes:
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = size_bytes if hard == resource.RLIM_INFINITY else min(size_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    with suppress(OSError):  # a machine without memory then kills this process rather than the server
-        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
 
 
 def _load(order: Message, instances: int) -> tuple[LoadedModel, MemoryAccount]:
@@ -371,10 +354,7 @@ def main(arguments: list[str]) -> None:
     faulthandler.enable()
     control, *instances = (socket.socket(fileno=end) for end in descriptors)
     exit_on_error(run, Messages(control), [Frames(end) for end in instances])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Skips the interpreter's shutdown, in which threads of libraries are known to crash.
-    os._exit(0)
+    exit_process(0)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_a_batch_that_a_dead_process_never_began_is_not_to_blame(load: Load) -> 
     answers: list[list[float]] = []
     pending = threading.Thread(target=lambda: answers.append(values(execution.run(x_of(3)))))
     pending.start()
-    until(lambda: model._process.admission._inside)
+    until(lambda: model.admission._inside)
     os.kill(child, signal.SIGKILL)
     pending.join(20)
     assert answers == [[6]]
@@ -138,7 +138,7 @@ def test_the_other_instances_lose_nothing(load: Load, tmp_path: Path) -> None:
     threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
     for thread in threads:
         thread.start()
-    gate = model._process.admission
+    gate = model.admission
     until(lambda: len(gate._inside) == 3)
     (tmp_path / "go").touch()
     for thread in threads:
