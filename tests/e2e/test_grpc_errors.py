@@ -1,4 +1,7 @@
-"""Every invalid gRPC request gets the right code and a text with the actual and the allowed value; none gets INTERNAL."""
+"""Invalid gRPC requests get the right code and a text with the actual and the allowed value; none gets INTERNAL.
+
+The unit tests of the codec have every invalid tensor and parameter; here are those that cross a socket.
+"""
 
 from __future__ import annotations
 
@@ -49,34 +52,6 @@ def shape(*dims: int) -> Callable[[Any], object]:
     return change
 
 
-def typed_beside_raw(request: Any) -> None:
-    request.inputs[0].contents.int_contents.extend(range(8))
-
-
-def typed(field: str, values: list[Any]) -> Callable[[Any], object]:
-    def change(request: Any) -> None:
-        del request.raw_input_contents[:]
-        getattr(request.inputs[0].contents, field).extend(values)
-        request.inputs[1].contents.fp32_contents.extend(range(8))
-
-    return change
-
-
-def parameter(name: str, **value: Any) -> Callable[[Any], object]:
-    def change(request: Any) -> None:
-        for field, setting in value.items():
-            setattr(request.parameters[name], field, setting)
-
-    return change
-
-
-def classes(count: int) -> Callable[[Any], object]:
-    def change(request: Any) -> None:
-        request.outputs.add(name="SUM").parameters["classification"].int64_param = count
-
-    return change
-
-
 def set_first(field: str, value: str) -> Callable[[Any], object]:
     return lambda request: setattr(request.inputs[0], field, value)
 
@@ -84,31 +59,12 @@ def set_first(field: str, value: str) -> Callable[[Any], object]:
 CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "unknown input": (lambda r: r.inputs.add(name="C", datatype="FP32", shape=[2, 4]), ("C",)),
     "another name": (set_first("name", "C"), ("'C'", "sum_difference", "'A', 'B'")),
-    "the same input twice": (lambda r: r.inputs[0].CopyFrom(r.inputs[1]), ("'B'", "twice")),
-    "missing input": (lambda r: (r.inputs.pop(), r.raw_input_contents.pop()), ("'B'", "sum_difference")),
-    "no input": (lambda r: (r.ClearField("inputs"), r.ClearField("raw_input_contents")), ("'A'", "'B'")),
-    "wrong datatype": (set_first("datatype", "FP64"), ("'A'", "'FP64'", "INT32")),
     "no datatype": (set_first("datatype", ""), ("'A'", "INT32")),
-    "wrong rank": (shape(8), ("'A'", r"\[8\]", r"\[-1, 4\]")),
     "no shape": (shape(), ("'A'", r"\[-1, 4\]")),
-    "negative dimension": (shape(-2, 4), ("'A'", r"\[-2, 4\]")),
-    "zero dimension": (shape(0, 4), ("'A'", r"\[0, 4\]")),
-    "overflowing shape": (shape(2**62, 4), ("'A'", "4611686018427387904")),
     "too many dimensions": (shape(*[1] * 100_000), ("'A'", r"\[-1, 4\]")),
     "too few bytes": (lambda r: r.raw_input_contents.__setitem__(0, RAW_A[:-1]), ("'A'", "31", "32")),
-    "too many bytes": (lambda r: r.raw_input_contents.__setitem__(0, RAW_A + b"x"), ("'A'", "33", "32")),
-    "raw contents missing": (lambda r: r.raw_input_contents.pop(), ("raw_input_contents", "1", "2")),
-    "raw contents over": (lambda r: r.raw_input_contents.append(b""), ("raw_input_contents", "3", "2")),
-    "typed beside raw": (typed_beside_raw, ("'A'",)),
     "no contents": (lambda r: r.ClearField("raw_input_contents"), ("raw_input_contents", "0", "2")),
-    "too few elements": (typed("int_contents", [1, 2]), ("'A'", "2", "8")),
-    "the wrong typed field": (typed("fp32_contents", [1.0] * 8), ("'A'",)),
     "unknown output": (lambda r: r.outputs.add(name="Q"), ("'Q'", "'SUM', 'DIFFERENCE'")),
-    "the same output twice": (lambda r: (r.outputs.add(name="SUM"), r.outputs.add(name="SUM")), ("'SUM'", "twice")),
-    "a class count below zero": (classes(-3), ("'SUM'", "-3")),
-    "a reserved parameter": (parameter("headrace.trace", int64_param=1), ("headrace.trace", "reserved")),
-    "a timeout that is text": (parameter("timeout", string_param="soon"), ("timeout",)),
-    "a priority that is text": (parameter("priority", string_param="high"), ("priority",)),
 }
 
 

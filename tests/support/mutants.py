@@ -68,7 +68,7 @@ SCHEDULING = (
         ("test_a_far_due_does_not_undo_a_priority", "test_levels_that_do_not_age_are_strict"),
     ),
     Mutant(
-        "nobody is woken for work that is left behind",
+        "no instance is woken for work that is left behind",
         "                    if self.queue.count and self._sleepers and self._should_wake():\n",
         "                    if False and self._sleepers and self._should_wake():\n",
         (
@@ -114,7 +114,7 @@ COMPLETION = (
         ("test_a_settled_completion_stops_its_timers",),
     ),
     Mutant(
-        "who awaits an outcome that is there already waits for ever",
+        "an await of an outcome that is there already waits for ever",
         "            if self.woken:\n                self._resolve(future)\n",
         "            if not self.woken:\n                self._resolve(future)\n",
         ("test_late_and_repeated_awaits_return_the_outcome", "test_waiters_get_values_and_errors"),
@@ -208,7 +208,94 @@ GPU_PIPELINE = (
     ),
 )
 
-MUTANTS = (*SCHEDULING, *COMPLETION, *SHARED_MEMORY, *GPU_PIPELINE)
+FRONT_ENDS = (
+    Mutant(
+        "freed neighbours in the arena stay apart",
+        "            self._free[order].remove(buddy)\n            start = min(start, buddy)\n            order += 1\n",
+        "            break\n",
+        ("test_blocks_never_overlap_and_join_again",),
+    ),
+    Mutant(
+        "a late release of an earlier generation frees the slot of another request",
+        "self._generations[slot] == generation and slot in self._users:",
+        "slot in self._users:",
+        ("test_a_slot_is_free_when_front_end_and_engine_have_ended_it",),
+    ),
+    Mutant(
+        "a slot is used again while the engine reads it",
+        "        self._users[slot] += 1\n",
+        "        self._users[slot] += 0\n",
+        ("test_a_slot_is_free_when_front_end_and_engine_have_ended_it",),
+    ),
+)
+
+PYTHON_MODELS = (
+    Mutant(
+        "memory of a process that can shrink is accepted",
+        "        if not seals & _F_SEAL_SHRINK or os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:\n",
+        "        if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:\n",
+        ("test_memory_that_can_be_made_smaller_is_refused",),
+    ),
+    Mutant(
+        "a range that the other process names may exceed the shared memory",
+        "            if offset < 0 or size < 0 or end > os.fstat(self.fd).st_size:\n",
+        "            if offset < 0 or size < 0:\n",
+        ("test_ranges_outside_of_the_memory_are_refused",),
+    ),
+    Mutant(
+        "the process of a model is not notified of a cancelled request",
+        "                    self._has_cancelled = True\n",
+        "                    self._has_cancelled = False\n",
+        ("test_the_model_sees_a_cancelled_request", "test_a_cancellation_does_not_wait_for_the_next_look"),
+    ),
+)
+
+PIPELINES = (
+    Mutant(
+        "a request that enters a limited step takes no place",
+        "        if self._free:\n            self._free -= 1\n            return True\n",
+        "        if self._free:\n            return True\n",
+        ("test_max_inflight_requests_bounds_each_step",),
+    ),
+    Mutant(
+        "an output of a pipeline is dropped once the steps have read it",
+        "    for _, tensor in pairs:\n        readers[tensor] = readers.get(tensor, 0) + 1\n",
+        "    for _, tensor in pairs:\n        readers[tensor] = readers.get(tensor, 0)\n",
+        (
+            "test_a_step_starts_when_all_its_inputs_are_ready",
+            "test_steps_that_no_output_needs_are_neither_leased_nor_run",
+        ),
+    ),
+    Mutant(
+        "all rows of a request start at once",
+        " and len(self._running) < MAX_RUNNING_ROWS and not self.is_over:\n",
+        " and not self.is_over:\n",
+        ("test_many_rows_start_as_others_end",),
+    ),
+)
+
+SEQUENCES = (
+    Mutant(
+        "a request after END joins the sequence that it ended",
+        "        sequence.is_closed = entry.is_end or self.policy.is_iterative\n",
+        "        sequence.is_closed = self.policy.is_iterative\n",
+        ("test_without_start_or_after_end_a_request_is_refused", "test_start_after_end_joins_the_backlog"),
+    ),
+    Mutant(
+        "a sequence that has ended keeps its slot",
+        "            elif sequence.is_closed:\n                self._finish(sequence, _ENDED)\n",
+        "            elif sequence.is_closed:\n                pass\n",
+        ("test_the_backlog_is_served_in_the_order_of_arrival", "test_without_start_or_after_end_a_request_is_refused"),
+    ),
+    Mutant(
+        "sequences fill one instance after the other",
+        'min(free, key=attrgetter("used", "index"))',
+        'min(free, key=attrgetter("index"))',
+        ("test_sequences_go_to_the_instance_with_the_fewest",),
+    ),
+)
+
+MUTANTS = (*SCHEDULING, *COMPLETION, *SHARED_MEMORY, *GPU_PIPELINE, *FRONT_ENDS, *PYTHON_MODELS, *PIPELINES, *SEQUENCES)
 
 
 def sources(tree: Path) -> Iterator[Path]:
