@@ -28,7 +28,7 @@ from tests.support.python_models import add_python_model
 from tests.support.serving import Server, serving
 from tests.support.waiting import until
 
-# The shortest interval that grpcio's server accepts is 10 s; without this option grpcio sends no more than two without data.
+# grpcio's client sends no PING sooner than after 10 s, and without the last option no more than two without data.
 PINGS = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),

@@ -74,25 +74,18 @@ class GrpcInference:
             room = call.room  # of a connection that may close before the end
             await room.start(expected_bytes)
         try:
-            service = self.service
-            has_charge = service.has_remote_quotas and service.needs_charge(options)
-            if (
-                len(message) > LARGE_BYTES or service.has_shared_memory or has_charge
-            ):  # as `needs_coroutine`, with fewer calls
-                pending = await self.begin_large(message, envelope, call.received_ns, call.deadline_ns, options)
-            else:
-                pending = self.begin(message, envelope, call.received_ns, call.deadline_ns, options)
+            pending = await self.begin_large(message, envelope, call.received_ns, call.deadline_ns, options)
             call.completion = pending.completion
             try:
                 await pending.completion
             except asyncio.CancelledError:
-                service.drop(pending)
+                self.service.drop(pending)
                 raise
             except HeadraceError:
                 pass  # `finish` counts and raises it
             finally:
                 call.completion = None
-            if pending.template.is_costly and service.is_large(pending):
+            if pending.template.is_costly and self.service.is_large(pending):
                 return await self.finish_large(pending, call)
             return self.finish(pending, call=call)
         except HeadraceError:

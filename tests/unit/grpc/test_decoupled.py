@@ -178,7 +178,7 @@ class Call:
 
 
 Scenario = Callable[[Models, Call], Awaitable[None]]
-ENGINES = pytest.mark.parametrize("is_quick", [True, False], ids=["write_now", "write"])
+WRITES = pytest.mark.parametrize("is_quick", [True, False], ids=["write_now", "write"])
 
 
 def run(scenario: Scenario, is_quick: bool = True, options: RequestOptions = NO_OPTIONS) -> Models:
@@ -195,7 +195,7 @@ def run(scenario: Scenario, is_quick: bool = True, options: RequestOptions = NO_
         await asyncio.wait({serving}, timeout=30)
         assert serving.done()
         assert models.leases == 0
-        if serving.exception() is None:  # else the engine releases it
+        if serving.exception() is None:  # else the server releases it
             assert call.reservation.held_bytes == 0
         return models
 
@@ -209,7 +209,7 @@ async def queued(models: Models, *request_ids: str) -> None:
         await models.queued.wait()
 
 
-@ENGINES
+@WRITES
 def test_each_response_is_sent_at_once_and_the_last_is_marked(is_quick: bool) -> None:
     async def scenario(models: Models, call: Call) -> None:
         call.sent.put_nowait(message("a"))
@@ -228,7 +228,7 @@ def test_each_response_is_sent_at_once_and_the_last_is_marked(is_quick: bool) ->
     assert [record.status for record in models.observer.answers] == ["OK"]  # a request counts once
 
 
-@ENGINES
+@WRITES
 def test_an_empty_final_response_only_if_it_is_enabled(is_quick: bool) -> None:
     async def scenario(models: Models, call: Call) -> None:
         call.sent.put_nowait(message("a", triton_enable_empty_final_response=True))
@@ -250,7 +250,7 @@ def test_an_empty_final_response_only_if_it_is_enabled(is_quick: bool) -> None:
     assert run(scenario, is_quick).failures == []
 
 
-@ENGINES
+@WRITES
 def test_decoupled_requests_interleave_and_ordinary_ones_keep_their_order(is_quick: bool) -> None:
     async def scenario(models: Models, call: Call) -> None:
         for item in (message("o1", "one"), message("a"), message("o2", "one"), message("b"), None):
@@ -272,7 +272,7 @@ def test_decoupled_requests_interleave_and_ordinary_ones_keep_their_order(is_qui
     run(scenario, is_quick)
 
 
-@ENGINES
+@WRITES
 def test_a_client_that_does_not_read_gives_no_credit(is_quick: bool) -> None:
     async def scenario(models: Models, call: Call) -> None:
         call.sent.put_nowait(message("a"))
@@ -295,7 +295,7 @@ def test_a_client_that_does_not_read_gives_no_credit(is_quick: bool) -> None:
     assert run(scenario, is_quick).consumed == {"a": 10, "b": 10}
 
 
-@ENGINES
+@WRITES
 def test_an_error_ends_its_request_with_the_final_flag(is_quick: bool) -> None:
     async def scenario(models: Models, call: Call) -> None:
         call.sent.put_nowait(message("a"))
@@ -313,7 +313,7 @@ def test_an_error_ends_its_request_with_the_final_flag(is_quick: bool) -> None:
     assert [error.reason for error in run(scenario, is_quick).failures] == ["model_failed"]
 
 
-@ENGINES
+@WRITES
 def test_an_error_between_responses_does_not_end_its_request(is_quick: bool) -> None:
     async def scenario(models: Models, call: Call) -> None:
         call.sent.put_nowait(message("a", triton_enable_empty_final_response=True))
@@ -366,7 +366,7 @@ def test_the_end_of_the_stream_cancels_all_requests() -> None:
     assert [error.reason for error in run(scenario).failures] == ["cancelled", "cancelled"]
 
 
-@ENGINES
+@WRITES
 def test_texts_and_large_texts(is_quick: bool) -> None:
     def text(value: bytes) -> InferResponse:
         return InferResponse({"y": np.array([[value]], object)})
