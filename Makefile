@@ -127,8 +127,8 @@ fuzz: $(VENV)/.fuzz ## fuzz the readers of untrusted bytes with coverage guidanc
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)
 
 docs: $(VENV)/.dev ## write the generated pages of docs/
-	$(BIN)/python -m headrace.config.documentation docs
-	$(BIN)/python -m headrace.observability.metrics_table docs
+	$(BIN)/python -m deploy.configuration_page docs
+	$(BIN)/python -m deploy.metrics_page docs
 	$(BIN)/python -m tests.support.public_score
 	$(BIN)/python -m deploy.grafana.dashboards
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-from headrace.observability.metrics_table import NAME, families, page
+from headrace.observability.metrics_table import families
 
+from deploy.metrics_page import NAME, page
 from tests.support.prometheus import read_page
 from tests.support.serving import ROOT, Server
 

@@ -1,6 +1,6 @@
 """Writes `docs/config.schema.json` and the tables of `docs/configuration.md` from the configuration schema.
 
-python -m headrace.config.documentation docs
+python -m deploy.configuration_page docs
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
 from headrace.config.completion import IGNORED, REFUSED, WITHOUT_EFFECT, model_in
 from headrace.config.pending import PENDING_CURES
 from headrace.core.model_config import HEADRACE_FIELDS, ModelConfig, is_headrace_field
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 SCHEMA_FILE = "config.schema.json"
 PAGE_FILE = "configuration.md"

@@ -7,36 +7,37 @@ from typing import Any
 
 import pytest
 import yaml
-from headrace.config import documentation
 from headrace.config.completion import DEFAULT_MAX_BATCH_SIZE, IGNORED, REFUSED, WITHOUT_EFFECT, bind
 from headrace.config.documents import read_yaml
+
+from deploy import configuration_page
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.mark.parametrize("name", [documentation.SCHEMA_FILE, documentation.PAGE_FILE])
+@pytest.mark.parametrize("name", [configuration_page.SCHEMA_FILE, configuration_page.PAGE_FILE])
 def test_the_committed_docs_are_up_to_date(name: str, tmp_path: Path) -> None:
-    shutil.copy(DOCS / documentation.PAGE_FILE, tmp_path)
-    documentation.write_docs(tmp_path)
+    shutil.copy(DOCS / configuration_page.PAGE_FILE, tmp_path)
+    configuration_page.write_docs(tmp_path)
     assert (DOCS / name).read_text(encoding="utf-8") == (tmp_path / name).read_text(encoding="utf-8"), "run `make docs`"
 
 
 def test_the_page_names_every_field_and_every_exception() -> None:
-    page = documentation.configuration_page()
-    for path, model in documentation._parts(documentation.ModelConfig):
-        assert not path or f"## `{documentation._title(path)}`" in page
+    page = configuration_page.configuration_page()
+    for path, model in configuration_page._parts(configuration_page.ModelConfig):
+        assert not path or f"## `{configuration_page._title(path)}`" in page
         assert all(f"| `{name}` |" in page for name in model.model_fields)
     for pattern in (*REFUSED, *IGNORED):
-        assert f"`{documentation._title(tuple(pattern.split('.')))}`" in page
+        assert f"`{configuration_page._title(tuple(pattern.split('.')))}`" in page
     assert all(instead in page for instead in WITHOUT_EFFECT.values())
 
 
 def test_the_examples_of_the_page_are_valid_and_equivalent() -> None:
     from headrace.config.documents import read_pbtxt
 
-    page = (DOCS / documentation.PAGE_FILE).read_text(encoding="utf-8")
+    page = (DOCS / configuration_page.PAGE_FILE).read_text(encoding="utf-8")
     assert f"it becomes {DEFAULT_MAX_BATCH_SIZE} with dynamic batching" in page
-    assert f"$schema=../../docs/{documentation.SCHEMA_FILE}" in page
+    assert f"$schema=../../docs/{configuration_page.SCHEMA_FILE}" in page
     blocks = page.split("```")
     from_yaml = next(block.removeprefix("yaml") for block in blocks if "# config.yaml" in block)
     from_pbtxt = next(block for block in blocks if "# config.pbtxt" in block)
@@ -81,9 +82,9 @@ def accepts(part: Any, value: Any, root: Any) -> bool:
 
 
 def test_editors_accept_what_the_reader_accepts() -> None:
-    root = documentation.json_schema()
+    root = configuration_page.json_schema()
     text = (
-        (Path(__file__).parent / "triton_examples" / "tuned.yaml")
+        (Path(__file__).parents[1] / "config" / "triton_examples" / "tuned.yaml")
         .read_text()
         .replace(", graph_spec: [{batch_size: 4}]", "")
     )
@@ -106,12 +107,12 @@ def test_editors_accept_what_the_reader_accepts() -> None:
     ],
 )
 def test_editors_mark_what_the_reader_refuses(text: str) -> None:
-    root = documentation.json_schema()
+    root = configuration_page.json_schema()
     assert not accepts(root, yaml.safe_load(text), root)
 
 
 def test_every_part_of_the_schema_is_described() -> None:
-    root = documentation.json_schema()
+    root = configuration_page.json_schema()
     assert root["$schema"].endswith("2020-12/schema")
     parts = [root, *root["$defs"].values()]
     assert [name for part in parts for name, field in part["properties"].items() if not field.get("description")] == []
@@ -119,13 +120,13 @@ def test_every_part_of_the_schema_is_described() -> None:
 
 
 def test_a_page_without_its_mark_is_refused() -> None:
-    page = documentation.configuration_page()
-    assert documentation.configuration_page("# Introduction\n\n" + page) == "# Introduction\n\n" + page
+    page = configuration_page.configuration_page()
+    assert configuration_page.configuration_page("# Introduction\n\n" + page) == "# Introduction\n\n" + page
     with pytest.raises(ValueError, match="has no line"):
-        documentation.configuration_page(page.replace("From here on", "Below"))
+        configuration_page.configuration_page(page.replace("From here on", "Below"))
 
 
 def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert documentation.main([str(tmp_path)]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {documentation.SCHEMA_FILE, documentation.PAGE_FILE}
+    assert configuration_page.main([str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {configuration_page.SCHEMA_FILE, configuration_page.PAGE_FILE}
     assert "wrote" in capsys.readouterr().out
