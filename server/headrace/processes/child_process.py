@@ -18,11 +18,12 @@ from headrace_model.channel import Messages
 from headrace_model.protocol import ProtocolError
 
 from headrace.core.clock import monotonic_ns
-from headrace.processes.output import OutputLines
 
 Message = dict[str, Any]
 
 _TAIL_LINES = 100  # enough for a dump of all threads, of which the failing one comes first
+# A longer line is passed on in parts of about this size.
+_MAX_LINE_BYTES = 8192
 # Answers of a process to its load request.
 _ANSWERS = frozenset({"loaded", "refused", "described", "no_room", "broken"})
 
@@ -139,14 +140,12 @@ class ProcessReader:
     ) -> None:
         self._control = child.control
         self._on_message = on_message
+        self._on_line = on_line
         assert child.process.stdout is not None, "the process was started with a pipe"
-        last_lines = child.last_lines
-
-        def pass_line(text: str) -> None:
-            last_lines.append(text)
-            on_line(text)
-
-        self._output = OutputLines(child.process.stdout, pass_line)
+        self._output = child.process.stdout
+        os.set_blocking(self._output.fileno(), False)
+        self._last_lines = child.last_lines
+        self._line = b""  # the last line, which has no end yet
         self._selector = selectors.DefaultSelector()
         self._end = os.pidfd_open(child.process.pid)
         for source in (self._control, self._output, self._end):
@@ -176,7 +175,7 @@ class ProcessReader:
                 ready = [key.fileobj for key, _events in self._selector.select(limit_s)]
                 if not ready:
                     raise TimeoutError
-                if self._output in ready and not self._output.read():
+                if self._output in ready and not self._read_lines():
                     self._selector.unregister(self._output)
                 if control in ready:
                     control.read_available()
@@ -192,5 +191,30 @@ class ProcessReader:
         poll.poll(limit_s * 1000)
 
     def drain(self) -> None:
-        """Read the rest of the pipe."""
-        self._output.drain()
+        """Read the rest of the pipe, also a last line without an end."""
+        while self._read_lines():
+            pass
+        if self._line:
+            self._pass_line(self._line)
+            self._line = b""
+
+    def _read_lines(self) -> bool:
+        """Read available output; return False if there is none."""
+        try:
+            data = self._output.read(1 << 16)
+        except OSError:
+            return False
+        if not data:
+            return False
+        *lines, self._line = (self._line + data).split(b"\n")
+        if len(self._line) > _MAX_LINE_BYTES:
+            lines.append(self._line)
+            self._line = b""
+        for line in lines:
+            self._pass_line(line)
+        return True
+
+    def _pass_line(self, line: bytes) -> None:
+        text = line[:_MAX_LINE_BYTES].decode("utf-8", "replace").rstrip()
+        self._last_lines.append(text)
+        self._on_line(text)

@@ -37,14 +37,6 @@ def opened() -> BatchAdmission[str]:
     return gate
 
 
-def test_batches_are_inside_together() -> None:
-    gate = opened()
-    assert gate.is_open
-    assert [gate.enter(name, wait=False) for name in "abc"] == ["first"] * 3
-    assert gate.shut("") == 3
-    assert not gate.is_open
-
-
 def test_batches_wait_for_a_process_and_enter_the_next_one() -> None:
     gate: BatchAdmission[str] = BatchAdmission()
     assert gate.enter("a", wait=False) is None
@@ -89,34 +81,6 @@ def test_after_a_death_batches_enter_one_at_a_time_for_a_while(monkeypatch: pyte
     assert [gate.enter(name, wait=False) for name in "efg"] == ["second"] * 3
     gate.leave("e")
     assert gate.enter("h", wait=False) == "second"
-
-
-def test_a_death_while_idle_suspects_no_batch() -> None:
-    gate = opened()
-    gate.shut("")
-    gate.open("second")
-    assert [gate.enter(name, wait=False) for name in "ab"] == ["second"] * 2
-
-
-def test_a_batch_that_ran_alone_is_blamed() -> None:
-    gate = opened()
-    gate.enter("a", wait=False)
-    assert gate.shut("") == 1
-    assert not gate.suspected("a")
-    gate.open("second")
-    assert gate.enter("b", wait=False) == "second"
-
-
-def test_a_suspect_that_crashes_alone_is_blamed_and_the_others_are_retried() -> None:
-    gate = opened()
-    for name in "bc":
-        gate.enter(name, wait=False)
-    gate.shut("")
-    gate.open("second")
-    gate.enter("b", wait=False)
-    gate.shut("")
-    assert not gate.suspected("b")
-    assert gate.suspected("c"), "it has not had its turn"
 
 
 def test_a_suspect_waits_until_the_process_is_empty() -> None:
