@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,47 +28,50 @@ X = np.ones((1, 16), np.float32)
 Check = Callable[[Reconciler, Registry], Coroutine[Any, Any, None]]
 
 
-def run(
+@asynccontextmanager
+async def running(
     repository: Path,
-    check: Check,
     control: ControlPolicy = EXPLICIT,
     names: frozenset[str] | None = None,
     builder: Sequence[str] = BUILDER,
     **loading: Any,
-) -> None:
-    """Start the control thread, check on the loop, stop; everything must have ended then.
+) -> AsyncIterator[tuple[Reconciler, Registry]]:
+    """Start the control thread, and stop it after the block; everything must have ended then.
 
     Args:
         repository: the models.
-        check: what is done meanwhile.
         control: who may load.
         names: the models wanted at start.
         builder: builds engines.
         loading: more for the `Loader`.
     """
+    registry, loaded = Registry(), threading.Event()
+    loader = Loader(
+        Mailbox(asyncio.get_running_loop()),
+        on_dead=lambda name, number, _: registry.update_health(name, number),
+        **loading,
+    )
+    selection = ModelSelection([repository], names)
+    reconciler = Reconciler(selection, loader, registry, lambda _: loaded.set(), control, builder)
+    reconciler.start()
+    assert await asyncio.to_thread(loaded.wait, 50)
+    try:
+        yield reconciler, registry
+    finally:
+        assert await asyncio.to_thread(reconciler.stop, 10)
+    with pytest.raises((Unavailable, Forbidden)):
+        await reconciler.load("m", None, {})
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith(("m/", "drain", "control", "builds"))
+    ]
+
+
+def run(repository: Path, check: Check, *args: Any, **options: Any) -> None:
+    """Check on an event loop beside a control thread, see `running`."""
 
     async def main() -> None:
-        registry, loaded = Registry(), threading.Event()
-        loader = Loader(
-            Mailbox(asyncio.get_running_loop()),
-            on_dead=lambda name, number, _: registry.update_health(name, number),
-            **loading,
-        )
-        selection = ModelSelection([repository], names)
-        reconciler = Reconciler(selection, loader, registry, lambda _: loaded.set(), control, builder)
-        reconciler.start()
-        assert await asyncio.to_thread(loaded.wait, 50)
-        try:
+        async with running(repository, *args, **options) as (reconciler, registry):
             await check(reconciler, registry)
-        finally:
-            assert await asyncio.to_thread(reconciler.stop, 10)
-        with pytest.raises((Unavailable, Forbidden)):
-            await reconciler.load("m", None, {})
-        assert not [
-            thread.name
-            for thread in threading.enumerate()
-            if thread.name.startswith(("m/", "drain", "control", "builds"))
-        ]
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

@@ -13,7 +13,7 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from tests.support.control_thread import index, infer_values, put, run, same
+from tests.support.control_thread import index, infer_values, put, run, running, same
 from tests.support.fake_builder import command, publish
 from tests.support.fake_streams import LateCuda
 from tests.support.models import affine
@@ -168,7 +168,7 @@ def test_engine_then_own_plan_then_the_onnx_file(trt: Any, cuda: LateCuda, tmp_p
     assert reason.endswith("(headrace build m --target tensorrt --rebuild)")
 
 
-def test_an_engine_is_built_while_the_onnx_file_serves_for_a_foreign_plan(
+async def test_an_engine_is_built_while_the_onnx_file_serves_for_a_foreign_plan(
     trt: Any, cuda: LateCuda, tmp_path: Path
 ) -> None:
     repository, orders = tmp_path / "repository", tmp_path / "orders"
@@ -176,11 +176,9 @@ def test_an_engine_is_built_while_the_onnx_file_serves_for_a_foreign_plan(
     builder = command(orders)
     (orders / "fail").write_text("error: no room")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, None, builder) as (_, registry):
         assert same(await infer_values(registry), 1)
         await until_async(lambda: "building it failed: error: no room" in index(registry)["m", "1"][1])
-
-    run(repository, check, ALL, None, builder)
     assert (orders / "calls").read_text().split()[:4] == ["started", "m", "1", "tensorrt"]
 
 
@@ -225,17 +223,15 @@ def test_without_a_gpu(cuda: LateCuda, tmp_path: Path) -> None:
     assert "put model.onnx beside it, which the CPU can serve" in reasons
 
 
-def test_a_plan_is_built_while_the_onnx_file_serves(trt: Any, tmp_path: Path) -> None:
+async def test_a_plan_is_built_while_the_onnx_file_serves(trt: Any, tmp_path: Path) -> None:
     repository, orders = tmp_path / "repository", tmp_path / "orders"
     put(repository, 1, config=TENSORRT + "build_on_load: true\n")
     builder = command(orders)
     (orders / "fail").write_text("error: no room")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, None, builder) as (_, registry):
         assert same(await infer_values(registry), 1)
         await until_async(lambda: "building it failed: error: no room" in index(registry)["m", "1"][1])
-
-    run(repository, check, ALL, None, builder)
     assert (orders / "calls").read_text().split()[:4] == ["started", "m", "1", "tensorrt"]
 
 

@@ -14,15 +14,14 @@ from headrace.backends.base import InFlightBatch
 from headrace.backends.process.backend import IsolatedBackend, IsolatedExecution
 from headrace.core.tensor import Array
 from headrace.repository import loader as loader_module
-from headrace.repository.reconciler import ControlPolicy, Reconciler
-from headrace.repository.registry import Registry
+from headrace.repository.reconciler import ControlPolicy
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support import fake_tensorrt_child
 from tests.support import gpu_ragged_cases as cases
-from tests.support.control_thread import index, infer_values, put, run, same
+from tests.support.control_thread import index, infer_values, put, running, same
 from tests.support.fake_gpu import install_gpu
 from tests.support.models import affine
 from tests.support.processes import isolated_children_of_this_process
@@ -58,8 +57,11 @@ def with_plan(tmp_path: Path, config: str = "", plan: bytes | None = None) -> Pa
     return repository
 
 
-def test_it_serves_from_there_and_again_after_a_crash(tmp_path: Path) -> None:
-    async def check(_: Reconciler, registry: Registry) -> None:
+async def test_it_serves_from_there_and_again_after_a_crash(tmp_path: Path) -> None:
+    async with running(with_plan(tmp_path, "dynamic_batching: {}\ninstance_group: [{kind: gpu, count: 2}]\n"), ALL) as (
+        _,
+        registry,
+    ):
         handle = registry.lease("m", "")
         assert handle.spec.resident_devices == frozenset(), "that process does not read our memory"
         assert handle.policy.instances == 2
@@ -71,26 +73,20 @@ def test_it_serves_from_there_and_again_after_a_crash(tmp_path: Path) -> None:
         assert same(await infer_values(registry), 2)
         handle.release()
 
-    run(with_plan(tmp_path, "dynamic_batching: {}\ninstance_group: [{kind: gpu, count: 2}]\n"), check, ALL)
 
-
-def test_a_model_without_a_batch_dimension_runs_in_the_process(tmp_path: Path) -> None:
+async def test_a_model_without_a_batch_dimension_runs_in_the_process(tmp_path: Path) -> None:
     repository = with_plan(tmp_path)
     (repository / "m" / "config.yaml").write_text(ISOLATED.replace("max_batch_size: 8", "max_batch_size: 0"))
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         assert same(await infer_values(registry), 2)
 
-    run(repository, check, ALL)
 
-
-def test_its_memory_is_booked_and_bounded(tmp_path: Path) -> None:
-    async def check(_: Reconciler, registry: Registry) -> None:
+async def test_its_memory_is_booked_and_bounded(tmp_path: Path) -> None:
+    async with running(with_plan(tmp_path, "gpu_memory_budget: 4096\n"), ALL) as (_, registry):
         state, reason = index(registry)["m", "1"]
         assert state == "UNAVAILABLE"
         assert "its gpu_memory_budget is 4.0 KiB" in reason
-
-    run(with_plan(tmp_path, "gpu_memory_budget: 4096\n"), check, ALL)
 
 
 @pytest.mark.parametrize(
@@ -100,16 +96,16 @@ def test_its_memory_is_booked_and_bounded(tmp_path: Path) -> None:
         (b"crash", "its process died while it loaded the model: killed by SIGABRT"),
     ],
 )
-def test_the_onnx_file_replaces_a_plan_that_does_not_load_in_the_process(tmp_path: Path, plan: bytes, why: str) -> None:
-    async def check(_: Reconciler, registry: Registry) -> None:
+async def test_the_onnx_file_replaces_a_plan_that_does_not_load_in_the_process(
+    tmp_path: Path, plan: bytes, why: str
+) -> None:
+    async with running(with_plan(tmp_path, "fallback: onnxruntime\n", plan), ALL) as (_, registry):
         assert same(await infer_values(registry), 1)
         state, reason = index(registry)["m", "1"]
         assert state == "READY"
         assert reason.startswith("model.onnx serves in place of model.plan, which cannot be loaded: ")
         assert why in reason
         assert len(isolated_children_of_this_process()) == 1, "the ONNX file has a process of its own as well"
-
-    run(with_plan(tmp_path, "fallback: onnxruntime\n", plan), check, ALL)
 
 
 async def test_ragged_batches_are_divided_and_run_in_the_process(
@@ -133,13 +129,11 @@ async def test_ragged_batches_are_divided_and_run_in_the_process(
         await cases.check_bounds(server, "plan")
 
 
-def test_a_plan_that_contradicts_its_configuration(tmp_path: Path) -> None:
+async def test_a_plan_that_contradicts_its_configuration(tmp_path: Path) -> None:
     tensors = "input: [{name: X, data_type: fp32, dims: [17]}]\noutput: [{name: Y, data_type: fp32, dims: [4]}]\n"
     repository = with_plan(tmp_path, tensors)
     (repository / "m" / "1" / "model.onnx").unlink()
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         reason = next(reason for (name, _version), (_state, reason) in index(registry).items() if name == "m")
         assert "input 'X' has the shape [17] in the configuration, [16] in the plan" in reason
-
-    run(repository, check, ALL)

@@ -17,7 +17,7 @@ from headrace.repository.explanation import explain
 from headrace.repository.reconciler import Reconciler
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import index, infer_values, put, run, same
+from tests.support.control_thread import index, infer_values, put, running, same
 from tests.support.cuda_provider import FakeProvider, install_provider
 from tests.support.fake_streams import LateCuda
 from tests.support.waiting import until_async
@@ -148,17 +148,15 @@ def test_without_the_package_the_failed_build_names_the_extra(
     assert "gpu-onnx" in line
 
 
-def test_without_tensorrt_the_provider_serves(provider: FakeProvider, tmp_path: Path) -> None:
+async def test_without_tensorrt_the_provider_serves(provider: FakeProvider, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     put(repository, 1, config=KIND_GPU)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         assert same(await infer_values(registry), 1)
         assert facts(registry)["runtime"] == CUDA_RUNTIME
         assert "TensorRT cannot be imported" in str(facts(registry)["not_on_tensorrt"])
         assert "ONNX Runtime's CUDA provider serves model.onnx: TensorRT" in index(registry)["m", "1"][1]
-
-    run(repository, check, ALL)
 
 
 def test_the_accelerator_cuda_selects_the_provider(trt: Any, provider: FakeProvider, tmp_path: Path) -> None:

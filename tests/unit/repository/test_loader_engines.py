@@ -16,7 +16,7 @@ from headrace.core.optimization_config import requested_precision
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import index, infer_values, put, run, same
+from tests.support.control_thread import index, infer_values, put, run, running, same
 from tests.support.fake_builder import publish
 from tests.support.models import add_model, affine, sum_difference
 
@@ -139,7 +139,7 @@ def change_config(folder: Path) -> None:
         (change_config, "built for another configuration"),
     ],
 )
-def test_an_engine_that_does_not_fit_is_passed_over_with_the_reason_and_a_cure(
+async def test_an_engine_that_does_not_fit_is_passed_over_with_the_reason_and_a_cure(
     tmp_path: Path, act: Callable[[Path], None], words: str
 ) -> None:
     repository = tmp_path / "repository"
@@ -147,15 +147,13 @@ def test_an_engine_that_does_not_fit_is_passed_over_with_the_reason_and_a_cure(
     publish(repository / "m", 1, ENGINE)
     act(repository / "m")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         assert same(await infer_values(registry), 1)
         reason = reason_of(registry)
         assert reason.startswith("model.onnx serves in place of the int8 engine: ")
         assert words in reason
         assert reason.endswith(" (headrace build m --target onnxruntime)")
         assert str(tmp_path) not in reason
-
-    run(repository, check, ALL)
 
 
 @pytest.mark.parametrize(("overridden", "option"), [(True, " --precision int8"), (False, "")])
@@ -228,8 +226,8 @@ def test_an_engine_reads_nothing_outside_of_its_folder(repository: Path, locatio
     assert f'are stored in "{location}", which ' in serves(repository, 1)
 
 
-def test_an_engine_published_for_this_machine_reloads_only_its_model(repository: Path) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_an_engine_published_for_this_machine_reloads_only_its_model(repository: Path) -> None:
+    async with running(repository, names=frozenset({"m"})) as (reconciler, registry):
         first = registry.lease("m", "")
         publish(repository / "m", 1, ENGINE, machine=OTHER_MACHINE)
         await reconciler.load("m", None, {})
@@ -252,36 +250,30 @@ def test_an_engine_published_for_this_machine_reloads_only_its_model(repository:
         for handle in (first, other, engine, again):
             handle.release()
 
-    run(repository, check, names=frozenset({"m"}))
 
-
-def test_a_model_that_is_called_like_an_engine_is_still_the_model(tmp_path: Path) -> None:
+async def test_a_model_that_is_called_like_an_engine_is_still_the_model(tmp_path: Path) -> None:
     name = "model.0123456789ab.onnx"
     put(tmp_path / "repository", 1, config=f"default_model_filename: {name}\n")
     folder = tmp_path / "repository" / "m" / "1"
     (folder / "model.onnx").rename(folder / name)
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path / "repository", names=frozenset({"m"})) as (reconciler, registry):
         assert same(await infer_values(registry), 1)
         (folder / name).write_bytes(ENGINE)
         await reconciler.load("m", None, {})
         assert same(await infer_values(registry), 2)
 
-    run(tmp_path / "repository", check, names=frozenset({"m"}))
-
 
 @pytest.mark.parametrize("options", ["fallback: onnxruntime\n", "build_on_load: true\n", "platform: tensorrt_plan\n"])
-def test_a_model_for_tensorrt_runs_its_onnx_file_on_a_machine_without_a_gpu(tmp_path: Path, options: str) -> None:
+async def test_a_model_for_tensorrt_runs_its_onnx_file_on_a_machine_without_a_gpu(tmp_path: Path, options: str) -> None:
     repository = tmp_path / "repository"
     put(repository, 1, config="backend: tensorrt\n" + options)
     (repository / "m" / "1" / "model.plan").write_bytes(b"for a GPU")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, builder=("false",)) as (_, registry):
         assert same(await infer_values(registry), 1)
         if "build" not in options:
             assert reason_of(registry).startswith("model.onnx serves on the CPU: ")
-
-    run(repository, check, ALL, builder=("false",))
 
 
 @pytest.mark.parametrize(
@@ -307,16 +299,14 @@ def test_the_requested_precision(options: dict[str, Any], precision: str) -> Non
     assert requested_precision(ModelConfig.model_validate({"optimization": options}).optimization) == precision
 
 
-def test_every_version_has_its_own_engine(repository: Path) -> None:
+async def test_every_version_has_its_own_engine(repository: Path) -> None:
     add_model(repository, "m", affine(seed=3), version=2)
     (repository / "m" / "config.yaml").write_text(INT8 + "version_policy: {all: {}}\n")
     publish(repository / "m", 2, ENGINE)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         assert same(await infer_values(registry, version="1"), 1)
         assert same(await infer_values(registry, version="2"), 2)
         assert "none is built" in index(registry)["m", "1"][1]
         assert index(registry)["m", "2"] == ("READY", "")
         assert np.isfinite(await infer_values(registry)).all()
-
-    run(repository, check, ALL)

@@ -17,7 +17,7 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tests.support.control_thread import EXPLICIT, X, index, infer_values, run, same
+from tests.support.control_thread import EXPLICIT, X, index, infer_values, run, running, same
 from tests.support.fake_streams import LateCuda
 from tests.support.models import add_model, affine
 from tests.support.waiting import until_async
@@ -43,17 +43,13 @@ def add(tmp_path: Path, name: str, seed: int, config: str = "") -> None:
     (folder / "1" / "model.plan").write_bytes(plan_of(tmp_path, seed))
 
 
-def need(repository: Path) -> int:
+async def need(repository: Path) -> int:
     """Bytes of GPU memory that one of the models takes; all take the same."""
-    result: list[int] = []
     gpu_model_cache = GpuModelCache()
-
-    async def check(_: Reconciler, __: Registry) -> None:
-        result.append(gpu_model_cache.ledger.reserved_bytes(0))
-
-    run(repository, check, names=frozenset({"a"}), gpu_model_cache=gpu_model_cache)
-    assert result[0] > 4096
-    return result[0]
+    async with running(repository, names=frozenset({"a"}), gpu_model_cache=gpu_model_cache):
+        size = gpu_model_cache.ledger.reserved_bytes(0)
+    assert size > 4096
+    return size
 
 
 def room(size_bytes: float) -> float:
@@ -65,11 +61,14 @@ async def infer_value(registry: Registry, name: str, seed: int) -> None:
     assert same(await infer_values(registry, name), seed)
 
 
-def test_all_models_are_ready_and_evicted_ones_load_on_request(repository: Path) -> None:
-    size = need(repository)
+async def test_all_models_are_ready_and_evicted_ones_load_on_request(repository: Path) -> None:
+    size = await need(repository)
     gpu_model_cache = GpuModelCache()
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size)) as (
+        _,
+        registry,
+    ):
         assert index(registry) == {("a", "1"): EVICTED, ("b", "1"): READY, ("c", "1"): READY}
         assert registry.ready()
         assert gpu_model_cache.ledger.reserved_bytes(0) == 2 * size
@@ -84,18 +83,20 @@ def test_all_models_are_ready_and_evicted_ones_load_on_request(repository: Path)
         counts = {name: (loads.count, loads.on_demand, loads.evictions) for name, _, loads in gpu_model_cache.loads()}
         assert counts == {"a": (2, 1, 1), "b": (2, 1, 1), "c": (1, 0, 1)}
         assert all(loads.time_ns > 0 for _, _, loads in gpu_model_cache.loads())
-
-    run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size))
     assert gpu_model_cache.ledger.reserved_bytes(0) == 0
 
 
 @pytest.mark.slow
-def test_requests_wait_together_and_all_are_answered(repository: Path) -> None:
+async def test_requests_wait_together_and_all_are_answered(repository: Path) -> None:
     """Three models share room for one; none starves, no response is another model's."""
-    size = need(repository)
+    size = await need(repository)
     gpu_model_cache = GpuModelCache()
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(size)) as (
+        _,
+        registry,
+    ):
+
         async def caller(name: str, seed: int) -> int:
             count, until = 0, time.monotonic() + 4
             while time.monotonic() < until:
@@ -109,15 +110,16 @@ def test_requests_wait_together_and_all_are_answered(repository: Path) -> None:
         loads = sum(loads.on_demand for _, _, loads in gpu_model_cache.loads())
         assert 3 <= loads <= 10
 
-    run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(size))
 
-
-def test_a_model_too_large_for_the_gpu_is_refused_and_the_others_serve_on(repository: Path) -> None:
-    size = need(repository)
+async def test_a_model_too_large_for_the_gpu_is_refused_and_the_others_serve_on(repository: Path) -> None:
+    size = await need(repository)
     (repository / "b" / "config.yaml").write_text(TENSORRT + "instance_group: [{kind: gpu, count: 9}]\n")
     gpu_model_cache = GpuModelCache()
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size)) as (
+        _,
+        registry,
+    ):
         states = index(registry)
         assert states["c", "1"] == READY
         state, reason = states["b", "1"]
@@ -129,25 +131,21 @@ def test_a_model_too_large_for_the_gpu_is_refused_and_the_others_serve_on(reposi
         # Who made room for the attempt comes back by its first instance, which answers while the second opens.
         await until_async(lambda: gpu_model_cache.ledger.reserved_bytes(0) == 2 * size)
 
-    run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size))
 
-
-def test_a_separate_budget_does_not_affect_others(repository: Path) -> None:
-    size = need(repository)
+async def test_a_separate_budget_does_not_affect_others(repository: Path) -> None:
+    size = await need(repository)
     (repository / "b" / "config.yaml").write_text(TENSORRT + f"gpu_memory_budget: {size - 1}\n")
     (repository / "c" / "config.yaml").write_text(TENSORRT + f"gpu_memory_budget: {size}\n")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         states = index(registry)
         assert (states["a", "1"], states["c", "1"]) == (READY, READY)
         assert "its gpu_memory_budget is" in states["b", "1"][1]
         await infer_value(registry, "c", 3)
 
-    run(repository, check, ALL)
-
 
 def test_a_model_that_is_to_stay_stays(repository: Path) -> None:
-    size = need(repository)
+    size = asyncio.run(need(repository))
     (repository / "a" / "config.yaml").write_text(TENSORRT + "keep_loaded: true\n")
 
     async def check(_: Reconciler, registry: Registry) -> None:
@@ -168,11 +166,13 @@ def test_a_model_that_is_to_stay_stays(repository: Path) -> None:
     run(repository, alone, ALL, gpu_memory_fraction=room(size))
 
 
-def test_loading_and_unloading_move_memory(repository: Path) -> None:
-    size = need(repository)
+async def test_loading_and_unloading_move_memory(repository: Path) -> None:
+    size = await need(repository)
     gpu_model_cache = GpuModelCache()
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(
+        repository, EXPLICIT, frozenset(), gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(size)
+    ) as (reconciler, registry):
         for name in "abc":
             await reconciler.load(name, None, {})
         assert index(registry)["b", "1"] == EVICTED
@@ -187,13 +187,14 @@ def test_loading_and_unloading_move_memory(repository: Path) -> None:
         await until_async(lambda: gpu_model_cache.ledger.reserved_bytes(0) == 0)
         assert gpu_model_cache.loads() == []
 
-    run(repository, check, EXPLICIT, frozenset(), gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(size))
 
+async def test_an_evicted_model_with_requests_is_unloaded_once_they_are_answered(repository: Path) -> None:
+    size = await need(repository)
 
-def test_an_evicted_model_with_requests_is_unloaded_once_they_are_answered(repository: Path) -> None:
-    size = need(repository)
-
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(repository, EXPLICIT, frozenset("abc"), gpu_memory_fraction=room(size)) as (
+        reconciler,
+        registry,
+    ):
         assert index(registry)["a", "1"] == EVICTED
         answer = asyncio.create_task(infer_value(registry, "a", 1))
         await asyncio.sleep(0)
@@ -201,13 +202,14 @@ def test_an_evicted_model_with_requests_is_unloaded_once_they_are_answered(repos
         await answer
         await until_async(lambda: index(registry)["a", "1"] == ("UNAVAILABLE", "unloaded"))
 
-    run(repository, check, EXPLICIT, frozenset("abc"), gpu_memory_fraction=room(size))
 
+async def test_a_failed_reload_is_reported_and_retried_later(repository: Path) -> None:
+    size = await need(repository)
 
-def test_a_failed_reload_is_reported_and_retried_later(repository: Path) -> None:
-    size = need(repository)
-
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(repository, EXPLICIT, frozenset("abc"), gpu_memory_fraction=room(size)) as (
+        reconciler,
+        registry,
+    ):
         plan = repository / "a" / "1" / "model.plan"
         plan.write_bytes(plan.read_bytes())
         with pytest.raises(Unavailable, match=r"could not be loaded again: .* has changed since the load"):
@@ -219,11 +221,9 @@ def test_a_failed_reload_is_reported_and_retried_later(repository: Path) -> None
         await infer_value(registry, "a", 1)
         await until_async(lambda: index(registry)["a", "1"] == READY)
 
-    run(repository, check, EXPLICIT, frozenset("abc"), gpu_memory_fraction=room(size))
-
 
 def test_deadlines_apply_to_waiting_requests_and_shutdown_answers_them(repository: Path) -> None:
-    size = need(repository)
+    size = asyncio.run(need(repository))
     waiting: list[Any] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:
@@ -252,12 +252,12 @@ def test_deadlines_apply_to_waiting_requests_and_shutdown_answers_them(repositor
     assert waiting[2].exception() is None
 
 
-def test_a_full_gpu_counts_like_a_full_budget(cuda: LateCuda, repository: Path) -> None:
+async def test_a_full_gpu_counts_like_a_full_budget(cuda: LateCuda, repository: Path) -> None:
     """The driver has less memory than the ledger: another process uses the GPU."""
-    need(repository)
+    await need(repository)
     allocated: list[int] = []
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(repository, EXPLICIT, frozenset()) as (reconciler, registry):
         await reconciler.load("a", None, {})
         allocated.append(len(cuda.live))
         cuda.room_bytes = 4000  # less than the scratch memory of one
@@ -269,22 +269,21 @@ def test_a_full_gpu_counts_like_a_full_budget(cuda: LateCuda, repository: Path) 
         await infer_value(registry, "a", 1)
         await infer_value(registry, "b", 2)
 
-    run(repository, check, EXPLICIT, frozenset())
 
-
-def test_metrics_report_the_memory_of_each_model(repository: Path) -> None:
-    size = need(repository)
+async def test_metrics_report_the_memory_of_each_model(repository: Path) -> None:
+    size = await need(repository)
     gpu_model_cache = GpuModelCache()
     pages: list[str] = []
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size)) as (
+        _,
+        registry,
+    ):
         await infer_value(registry, "a", 1)
         await until_async(lambda: index(registry)["a", "1"] == READY)
         prometheus = CollectorRegistry()
         prometheus.register(MemoryCollector(gpu_model_cache))
         pages.append(generate_latest(prometheus).decode())
-
-    run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size))
     page = pages[0]
     assert 'headrace_gpu_memory_bytes{gpu="0",kind="scratch",model="a",version="1"} 8192.0' in page
     assert 'headrace_gpu_memory_bytes{gpu="host",kind="buffers",model="c",version="1"}' in page

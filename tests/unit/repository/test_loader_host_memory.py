@@ -17,11 +17,11 @@ from headrace.observability.metrics import MemoryCollector
 from headrace.repository import accounted_model
 from headrace.repository.explanation import explain
 from headrace.repository.gpu_model_cache import GpuModelCache
-from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.reconciler import ControlPolicy
 from headrace.repository.registry import Registry
 from prometheus_client import CollectorRegistry
 
-from tests.support.control_thread import EXPLICIT, X, index, infer_values, put, run, same
+from tests.support.control_thread import EXPLICIT, X, index, infer_values, put, running, same
 from tests.support.models import add_model, affine
 from tests.support.waiting import until_async
 
@@ -70,11 +70,13 @@ async def infer_value(registry: Registry, name: str, seed: int) -> None:
     assert same(await infer_values(registry, name), seed)
 
 
-def test_models_answer_metadata_without_a_load_and_are_loaded_by_requests(repository: Path, loads: list[str]) -> None:
+async def test_models_answer_metadata_without_a_load_and_are_loaded_by_requests(
+    repository: Path, loads: list[str]
+) -> None:
     size = need(repository)
     models = cache(2 * size)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, gpu_model_cache=models) as (_, registry):
         assert index(registry) == dict.fromkeys([("a", "1"), ("b", "1"), ("c", "1")], UNLOADED)
         assert registry.ready()
         assert not registry.used_sources()
@@ -101,27 +103,23 @@ def test_models_answer_metadata_without_a_load_and_are_loaded_by_requests(reposi
         counts = {name: (each.count, each.on_demand, each.evictions) for name, _, each in models.loads()}
         assert counts == {"a": (2, 2, 1), "b": (1, 1, 1), "c": (1, 1, 0)}
         assert {name for name, _, _ in registry.used_sources()} == {*"abc"}, "also those that are evicted"
-
-    run(repository, check, ALL, gpu_model_cache=models)
     assert models.ledger.reserved_bytes(CPU) == 0
 
 
-def test_concurrent_first_requests_share_one_load(repository: Path, loads: list[str]) -> None:
-    async def check(_: Reconciler, registry: Registry) -> None:
+async def test_concurrent_first_requests_share_one_load(repository: Path, loads: list[str]) -> None:
+    async with running(repository, ALL, gpu_model_cache=cache(1 << 30)) as (_, registry):
         answers = await asyncio.gather(*[infer_values(registry, "a") for _ in range(20)])
         assert all(same(answer, 1) for answer in answers)
         assert loads == ["a"]
 
-    run(repository, check, ALL, gpu_model_cache=cache(1 << 30))
 
-
-def test_a_first_request_waits_no_longer_than_its_deadline(
+async def test_a_first_request_waits_no_longer_than_its_deadline(
     repository: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_load = asyncio.Event()
     load = OnnxRuntimeBackend.load
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, gpu_model_cache=cache(1 << 30)) as (_, registry):
         loop = asyncio.get_running_loop()
 
         def wait(*arguments: Any) -> OnnxRuntimeModel:
@@ -142,13 +140,12 @@ def test_a_first_request_waits_no_longer_than_its_deadline(
         await infer_value(registry, "a", 1)
         assert loads == ["a"]
 
-    run(repository, check, ALL, gpu_model_cache=cache(1 << 30))
 
-
-def test_a_leased_version_is_evicted_only_between_its_batches(repository: Path, loads: list[str]) -> None:
+async def test_a_leased_version_is_evicted_only_between_its_batches(repository: Path, loads: list[str]) -> None:
     """Requests on all models at once, with room for one: each gets the answer of its model."""
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, gpu_model_cache=cache(need(repository))) as (_, registry):
+
         async def caller(name: str, seed: int) -> None:
             for _ in range(3):
                 await infer_value(registry, name, seed)
@@ -156,27 +153,23 @@ def test_a_leased_version_is_evicted_only_between_its_batches(repository: Path, 
         await asyncio.gather(*[caller(name, seed) for seed, name in enumerate("abc", 1) for _ in range(3)])
         assert set(loads) == {"a", "b", "c"}
 
-    run(repository, check, ALL, gpu_model_cache=cache(need(repository)))
 
-
-def test_a_pinned_model_is_loaded_at_start_and_stays(repository: Path, loads: list[str]) -> None:
+async def test_a_pinned_model_is_loaded_at_start_and_stays(repository: Path, loads: list[str]) -> None:
     (repository / "b" / "config.yaml").write_text("keep_loaded: true\n")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, gpu_model_cache=cache(2 * need(repository))) as (_, registry):
         assert loads == ["b"]
         await infer_value(registry, "a", 1)
         await infer_value(registry, "c", 3)
         await infer_value(registry, "b", 2)
         assert loads == ["b", "a", "c"]
 
-    run(repository, check, ALL, gpu_model_cache=cache(2 * need(repository)))
 
-
-def test_a_broken_model_is_refused_until_the_next_attempt(repository: Path, loads: list[str]) -> None:
+async def test_a_broken_model_is_refused_until_the_next_attempt(repository: Path, loads: list[str]) -> None:
     """The file is whole when the server starts, and another one when the first request comes."""
     models = cache(1 << 30)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, gpu_model_cache=models) as (_, registry):
         put(repository, 9)
         (repository / "m" / "1" / "model.onnx").rename(repository / "a" / "1" / "model.onnx")
         with pytest.raises(
@@ -193,22 +186,18 @@ def test_a_broken_model_is_refused_until_the_next_attempt(repository: Path, load
         await infer_value(registry, "b", 2)
         assert loads == ["b"]
 
-    run(repository, check, ALL, gpu_model_cache=models)
 
-
-def test_a_model_larger_than_the_budget_is_refused(repository: Path, loads: list[str]) -> None:
-    async def check(_: Reconciler, registry: Registry) -> None:
+async def test_a_model_larger_than_the_budget_is_refused(repository: Path, loads: list[str]) -> None:
+    async with running(repository, ALL, gpu_model_cache=cache(need(repository) - 1)) as (_, registry):
         with pytest.raises(Unavailable, match=r"needs .* of host memory: .*raise --host-memory-budget"):
             await infer_values(registry, "a")
         assert not loads
 
-    run(repository, check, ALL, gpu_model_cache=cache(need(repository) - 1))
 
-
-def test_a_load_request_loads_at_once(repository: Path, loads: list[str]) -> None:
+async def test_a_load_request_loads_at_once(repository: Path, loads: list[str]) -> None:
     models = cache(need(repository))
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(repository, EXPLICIT, frozenset("a"), gpu_model_cache=models) as (reconciler, registry):
         assert loads == []
         await reconciler.load("b", None, {})
         assert loads == ["b"]
@@ -219,11 +208,9 @@ def test_a_load_request_loads_at_once(repository: Path, loads: list[str]) -> Non
         await until_async(lambda: models.ledger.reserved_bytes(CPU) == 0)
         await infer_value(registry, "c", 3)
 
-    run(repository, check, EXPLICIT, frozenset("a"), gpu_model_cache=models)
 
-
-def test_polling_replaces_a_resident_model_by_a_loaded_one(repository: Path, loads: list[str]) -> None:
-    async def check(_: Reconciler, registry: Registry) -> None:
+async def test_polling_replaces_a_resident_model_by_a_loaded_one(repository: Path, loads: list[str]) -> None:
+    async with running(repository, POLL, gpu_model_cache=cache(1 << 30)) as (_, registry):
         await until_async(lambda: len(index(registry)) == 3 and registry.serving("a", "") is not None)
         await infer_value(registry, "a", 1)
         for name, seed in (("a", 7), ("b", 8)):
@@ -235,16 +222,14 @@ def test_polling_replaces_a_resident_model_by_a_loaded_one(repository: Path, loa
         assert loads == ["a", "a"]
         await infer_value(registry, "b", 8)
 
-    run(repository, check, POLL, gpu_model_cache=cache(1 << 30))
 
-
-def test_the_growth_of_the_heap_counts_up_to_a_bound(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_growth_of_the_heap_counts_up_to_a_bound(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = need(repository)
     heap = iter([0, 2 * size, 0, 100 * size])
     monkeypatch.setattr(accounted_model, "heap_bytes", lambda: next(heap))
     models = cache(10 * size)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, gpu_model_cache=models) as (_, registry):
         await infer_value(registry, "a", 1)
         assert models.ledger.reserved_bytes(CPU) == 2 * size
         await infer_value(registry, "b", 2)
@@ -257,5 +242,3 @@ def test_the_growth_of_the_heap_counts_up_to_a_bound(repository: Path, monkeypat
         families = {metric.name: metric.samples for metric in prometheus.collect()}
         assert not families["headrace_gpu_memory_bytes"]
         assert not families["headrace_gpu_memory_limit_bytes"]
-
-    run(repository, check, ALL, gpu_model_cache=models)

@@ -14,11 +14,10 @@ from headrace.backends.process.backend import IsolatedBackend
 from headrace.core.model_config import ModelConfig
 from headrace.core.request import InferRequest
 from headrace.repository import loader as loader_module
-from headrace.repository.reconciler import ControlPolicy, Reconciler
-from headrace.repository.registry import Registry
+from headrace.repository.reconciler import ControlPolicy
 
 from tests.support import fragile_backend as fragile
-from tests.support.control_thread import index, infer_values, put, run, same
+from tests.support.control_thread import index, infer_values, put, running, same
 from tests.support.models import add_model, identity
 from tests.support.processes import isolated_children_of_this_process
 from tests.support.waiting import until_async
@@ -27,25 +26,23 @@ ALL = ControlPolicy("none")
 ISOLATED = "isolation: process\n"
 
 
-def test_an_isolated_model_answers_as_another_does(tmp_path: Path) -> None:
+async def test_an_isolated_model_answers_as_another_does(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     put(repository, 1, config=ISOLATED + "instance_group: [{count: 2}]\n")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         for _number in range(4):
             assert same(await infer_values(registry), 1)
         assert len(isolated_children_of_this_process()) == 1
         assert registry.ready()
-
-    run(repository, check, ALL)
     assert isolated_children_of_this_process() == []
 
 
-def test_readiness_is_false_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_readiness_is_false_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = tmp_path / "repository"
     put(repository, 1, config=ISOLATED)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         (child,) = isolated_children_of_this_process()
         os.kill(child, signal.SIGKILL)
         await until_async(lambda: not registry.ready())
@@ -54,14 +51,12 @@ def test_readiness_is_false_without_a_process(tmp_path: Path, monkeypatch: pytes
         assert isolated_children_of_this_process() != [child]
         assert index(registry)["m", "1"][0] == "READY"
 
-    run(repository, check, ALL)
 
-
-def test_a_reload_swaps_processes(tmp_path: Path) -> None:
+async def test_a_reload_swaps_processes(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     put(repository, 1, config=ISOLATED)
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(repository) as (reconciler, registry):
         await reconciler.load("m", None, {})
         before = isolated_children_of_this_process()
         put(repository, 2)
@@ -72,14 +67,12 @@ def test_a_reload_swaps_processes(tmp_path: Path) -> None:
         await reconciler.unload("m", False)
         await until_async(lambda: isolated_children_of_this_process() == [])
 
-    run(repository, check)
 
-
-def test_text_and_pictures_of_any_size(tmp_path: Path) -> None:
+async def test_text_and_pictures_of_any_size(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     add_model(repository, "t", identity("BYTES"), files={"config.yaml": ISOLATED + "max_batch_size: 4\n"})
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         handle = registry.lease("t", "")
         for length in (0, 5, 100_000):
             x = np.array([[b"a" * length, b""]], object)
@@ -88,10 +81,8 @@ def test_text_and_pictures_of_any_size(tmp_path: Path) -> None:
             assert answer.tolist() == x.tolist()
         handle.release()
 
-    run(repository, check, ALL)
 
-
-def test_a_model_that_crashes_at_load_is_set_aside_and_its_neighbour_serves(
+async def test_a_model_that_crashes_at_load_is_set_aside_and_its_neighbour_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository = tmp_path / "repository"
@@ -101,24 +92,20 @@ def test_a_model_that_crashes_at_load_is_set_aside_and_its_neighbour_serves(
         loader_module, "isolated", lambda _, config: IsolatedBackend(config.name, fragile.FACTORY, 20.0)
     )
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         state, reason = index(registry)["crash", "1"]
         assert state == "UNAVAILABLE"
         assert "its process died while it loaded the model: killed by SIGABRT" in reason
         assert same(await infer_values(registry), 1)
 
-    run(repository, check, ALL)
 
-
-def test_missing_files_have_the_same_error_as_without_isolation(tmp_path: Path) -> None:
+async def test_missing_files_have_the_same_error_as_without_isolation(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     put(repository, 1, config=ISOLATED + "parameters: {optimization_level: '7'}\n")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         reason = index(registry)["m", "1"][1]
         assert "parameter 'optimization_level' is '7' (write -1, 0, 1 or 2)" in reason
-
-    run(repository, check, ALL)
 
 
 def test_the_memory_for_a_batch_follows_from_the_configuration() -> None:
@@ -136,11 +123,11 @@ def test_the_memory_for_a_batch_follows_from_the_configuration() -> None:
     assert (created.name, created.limit_s, created.slot_bytes) == ("m", 2.5, 4 * (224 * 224 * 3 + 4000))
 
 
-def test_many_requests_at_once_through_a_crash(tmp_path: Path) -> None:
+async def test_many_requests_at_once_through_a_crash(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     put(repository, 1, config=ISOLATED + "max_batch_size: 4\ndynamic_batching: {}\n")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         pending = [asyncio.create_task(infer_values(registry)) for _ in range(200)]
         await asyncio.sleep(0)
         (child,) = isolated_children_of_this_process()
@@ -148,5 +135,3 @@ def test_many_requests_at_once_through_a_crash(tmp_path: Path) -> None:
         answers = await asyncio.gather(*pending, return_exceptions=True)
         wrong = [answer for answer in answers if isinstance(answer, BaseException) or not same(answer, 1)]
         assert wrong == [], "the batch that was inside is run again, one by one"
-
-    run(repository, check, ALL)

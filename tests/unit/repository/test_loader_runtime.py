@@ -16,7 +16,7 @@ from headrace.repository.gpu_backend import tensorrt_machine
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import Check, index, infer_values, put, run, same
+from tests.support.control_thread import Check, index, infer_values, put, run, running, same
 from tests.support.fake_builder import command, publish
 from tests.support.fake_tensorrt_runtime import MAGIC
 from tests.support.models import affine, read_config_text
@@ -248,11 +248,14 @@ def test_kind_gpu_with_a_fallback_is_served_by_the_cpu_if_the_build_fails(trt: A
     workshop.run(check)
 
 
-def test_a_reload_for_kind_gpu_serves_the_old_version_until_the_gpu_is_ready(trt: Any, tmp_path: Path) -> None:
+async def test_a_reload_for_kind_gpu_serves_the_old_version_until_the_gpu_is_ready(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES)
     (workshop.orders / "hold").touch()
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(workshop.repository, ControlPolicy("explicit"), frozenset({"m"}), workshop.command) as (
+        reconciler,
+        registry,
+    ):
         assert same(await infer_values(registry), 1)
         (workshop.repository / "m" / "config.yaml").write_text(KIND_GPU)
         await reconciler.load("m", None, {})
@@ -262,20 +265,19 @@ def test_a_reload_for_kind_gpu_serves_the_old_version_until_the_gpu_is_ready(trt
         await until_async(lambda: index(registry)["m", "1"] == ("READY", ""))
         assert same(await infer_values(registry), 2)
 
-    run(workshop.repository, check, ControlPolicy("explicit"), frozenset({"m"}), workshop.command)
 
-
-def test_a_model_that_waits_for_its_engine_can_be_unloaded(trt: Any, tmp_path: Path) -> None:
+async def test_a_model_that_waits_for_its_engine_can_be_unloaded(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, KIND_GPU)
     (workshop.orders / "hold").touch()
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(workshop.repository, ControlPolicy("explicit"), frozenset({"m"}), workshop.command) as (
+        reconciler,
+        registry,
+    ):
         await until_async(lambda: workshop.calls() == ["started m 1 tensorrt"])
         await reconciler.unload("m", False)
         assert index(registry)["m", "1"] == ("UNAVAILABLE", "unloaded")
         await until_async(lambda: workshop.calls()[-1] == "stopped m 1 tensorrt")
-
-    run(workshop.repository, check, ControlPolicy("explicit"), frozenset({"m"}), workshop.command)
 
 
 # Without a GPU

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from headrace.core.errors import ConfigError, HeadraceError, Unavailable
 from headrace.core.request import InferRequest
-from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.reconciler import ControlPolicy
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import index, run
+from tests.support.control_thread import index, running
 from tests.support.models import add_model, add_pipeline, affine, ensemble_config, identity, scores
 from tests.support.waiting import until_async
 
@@ -50,55 +50,47 @@ def reason(registry: Registry, name: str = "m", version: str = "1") -> tuple[str
     return index(registry)[name, version]
 
 
-def test_models_load_before_the_ensembles_that_call_them(tmp_path: Path) -> None:
+async def test_models_load_before_the_ensembles_that_call_them(tmp_path: Path) -> None:
     add_all(tmp_path, outer=True)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path) as (_, registry):
         assert {state for state, _ in index(registry).values()} == {"READY"}
         assert (await infer(registry, "a_outer", "z") == await infer(registry, "m")).all()
         assert registry.ready()
 
-    run(tmp_path, check)
 
-
-def test_labels_are_those_of_the_model_behind_an_output(tmp_path: Path) -> None:
+async def test_labels_are_those_of_the_model_behind_an_output(tmp_path: Path) -> None:
     add_all(tmp_path)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path) as (_, registry):
         handle = registry.serving("m", "")
         assert handle is not None
         assert handle.spec.outputs["y"].labels == ("cat", "dog", "owl", "yak")
 
-    run(tmp_path, check)
 
-
-def test_a_load_of_an_ensemble_brings_its_models(tmp_path: Path) -> None:
+async def test_a_load_of_an_ensemble_brings_its_models(tmp_path: Path) -> None:
     add_all(tmp_path, outer=True)
     add_model(tmp_path, "unused", affine())
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path, names=frozenset()) as (reconciler, registry):
         assert not list(registry.sources())
         await reconciler.load("a_outer", None, {})
         assert sorted(name for name, _, _ in registry.sources()) == ["a_outer", "m", "net", "rank"]
 
-    run(tmp_path, check, names=frozenset())
 
-
-def test_models_of_a_selected_ensemble_are_loaded_at_start(tmp_path: Path) -> None:
+async def test_models_of_a_selected_ensemble_are_loaded_at_start(tmp_path: Path) -> None:
     add_all(tmp_path)
     add_model(tmp_path, "unused", affine())
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path, names=frozenset({"m"})) as (_, registry):
         assert sorted(name for name, _, _ in registry.sources()) == ["m", "net", "rank"]
 
-    run(tmp_path, check, names=frozenset({"m"}))
 
-
-def test_a_missing_model_is_named_with_the_line_of_its_step(tmp_path: Path) -> None:
+async def test_a_missing_model_is_named_with_the_line_of_its_step(tmp_path: Path) -> None:
     add_all(tmp_path)
     shutil.rmtree(tmp_path / "rank")
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path) as (reconciler, registry):
         state, text = reason(registry)
         assert state == "UNAVAILABLE"
         assert "m/config.pbtxt:5: error: needs model 'rank', which is not served: " in text
@@ -110,13 +102,11 @@ def test_a_missing_model_is_named_with_the_line_of_its_step(tmp_path: Path) -> N
         assert reason(registry) == ("READY", "")
         assert (await infer(registry, "m")).shape == (1, 4)
 
-    run(tmp_path, check)
 
-
-def test_an_unloaded_model_makes_its_ensembles_unavailable_until_it_is_back(tmp_path: Path) -> None:
+async def test_an_unloaded_model_makes_its_ensembles_unavailable_until_it_is_back(tmp_path: Path) -> None:
     add_all(tmp_path, outer=True)
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path) as (reconciler, registry):
         await reconciler.unload("rank", False)
         for name, needed in (("m", "rank"), ("a_outer", "m")):
             assert reason(registry, name) == ("UNAVAILABLE", f"it needs model '{needed}', which is not served")
@@ -127,13 +117,11 @@ def test_an_unloaded_model_makes_its_ensembles_unavailable_until_it_is_back(tmp_
         assert (reason(registry), reason(registry, "a_outer")) == (("READY", ""), ("READY", ""))
         assert (await infer(registry, "m")).shape == (1, 4)
 
-    run(tmp_path, check)
 
-
-def test_a_new_version_that_does_not_fit_stops_the_ensemble_and_not_the_model(tmp_path: Path) -> None:
+async def test_a_new_version_that_does_not_fit_stops_the_ensemble_and_not_the_model(tmp_path: Path) -> None:
     add_all(tmp_path)
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path) as (reconciler, registry):
         add_model(tmp_path, "rank", identity(), version=2)
         (tmp_path / "rank/config.pbtxt").write_text("max_batch_size: 8")
         await reconciler.load("rank", None, {})
@@ -147,64 +135,54 @@ def test_a_new_version_that_does_not_fit_stops_the_ensemble_and_not_the_model(tm
         assert reason(registry)[0] == "READY"
         assert (await infer(registry, "m")).shape == (1, 4)
 
-    run(tmp_path, check)
 
-
-def test_a_reload_of_a_model_is_used_by_the_next_request(tmp_path: Path) -> None:
+async def test_a_reload_of_a_model_is_used_by_the_next_request(tmp_path: Path) -> None:
     add_all(tmp_path)
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path) as (reconciler, registry):
         before, handle = await infer(registry, "m"), registry.serving("m", "")
         add_model(tmp_path, "net", affine(seed=3), version=2)
         await reconciler.load("net", None, {})
         assert registry.serving("m", "") is handle
         assert not np.allclose(before, await infer(registry, "m"))
 
-    run(tmp_path, check)
 
-
-def test_unload_with_dependents_takes_the_models_that_no_other_ensemble_calls(tmp_path: Path) -> None:
+async def test_unload_with_dependents_takes_the_models_that_no_other_ensemble_calls(tmp_path: Path) -> None:
     add_all(tmp_path)
     add_model(tmp_path, "own", affine(), config="max_batch_size: 8")
     add_pipeline(tmp_path, "other", config(first="own"))
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path) as (reconciler, registry):
         await reconciler.unload("m", False)
         assert sorted(name for name, _, _ in registry.sources()) == ["net", "other", "own", "rank"]
         await reconciler.load("m", None, {})
         await reconciler.unload("m", True)
         assert sorted(name for name, _, _ in registry.sources()) == ["other", "own", "rank"]
 
-    run(tmp_path, check)
 
-
-def test_ensembles_that_call_each_other_are_refused(tmp_path: Path) -> None:
+async def test_ensembles_that_call_each_other_are_refused(tmp_path: Path) -> None:
     io = {"x": (FP32, (4,))}, {"y": (FP32, (4,))}
     add_pipeline(tmp_path, "m", ensemble_config([("other", {"x": "x"}, {"y": "y"})], *io))
     add_pipeline(tmp_path, "other", ensemble_config([("m", {"x": "x"}, {"y": "y"})], *io))
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path) as (_, registry):
         texts = [text for state, text in index(registry).values() if state == "UNAVAILABLE"]
         assert len(texts) == 2
         assert any("it calls itself: m -> other -> m" in text for text in texts), texts
 
-    run(tmp_path, check)
 
-
-def test_a_broken_ensemble_is_refused_with_file_and_line(tmp_path: Path) -> None:
+async def test_a_broken_ensemble_is_refused_with_file_and_line(tmp_path: Path) -> None:
     add_all(tmp_path)
     add_pipeline(tmp_path, "m", config("max_batch_size: 8\ninstance_group { count: 2 }"))
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path) as (_, registry):
         assert "m/config.pbtxt:3: error: instance_group is not for an ensemble" in index(registry)["m", "1"][1]
 
-    run(tmp_path, check)
 
-
-def test_requests_in_flight_end_before_an_ensemble_and_its_models_are_closed(tmp_path: Path) -> None:
+async def test_requests_in_flight_end_before_an_ensemble_and_its_models_are_closed(tmp_path: Path) -> None:
     add_all(tmp_path)
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path) as (reconciler, registry):
         handle = registry.lease("m", "")
         request = InferRequest(inputs={"x": np.ones((1, 16), np.float32)}, rows=1, shape_key=None, received_ns=0)
         waiting = handle.infer(request)
@@ -214,14 +192,12 @@ def test_requests_in_flight_end_before_an_ensemble_and_its_models_are_closed(tmp
         await until_async(lambda: index(registry)["m", "1"][0] == "UNAVAILABLE")
         assert index(registry)["m", "1"] == ("UNAVAILABLE", "unloaded")
 
-    run(tmp_path, check)
 
-
-def test_polling_loads_a_changed_ensemble_after_its_changed_models(tmp_path: Path) -> None:
+async def test_polling_loads_a_changed_ensemble_after_its_changed_models(tmp_path: Path) -> None:
     add_all(tmp_path)
     polling = ControlPolicy("poll", poll_interval_s=0.05, settle_s=0.05)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(tmp_path, polling) as (_, registry):
         add_model(tmp_path, "zz_new", affine(), config="max_batch_size: 8")
         add_pipeline(tmp_path, "m", config(first="zz_new"))
         await until_async(lambda: "zz_new" in getattr(registry.serving("m", ""), "calls", ()))
@@ -230,5 +206,3 @@ def test_polling_loads_a_changed_ensemble_after_its_changed_models(tmp_path: Pat
         await until_async(lambda: registry.serving("m", "") is None)
         with pytest.raises(HeadraceError):
             registry.lease("m", "")
-
-    run(tmp_path, check, polling)

@@ -28,7 +28,7 @@ from headrace_engines.targets.tensorrt import plugin_choice
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from onnx import TensorProto
 
-from tests.support.control_thread import index, run
+from tests.support.control_thread import index, run, running
 from tests.support.fake_streams import LateCuda
 from tests.support.fake_tensorrt_runtime import FakeRuntime
 from tests.support.kernels_on_host import install_host_kernels
@@ -95,16 +95,14 @@ def state_of(repository: Path) -> tuple[str, str]:
     return states[0]
 
 
-def test_a_server_answers_with_the_plugin(repository: Path) -> None:
+async def test_a_server_answers_with_the_plugin(repository: Path) -> None:
     answers: list[tuple[Array, Array]] = []
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         assert index(registry)["m", "1"] == ("READY", "")
         for rows in (1, 4, 3, 2, 4):
             x = images(rows, np.float32)
             answers.append((x, await answer(registry, x)))
-
-    run(repository, check, ALL)
     reference = OnnxRunner(residual_block(element=TensorProto.FLOAT))
     for x, y in answers:
         np.testing.assert_allclose(y, reference.run({"x": x})["y"], atol=0.02)

@@ -16,7 +16,7 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace.scheduling.handle import ModelHandle
 
-from tests.support.control_thread import index, infer_values, put, run, same
+from tests.support.control_thread import index, infer_values, put, run, running, same
 from tests.support.models import add_model, affine, busy, table_lookup
 from tests.support.waiting import until_async
 
@@ -43,18 +43,16 @@ def test_clients_may_load_only_in_explicit_mode(repository: Path) -> None:
     run(repository, check, ControlPolicy("poll", allow_override=True, settle_s=0.01))
 
 
-def test_overrides_only_where_the_operator_allows_them(repository: Path) -> None:
-    async def check(reconciler: Reconciler, _: Registry) -> None:
+async def test_overrides_only_where_the_operator_allows_them(repository: Path) -> None:
+    async with running(repository, ControlPolicy("explicit")) as (reconciler, _):
         await reconciler.load("m", None, {})
         for act in (reconciler.load("m", "{}", {}), reconciler.load("m", None, {"1/model.onnx": b""})):
             with pytest.raises(Forbidden, match="--allow-model-override"):
                 await act
 
-    run(repository, check, ControlPolicy("explicit"))
 
-
-def test_a_model_not_loaded_at_start_is_listed_and_can_be_loaded_and_unloaded(repository: Path) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_a_model_not_loaded_at_start_is_listed_and_can_be_loaded_and_unloaded(repository: Path) -> None:
+    async with running(repository, names=frozenset({"other"})) as (reconciler, registry):
         assert index(registry) == {("m", ""): ("UNAVAILABLE", "not loaded"), ("other", "1"): ("READY", "")}
         assert registry.failures() == [], "--strict has nothing against it"
         assert registry.ready()
@@ -75,14 +73,12 @@ def test_a_model_not_loaded_at_start_is_listed_and_can_be_loaded_and_unloaded(re
             await reconciler.load("later", None, {})
         assert index(registry)["later", ""][0] == "UNAVAILABLE"
 
-    run(repository, check, names=frozenset({"other"}))
-
 
 @pytest.mark.parametrize(
     "name", ["..", "../m", "m/1", "/etc", "m\0", "m\n", "$(id)", "", ".hidden", "a" * 200, "\ud800", "m/../m"]
 )
-def test_names_that_lead_elsewhere_are_refused(repository: Path, name: str) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_names_that_lead_elsewhere_are_refused(repository: Path, name: str) -> None:
+    async with running(repository, names=frozenset()) as (reconciler, registry):
         before = index(registry)
         for act in (
             reconciler.load(name, None, {}),
@@ -93,11 +89,9 @@ def test_names_that_lead_elsewhere_are_refused(repository: Path, name: str) -> N
                 await act
         assert index(registry) == before
 
-    run(repository, check, names=frozenset())
 
-
-def test_unknown_models_are_not_found(repository: Path) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_unknown_models_are_not_found(repository: Path) -> None:
+    async with running(repository) as (reconciler, registry):
         for act in (
             reconciler.load("nobody", None, {}),
             reconciler.unload("nobody", False),
@@ -107,11 +101,9 @@ def test_unknown_models_are_not_found(repository: Path) -> None:
                 await act
         assert not any(name == "nobody" for name, _ in index(registry))
 
-    run(repository, check)
 
-
-def test_an_unchanged_model_has_the_same_handle_and_counts(repository: Path) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_an_unchanged_model_has_the_same_handle_and_counts(repository: Path) -> None:
+    async with running(repository) as (reconciler, registry):
         handle = handles(registry)["1"]
         await infer_values(registry)
         await reconciler.load("m", None, {})
@@ -132,11 +124,9 @@ def test_an_unchanged_model_has_the_same_handle_and_counts(repository: Path) -> 
         await reconciler.load("m", None, {})
         assert handles(registry)["1"] is not handle, "this concerns every version"
 
-    run(repository, check)
 
-
-def test_versions_follow_the_policy(repository: Path) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_versions_follow_the_policy(repository: Path) -> None:
+    async with running(repository) as (reconciler, registry):
         for version in (2, 3):
             put(repository, version, version=version)
         for policy, versions in (
@@ -159,24 +149,20 @@ def test_versions_follow_the_policy(repository: Path) -> None:
         with pytest.raises((NotFound, Unavailable)):
             registry.lease("m", "odd")
 
-    run(repository, check)
 
-
-def test_a_label_of_a_missing_version_is_reported(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_label_of_a_missing_version_is_reported(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(repository, 1, config="labels: {stable: 1, canary: 7}\n")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository) as (_, registry):
         assert same(await infer_values(registry, version="stable"), 1)
         with pytest.raises(NotFound):
             registry.lease("m", "canary")
-
-    run(repository, check)
     assert 'label "canary" names version 7, which is not served' in caplog.text
 
 
 @pytest.mark.parametrize("how", ["garbage", "config", "version", "empty"])
-def test_a_failed_reload_changes_nothing(repository: Path, how: str) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_a_failed_reload_changes_nothing(repository: Path, how: str) -> None:
+    async with running(repository) as (reconciler, registry):
         handle = handles(registry)["1"]
         if how == "garbage":
             (repository / "m" / "1" / "model.onnx").write_bytes(b"no model")
@@ -205,8 +191,6 @@ def test_a_failed_reload_changes_nothing(repository: Path, how: str) -> None:
         await reconciler.load("m", None, {})
         assert index(registry)["m", "1"] == ("READY", "")
         assert same(await infer_values(registry), 3)
-
-    run(repository, check)
 
 
 def test_one_broken_version_does_not_affect_the_others(repository: Path) -> None:
@@ -239,8 +223,8 @@ def test_one_broken_version_does_not_affect_the_others(repository: Path) -> None
         run(repository, check, names=frozenset({"m"}))
 
 
-def test_concurrent_loads_of_one_model_each_get_their_outcome(repository: Path) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_concurrent_loads_of_one_model_each_get_their_outcome(repository: Path) -> None:
+    async with running(repository) as (reconciler, registry):
         put(repository, 2)
         outcomes = await asyncio.gather(
             *(reconciler.load("m", None, {}) for _ in range(5)),
@@ -252,11 +236,11 @@ def test_concurrent_loads_of_one_model_each_get_their_outcome(repository: Path) 
         assert [type(outcome) for outcome in outcomes] == [type(None)] * 5 + [ConfigError] + [type(None)] * 2
         assert same(await infer_values(registry), 2)
 
-    run(repository, check)
 
-
-def test_too_many_queued_commands_are_refused_and_cancelled_callers_do_not_stop_the_work(repository: Path) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_too_many_queued_commands_are_refused_and_cancelled_callers_do_not_stop_the_work(
+    repository: Path,
+) -> None:
+    async with running(repository) as (reconciler, registry):
         put(repository, 2)
         leaver = asyncio.ensure_future(reconciler.load("m", None, {}))
         await asyncio.sleep(0)
@@ -269,13 +253,11 @@ def test_too_many_queued_commands_are_refused_and_cancelled_callers_do_not_stop_
         assert all(outcome.reason == "overloaded" for outcome in refused)
         assert same(await infer_values(registry), 2), "the load whose caller left was done"
 
-    run(repository, check)
 
-
-def test_a_request_in_flight_is_answered_before_its_version_ends(repository: Path) -> None:
+async def test_a_request_in_flight_is_answered_before_its_version_ends(repository: Path) -> None:
     add_model(repository, "busy", busy())
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(repository) as (reconciler, registry):
         handle = registry.lease("busy", "")
         request = InferRequest(inputs={"STEPS": np.array([20_000], np.int64)}, rows=1, shape_key=None, received_ns=0)
         waiting = handle.infer(request)
@@ -290,21 +272,17 @@ def test_a_request_in_flight_is_answered_before_its_version_ends(repository: Pat
         await until_async(lambda: not any(thread.name.startswith("drain") for thread in threading.enumerate()))
         assert index(registry)["busy", "1"] == ("READY", "")
 
-    run(repository, check)
 
-
-def test_a_warm_up_that_the_model_refuses_fails_the_load(repository: Path) -> None:
+async def test_a_warm_up_that_the_model_refuses_fails_the_load(repository: Path) -> None:
     for name, dims, value in (("good", 1, 3), ("bad", 1, 9)):
         warmup = f"model_warmup: [{{name: w, count: 3, inputs: {{X: {{dims: [{dims}], input_data_file: x}}}}}}]\n"
         folder = add_model(repository, name, table_lookup(), files={"config.yaml": warmup})
         (folder / "warmup").mkdir()
         (folder / "warmup" / "x").write_bytes(np.array([value], np.int64).tobytes())
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(repository, names=frozenset({"m"})) as (reconciler, registry):
         await reconciler.load("good", None, {})
         assert registry.statistics("good", "")[0]["execution_count"] == 0
         with pytest.raises(ConfigError, match="refused the values"):
             await reconciler.load("bad", None, {})
         assert index(registry)["bad", "1"][0] == "UNAVAILABLE"
-
-    run(repository, check, names=frozenset({"m"}))

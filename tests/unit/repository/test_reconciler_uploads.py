@@ -11,7 +11,7 @@ from headrace.core.errors import BadRequest, ConfigError, NotFound
 from headrace.repository.reconciler import Reconciler
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import everything, infer_values, put, run, same
+from tests.support.control_thread import everything, infer_values, put, run, running, same
 from tests.support.models import affine
 from tests.support.waiting import until_async
 
@@ -22,8 +22,8 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path / "repository"
 
 
-def test_a_configuration_sent_by_the_client(repository: Path) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_a_configuration_sent_by_the_client(repository: Path) -> None:
+    async with running(repository) as (reconciler, registry):
         put(repository, 2, version=2)
         await reconciler.load(
             "m", json.dumps({"versionPolicy": {"specific": {"versions": [1]}}, "max_batch_size": 2}), {}
@@ -39,8 +39,6 @@ def test_a_configuration_sent_by_the_client(repository: Path) -> None:
         await reconciler.load("m", None, {})
         assert registry.config("m", "")["max_batch_size"] == 4
         assert same(await infer_values(registry), 2)
-
-    run(repository, check)
 
 
 def test_files_sent_by_the_client_are_stored_in_a_private_folder(repository: Path, tmp_path: Path) -> None:

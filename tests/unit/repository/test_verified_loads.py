@@ -16,7 +16,7 @@ from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import index, infer_values, put, run, same
+from tests.support.control_thread import index, infer_values, put, run, running, same
 from tests.support.fake_builder import command
 from tests.support.models import add_model, affine
 from tests.support.waiting import until_async
@@ -59,13 +59,11 @@ def refusal(registry: Registry) -> str:
     return f"{state}: {reason}"
 
 
-def test_a_signed_model_is_served_from_its_copy(signed: Signed) -> None:
-    async def check(_: Reconciler, registry: Registry) -> None:
+async def test_a_signed_model_is_served_from_its_copy(signed: Signed) -> None:
+    async with running(signed.repository, ALL, verifier=signed.verifier()) as (_, registry):
         assert index(registry) == {("m", "1"): ("READY", "")}
         assert same(await infer_values(registry), 1)
         assert len(signed.copies()) == 1
-
-    run(signed.repository, check, ALL, verifier=signed.verifier())
     assert list(signed.state.iterdir()) == []
 
 
@@ -90,10 +88,14 @@ def test_only_signed_models_are_served_with_keys(signed: Signed) -> None:
     run(signed.repository, check_without_keys, ALL, verifier=signed.verifier(keys=False))
 
 
-def test_a_changed_file_is_refused_at_start_and_served_once_it_is_right(signed: Signed) -> None:
+async def test_a_changed_file_is_refused_at_start_and_served_once_it_is_right(signed: Signed) -> None:
     put(signed.repository, 2)
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    policy = ControlPolicy("explicit")
+    async with running(signed.repository, policy, frozenset({"m"}), verifier=signed.verifier()) as (
+        reconciler,
+        registry,
+    ):
         assert "UNAVAILABLE: m/1/model.onnx: error: has SHA-256" in refusal(registry)
         assert LISTED in refusal(registry)
         assert signed.copies() == []
@@ -101,13 +103,10 @@ def test_a_changed_file_is_refused_at_start_and_served_once_it_is_right(signed: 
         await reconciler.load("m", None, {})
         assert same(await infer_values(registry), 2)
 
-    policy = ControlPolicy("explicit")
-    run(signed.repository, check, policy, frozenset({"m"}), verifier=signed.verifier())
-
 
 @pytest.mark.parametrize("keys", [True, False])
-def test_the_good_version_serves_on_while_a_load_is_refused(signed: Signed, keys: bool) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_the_good_version_serves_on_while_a_load_is_refused(signed: Signed, keys: bool) -> None:
+    async with running(signed.repository, verifier=signed.verifier(keys=keys)) as (reconciler, registry):
         await reconciler.load("m", None, {})
         first = registry.serving("m", "")
         await reconciler.load("m", None, {})
@@ -128,22 +127,18 @@ def test_the_good_version_serves_on_while_a_load_is_refused(signed: Signed, keys
         await reconciler.unload("m", False)
         await until_async(lambda: signed.copies() == [])
 
-    run(signed.repository, check, verifier=signed.verifier(keys=keys))
 
-
-def test_a_load_request_cannot_bring_what_is_not_signed(signed: Signed) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_a_load_request_cannot_bring_what_is_not_signed(signed: Signed) -> None:
+    async with running(signed.repository, verifier=signed.verifier()) as (reconciler, registry):
         content = affine(seed=9).SerializeToString()
         for config, files in (("{}", {}), ("{}", {"1/model.onnx": content})):
             with pytest.raises(ConfigError, match="which are not signed"):
                 await reconciler.load("m", config, files)
         assert same(await infer_values(registry), 1)
 
-    run(signed.repository, check, verifier=signed.verifier())
 
-
-def test_without_keys_a_configuration_of_a_request_is_used_with_verified_files(signed: Signed) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_without_keys_a_configuration_of_a_request_is_used_with_verified_files(signed: Signed) -> None:
+    async with running(signed.repository, verifier=signed.verifier(keys=False)) as (reconciler, registry):
         await reconciler.load("m", '{"max_batch_size": 2}', {})
         assert registry.config("m")["max_batch_size"] == 2
         put(signed.repository, 2)
@@ -152,20 +147,16 @@ def test_without_keys_a_configuration_of_a_request_is_used_with_verified_files(s
         await reconciler.load("m", "{}", {"1/model.onnx": affine(seed=9).SerializeToString()})
         assert same(await infer_values(registry), 9)
 
-    run(signed.repository, check, verifier=signed.verifier(keys=False))
 
-
-def test_a_signed_model_of_another_name_is_refused(signed: Signed) -> None:
+async def test_a_signed_model_of_another_name_is_refused(signed: Signed) -> None:
     signed.model.rename(signed.repository / "n")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(signed.repository, ALL, verifier=signed.verifier()) as (_, registry):
         assert "n/SHA256SUMS.minisig: error: is for the model 'm', not for 'n'" in refusal(registry)
 
-    run(signed.repository, check, ALL, verifier=signed.verifier())
 
-
-def test_polling_waits_for_the_checksums_of_a_new_version(signed: Signed) -> None:
-    async def check(_: Reconciler, registry: Registry) -> None:
+async def test_polling_waits_for_the_checksums_of_a_new_version(signed: Signed) -> None:
+    async with running(signed.repository, POLL, verifier=signed.verifier()) as (_, registry):
         assert same(await infer_values(registry), 1)
         put(signed.repository, 2, version=2)
         await until_async(lambda: "m/2/model.onnx: error: is not listed" in index(registry)["m", "1"][1])
@@ -174,22 +165,18 @@ def test_polling_waits_for_the_checksums_of_a_new_version(signed: Signed) -> Non
         await until_async(lambda: ("m", "2") in index(registry) and index(registry)["m", "2"] == ("READY", ""))
         assert same(await infer_values(registry), 2)
 
-    run(signed.repository, check, POLL, verifier=signed.verifier())
 
-
-def test_the_first_request_loads_the_bytes_that_were_verified(signed: Signed) -> None:
+async def test_the_first_request_loads_the_bytes_that_were_verified(signed: Signed) -> None:
     cache = GpuModelCache()
     cache.ledger.set_limit(CPU, 1 << 30)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(signed.repository, ALL, verifier=signed.verifier(), gpu_model_cache=cache) as (_, registry):
         assert index(registry)["m", "1"] == ("READY", "not loaded: loaded on demand")
         put(signed.repository, 2)
         assert same(await infer_values(registry), 1)
 
-    run(signed.repository, check, ALL, verifier=signed.verifier(), gpu_model_cache=cache)
 
-
-def test_a_pipeline_has_a_copy_with_its_empty_version(signed: Signed) -> None:
+async def test_a_pipeline_has_a_copy_with_its_empty_version(signed: Signed) -> None:
     pipeline = signed.repository / "both"
     (pipeline / "1").mkdir(parents=True)
     (pipeline / "config.yaml").write_text(
@@ -200,20 +187,18 @@ def test_a_pipeline_has_a_copy_with_its_empty_version(signed: Signed) -> None:
     )
     write_checksums(pipeline)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(signed.repository, ALL, verifier=signed.verifier(keys=False)) as (_, registry):
         assert index(registry)["both", "1"] == ("READY", "")
 
-    run(signed.repository, check, ALL, verifier=signed.verifier(keys=False))
 
-
-def test_an_engine_is_built_from_the_copy_and_into_it(signed: Signed, tmp_path: Path) -> None:
+async def test_an_engine_is_built_from_the_copy_and_into_it(signed: Signed, tmp_path: Path) -> None:
     (signed.model / "config.yaml").write_text("optimization: {precision: int8}\nbuild_on_load: true\n")
     signed.sign()
     orders = tmp_path / "orders"
     builder = command(orders)
     (orders / "engine.onnx").write_bytes(affine(seed=2).SerializeToString())
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with running(signed.repository, builder=builder, verifier=signed.verifier()) as (reconciler, registry):
         await reconciler.load("m", None, {})
         put(signed.repository, 7)  # what the builder must not read
         await until_async(lambda: index(registry)["m", "1"] == ("READY", ""))
@@ -222,10 +207,8 @@ def test_an_engine_is_built_from_the_copy_and_into_it(signed: Signed, tmp_path: 
         assert any(path.name.startswith("model.") and path.name != "model.onnx" for path in (copy / "1").iterdir())
         assert [path.name for path in (signed.model / "1").iterdir()] == ["model.onnx"]
 
-    run(signed.repository, check, builder=builder, verifier=signed.verifier())
 
-
-def test_code_of_a_python_model_is_not_started_before_its_check(signed: Signed) -> None:
+async def test_code_of_a_python_model_is_not_started_before_its_check(signed: Signed) -> None:
     folder = signed.repository / "code"
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").write_text(f"open({str(signed.state.parent / 'ran')!r}, 'w').close()\n")
@@ -236,11 +219,9 @@ def test_code_of_a_python_model_is_not_started_before_its_check(signed: Signed) 
     (other / "1" / "model.py").write_text("raise SystemExit\n")
     (folder / "1" / "model.py").write_text(f"open({str(signed.state.parent / 'ran')!r}, 'w').close()  # changed\n")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(signed.repository, ALL, verifier=signed.verifier(keys=False)) as (_, registry):
         assert "code/1/model.py: error: has SHA-256" in index(registry)["code", ""][1]
         assert not (signed.state.parent / "ran").exists()
-
-    run(signed.repository, check, ALL, verifier=signed.verifier(keys=False))
 
 
 def test_a_folder_without_versions_is_refused_with_checksums(signed: Signed, tmp_path: Path) -> None:
