@@ -92,11 +92,12 @@ class ProcessGate(Generic[P]):
                 self._changed.wait()
             return self.process
 
-    def wait_change(self, timeout_s: float) -> None:
-        """Wait until a process serves or dies, at most `timeout_s` seconds."""
+    def wait_change(self, timeout_s: float) -> bool:
+        """Wait until a process serves or dies, at most `timeout_s` seconds; False if there will be no process any more."""
         with self._changed:
             if self.process is None and not self._lost:
                 self._changed.wait(timeout_s)
+            return not self._lost
 
     def open(self, process: P) -> None:
         """Admit batches to a new process."""

@@ -194,9 +194,8 @@ class PythonExecution:
         while not stopped():
             connection = process.connection
             if connection is None:
-                if self._refusal():
+                if self._refusal() or not process.gate.wait_change(_READY_POLL_S):
                     return
-                process.gate.wait_change(_READY_POLL_S)
             elif connection.open.wait_below(self._tensors.max_open, _READY_POLL_S):
                 return
 

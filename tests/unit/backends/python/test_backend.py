@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.backends.base import BatchMember, InputRefused
+from headrace.backends.base import BatchMember, ExecutionLost, InputRefused
 from headrace.backends.python import backend
 from headrace.backends.python.backend import PythonBackend, PythonExecution, PythonModel
 from headrace.backends.python.outputs import MAX_SLOTS, ModelTensors
@@ -502,6 +502,20 @@ def test_later_restarts_pause_and_refuse_requests(open_model: Open, monkeypatch:
         run(execution, rows_of(0), [member()])
     assert model.process_status.refusal
     assert not model.process_status.up
+
+
+def test_a_dead_supervisor_thread_ends_the_instance(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    execution = open_model(ACTIONS).execution(0)
+
+    def broken(*_arguments: object) -> float:
+        raise SystemError("the supervisor's own fault")
+
+    monkeypatch.setattr(supervisor.ProcessSupervisor, "_record_end", broken)
+    with pytest.raises(BatchLost):
+        run(execution, rows_of(1), [member()])
+    execution.wait_ready(lambda: False)  # returns, so that the instance runs the next batch, which ends it
+    with pytest.raises(ExecutionLost):
+        run(execution, rows_of(0), [member()])
 
 
 def test_a_process_that_sends_garbage_on_its_control_socket_is_replaced(open_model: Open) -> None:
