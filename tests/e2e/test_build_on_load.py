@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
 from tests.support.fake_builder import publish
-from tests.support.models import affine
+from tests.support.models import add_model, affine
 from tests.support.serving import Server, serving
 from tests.support.waiting import until
 
@@ -130,7 +129,9 @@ def test_the_engine_takes_over_under_load(repository: Path, tmp_path: Path, mode
             swapped = len(clients.answers)
             until(lambda: len(clients.answers) > swapped + 200)
             if mode == "poll":
-                time.sleep(3)  # longer than it takes the watcher to see what the builder has put there
+                # The watcher acts on what the builder has put there before it acts on later changes.
+                add_model(repository, "later", affine())
+                until(lambda: server.request("GET", "/v2/models/later/ready")[0] == 200)
         assert clients.errors == []
         by_engine = clients.from_engine(answers_of(folder / "1" / "model.onnx"), answers_of(engine_file(folder)))
         assert not by_engine[0]

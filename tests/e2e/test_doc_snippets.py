@@ -206,7 +206,7 @@ class Shell:
             while not _is_ready(port):
                 assert process.poll() is None, log.read_text()
                 assert time.monotonic() < end, log.read_text()
-                time.sleep(0.1)
+                time.sleep(0.05)
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0, log.read_text()
         finally:

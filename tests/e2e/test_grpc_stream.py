@@ -29,7 +29,7 @@ from tests.support.grpc_requests import (
     tensor,
 )
 from tests.support.serving import Server
-from tests.support.waiting import until
+from tests.support.waiting import at_rest, until
 
 pb: Any = service_pb2
 
@@ -185,8 +185,8 @@ def test_a_client_that_reads_late_is_not_read(grpc_channel: grpc.Channel) -> Non
             yield message("row_sums", str(number), x)
 
     call = grpc_channel.stream_stream(STREAM)(messages())
-    time.sleep(1.0)
-    assert sent < 60  # windows and buffers take some
+    until(lambda: sent)
+    assert at_rest(lambda: sent) < 60  # windows and buffers take some
     answers = [pb.ModelStreamInferResponse.FromString(m) for m in call]
     assert sorted(int(answer.infer_response.id) for answer in answers) == list(range(100))
     assert {answer.infer_response.raw_output_contents[0] for answer in answers} == {(2 * x).tobytes()}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from onnx import TensorProto, helper
 from tests.support.models import add_model
 from tests.support.processes import children
 from tests.support.serving import Server, serving
+from tests.support.waiting import until
 
 WIDTH = 2048
 MIB = 1 << 20
@@ -79,13 +78,6 @@ def resident_mib(server: Server) -> int:
             if line.startswith("VmRSS:"):
                 total_kib += int(line.split()[1])
     return total_kib // 1024
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("options", [(), ("--front-ends", "2")], ids=["one process", "front ends"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import http.client
 import json
 import socket
 import ssl
-import threading
+import sys
+import termios
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +22,7 @@ import tritonclient.http.aio as triton_aio
 from tests.support import models
 from tests.support.certificates import Certificates, Pair
 from tests.support.serving import HOST, Server, serving
+from tests.support.waiting import at_rest, until
 
 MAX_BODY_BYTES = 32 << 20
 
@@ -153,6 +156,11 @@ def test_the_next_request_in_the_record_that_ends_a_large_body(secure: Server, c
         assert np.array_equal(read_answer(stream), array[0, ::-1])
 
 
+def unread(stream: ssl.SSLSocket) -> int:
+    """Bytes in the receive buffer of a socket."""
+    return int.from_bytes(fcntl.ioctl(stream, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 def test_a_client_that_reads_slowly_gets_its_whole_answer(secure: Server, certificates: Certificates) -> None:
     array = picture(8 << 20)
     with socket.socket() as plain:
@@ -161,7 +169,8 @@ def test_a_client_that_reads_slowly_gets_its_whole_answer(secure: Server, certif
         plain.connect((HOST, secure.port))
         with context(certificates).wrap_socket(plain, server_hostname=HOST) as stream:
             stream.sendall(infer_request(array))
-            threading.Event().wait(0.3)
+            until(lambda: unread(stream) > 0)
+            at_rest(lambda: unread(stream))
             assert np.array_equal(read_answer(stream), array[0])
 
 

@@ -19,7 +19,7 @@ from tests.support.grpc_requests import Collector, tensor
 from tests.support.iterative_models import add_counter
 from tests.support.python_models import add_python_model
 from tests.support.serving import HOST, Server, serving
-from tests.support.waiting import until
+from tests.support.waiting import at_rest, until
 
 SERVERS = {"one process": (), "front end": ("--front-ends", "1")}
 # A decoupled model with sequences that is not iterative: two numbers for each request, from the sum of its sequence.
@@ -185,10 +185,15 @@ def test_a_timeout_of_the_queue_does_not_count_between_steps(running: Server) ->
     assert (status, numbers(events)) == (200, list(range(59, -1, -1)))
 
 
+def metric(server: Server, series: str) -> str:
+    lines = server.request("GET", "/metrics")[2].decode().splitlines()
+    return next(line for line in lines if line.startswith(series)).rpartition(" ")[2]
+
+
 def test_a_reader_that_stalls_holds_back_its_own_request_only(running: Server) -> None:
     with opened(running, "counter", 1_000_000, pad=64 << 10) as connection:
         read_until(connection, b'"NUMBER":999999,')
-        time.sleep(1)  # its buffers are full
+        at_rest(lambda: metric(running, "headrace_unread_bytes"))  # its buffers are full
         for _ in range(3):
             begun_s = time.monotonic()
             assert numbers(stream(running, "counter", 50)[1]) == list(range(49, -1, -1))
@@ -199,7 +204,7 @@ def test_a_reader_that_stalls_holds_back_its_own_request_only(running: Server) -
 def test_a_process_that_dies_ends_its_requests(running: Server) -> None:
     with ThreadPoolExecutor(3) as pool:
         others = [pool.submit(stream, running, "killed", 1000, step_ms=10) for _ in range(2)]
-        time.sleep(0.3)
+        until(lambda: metric(running, 'headrace_in_flight{model="killed",version="1"}') == "2.0")
         assert "the process of model 'killed'" in numbers(stream(running, "killed", 5, step_ms=10, kill_at=2)[1])[-1]
         for other in others:
             assert re.search("process of model 'killed'|has its state died", numbers(other.result()[1])[-1])

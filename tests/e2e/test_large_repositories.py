@@ -17,6 +17,7 @@ from onnx import TensorProto, helper
 from tests.support import models
 from tests.support.models import add_model, add_pipeline, ensemble_config
 from tests.support.serving import Server, serving
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -117,10 +118,7 @@ def check_large_model(repository: Path, folder: Path) -> None:
 
 def wait_for_memory(server: Server, limit_mib: int) -> None:
     """Wait until the server's memory is below a limit: a version is closed once its requests have ended."""
-    end_s = time.monotonic() + 30
-    while (now_mib := memory_mib(server)) > limit_mib:
-        assert time.monotonic() < end_s, f"{now_mib} MiB, expected at most {limit_mib}"
-        time.sleep(0.1)
+    until(lambda: memory_mib(server) <= limit_mib, 30)
 
 
 PIPELINES, MEMBERS, FEATURES = 100, 10, 16

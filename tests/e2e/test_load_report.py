@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -98,10 +97,13 @@ def test_a_model_at_work(loaded: Server, channel: grpc.Channel) -> None:
     until(lambda: load(loaded, "busy")["queue_depth"] == 3)
     load_figures = load(loaded, "busy")
     assert (load_figures["queue_rows"], load_figures["running_rows"]) == (3, 1)
-    time.sleep(0.06)  # outlasts the refresh interval of load headers, 50 ms
-    _, headers, _ = loaded.request("POST", "/v2/models/busy/infer", b"{", {"endpoint-load-metrics-format": "json"})
-    assert headers["headrace-queue-depth"] == "3"
-    assert int(headers["headrace-predicted-wait-us"]) >= 0
+
+    def headers() -> Mapping[str, str]:
+        format_header = {"endpoint-load-metrics-format": "json"}
+        return loaded.request("POST", "/v2/models/busy/infer", b"{", format_header)[1]
+
+    until(lambda: headers()["headrace-queue-depth"] == "3")  # load headers are refreshed every 50 ms
+    assert int(headers()["headrace-predicted-wait-us"]) >= 0
     for each in running:
         each.result(60)
     assert load(loaded, "busy")["in_flight"] == 0

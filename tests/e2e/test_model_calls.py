@@ -151,7 +151,7 @@ def test_a_caller_that_is_killed_during_a_call_is_replaced(server: Server) -> No
 
     caller = threading.Thread(target=fail)
     caller.start()
-    time.sleep(0.5)
+    until(lambda: b'headrace_in_flight{model="sleeper",version="1"} 1' in server.request("GET", "/metrics")[2])
     for pid in pids():
         with open(f"/proc/{pid}/maps") as stream:
             if "headrace calls of bls_sync" in stream.read():

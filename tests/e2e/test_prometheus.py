@@ -11,7 +11,6 @@ import re
 import ssl
 import sys
 import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -39,6 +38,7 @@ from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.sequence_models import add_echo
 from tests.support.serving import HOST, Server, free_port, serving, start
 from tests.support.store_servers import s3_client, s3_environment, s3_server
+from tests.support.waiting import until
 from tests.unit.repository.test_gpu_backend import plan_of
 
 pytestmark = pytest.mark.slow
@@ -302,19 +302,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Ite
                 until(lambda: classic.scrapes() >= SCRAPES and native.scrapes() >= SCRAPES)
                 # What the rules have made of the last scrape.
                 until(lambda: len(classic.query("headrace:requests:rate5m")) == len(MODELS) + 8)
-                time.sleep(2)
+                scrapes = classic.scrapes() + 2
+                until(lambda: classic.scrapes() >= scrapes)
                 yield Watched(gpu, secure, classic, native, f"{HOST}:{port}")
         gpu.stop()
     finally:
         gpu.process.kill()
         gpu.process.wait()
-
-
-def until(true: Any, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.1)
 
 
 def filled(expr: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -353,5 +352,7 @@ def test_a_changed_file_is_loaded_once(tmp_path: Path) -> None:
         assert outputs(infer(running, "m", 1)[1])["OUTPUT0"][0] == 2
         (folder / "1" / "model.py").write_text(CODE.replace("a + b", "a * 10"))
         until(lambda: outputs(infer(running, "m", 1)[1])["OUTPUT0"][0] == 10)
-        time.sleep(4)  # several scans: what Python writes beside model.py is no change
-        assert running.text.count("runs on Python") == 2
+        # What Python writes beside model.py is no change: the watcher would act on it before it acts on a later one.
+        add_model(repository, "later", CODE, CONFIG.format(count=1, delay_us=0))
+        until(lambda: infer(running, "later", 1)[0] == 200)
+        assert running.text.count("model m runs on Python") == 2

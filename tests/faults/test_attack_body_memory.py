@@ -24,7 +24,7 @@ from tests.support.certificates import Certificates
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
 from tests.support.models import add_model
 from tests.support.serving import HOST, Server, serving
-from tests.support.waiting import until
+from tests.support.waiting import at_rest, until
 
 pb: Any = service_pb2
 INFER, STREAM = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
@@ -107,8 +107,7 @@ def test_a_connection_with_unread_responses_starts_no_inference(bounded: Attacke
     with watched(bounded, "S6 pipelined unread responses") as watch, unread_socket(bounded.server.port) as sock:
         sock.sendall(zeros_request(ANSWER_BYTES) * 100)
         until(lambda: unread_bytes(bounded) > 1 << 20)
-        time.sleep(0.5)
-        assert answered() - before == 1
+        assert at_rest(answered) - before == 1
         received = 0
         while received < 3 * ANSWER_BYTES:
             received += len(sock.recv(1 << 20))
@@ -359,7 +358,7 @@ def test_messages_without_content_count_with_their_memory(bounded: Attacked) -> 
             for stream_id in range(1, 121, 2):
                 open_stream(peer, stream_id, STREAM)
         until(lambda: bounded.samples("headrace_body_bytes")[0] > TOTAL_BYTES // 2)
-        time.sleep(2)
+        at_rest(bounded.peak_bytes)
         assert bounded.infer(http_body()) == (200, "")
     watch.check(room_bytes=ROOM_BYTES)
     assert watch.peak_bytes - watch.before_bytes < TOTAL_BYTES + (96 << 20)

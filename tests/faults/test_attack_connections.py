@@ -22,7 +22,7 @@ from tests.support.attacks import SERVICE, Attacked, Wire, attack, build, grpc_r
 from tests.support.http2_peer import HELLO, RawPeer, data, grpc_head, message, request
 from tests.support.processes import processor_s
 from tests.support.serving import COMMAND, HOST, ROOT, Server
-from tests.support.waiting import until
+from tests.support.waiting import at_rest, until
 
 pb: Any = service_pb2
 health_pb: Any = health_pb2
@@ -85,7 +85,7 @@ def test_a_reserve_serves_health_and_metrics(small: Attacked, metrics_port: int)
         wires = [stack.enter_context(small.connect()) for _ in range(MAX_CONNECTIONS)]
         for wire in wires:
             wire.pour([infer_head(body) + body[:-1]])
-        time.sleep(0.5)
+        at_rest(small.descriptors)
         for path in ("/v2/health/live", "/v2/health/ready"):
             assert get(path, small.server.port) == (200, "close")
         assert get("/metrics", metrics_port)[0] == 200
@@ -107,7 +107,7 @@ def test_connections_over_the_limit_get_a_response(small: Attacked) -> None:
         busy = [stack.enter_context(small.connect()) for _ in range(MAX_CONNECTIONS)]
         for wire in busy:
             wire.pour([infer_head(body) + body[:-1]])
-        time.sleep(0.5)
+        at_rest(small.descriptors)
         refused = [stack.enter_context(small.connect()) for _ in range(5 * MAX_CONNECTIONS)]
         for wire in refused:
             with suppress(OSError):  # it is closed already, behind its response
@@ -177,7 +177,7 @@ def test_a_reserve_serves_health_checks_of_grpc(small: Attacked) -> None:
         peers = [stack.enter_context(RawPeer(small.server.grpc_port)) for _ in range(MAX_CONNECTIONS)]
         for peer in peers:
             peer.send(request(1, end=False, fields=grpc_head(SERVICE + "ModelInfer")), data(1, call[:-1]))
-        time.sleep(0.5)
+        at_rest(small.descriptors)
         before = small.descriptors()
         assert_healthy(small)
         until(lambda: small.descriptors() <= before)  # the connection of a health check is closed

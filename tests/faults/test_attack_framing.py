@@ -15,7 +15,7 @@ import pytest
 from tests.support.attacks import Attacked, head, http_body, watched
 from tests.support.processes import processor_s
 from tests.support.serving import HOST
-from tests.support.waiting import until
+from tests.support.waiting import at_rest, until
 
 INFER_PATH = "/v2/models/affine/infer"
 GET = b"GET /v2/models/affine HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -310,7 +310,7 @@ def test_pipelined_requests_are_not_read_ahead(attacked: Attacked, kind: str) ->
             except TimeoutError:
                 continue
             assert kind in ("control", "head"), "all of it was read: more than the system's buffers hold"
-        time.sleep(0.5)
+        at_rest(lambda: attacked.memory_bytes() >> 20)
         assert attacked.memory_bytes() - watch.before_bytes < 16 << 20
         for sock in socks:
             sock.close()

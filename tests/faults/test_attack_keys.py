@@ -7,7 +7,6 @@ import json
 import queue
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from tritonclient.grpc import service_pb2
 from tests.support.attacks import SERVICE, Attacked, attack, grpc_request, head, http_body, watched
 from tests.support.keys import Keys, until
 from tests.support.serving import HOST, Server
+from tests.support.waiting import at_rest
 
 pb: Any = service_pb2
 
@@ -173,9 +173,10 @@ def test_a_broken_or_deleted_file_neither_opens_nor_closes_the_server(case: tupl
 def test_a_hang_up_reads_the_keys_again(case: tuple[Attacked, Keys]) -> None:
     attacked, keys = case
     server = attacked.server
-    before = -1
-    while before != (before := server.text.count("audit: reload keys")):
-        time.sleep(1.5)  # a change of the test before is read within a second
+    key = keys.add("last", scopes=["infer"])
+    keys.write()
+    until(lambda: attacked.infer(http_body(), **{"x-api-key": key})[0] == 200, "the new key does not work")
+    before = at_rest(lambda: server.text.count("audit: reload keys"))
     server.signal(signal.SIGHUP)
     until(lambda: server.text.count("audit: reload keys") == before + 1, "the file was not read")
     assert attacked.infer(http_body(), **{"x-api-key": keys.keys["all"]})[0] == 200

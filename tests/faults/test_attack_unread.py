@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from loadtest.onnx_models import onnx_model
 from tests.support.attacks import SERVICE, Attacked, attack, watched
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
 from tests.support.models import add_model
-from tests.support.waiting import until
+from tests.support.waiting import at_rest, until
 
 pb: Any = service_pb2
 INFER, STREAM = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
@@ -79,7 +78,7 @@ def unread_bytes(server: Attacked) -> float:
 def grown_within(server: Attacked, before_bytes: int, more_bytes: int = 0) -> None:
     """Let the calls run for some time; fail if the server's memory grows beyond the bound."""
     bound_bytes = MOST_BYTES + more_bytes
-    time.sleep(4.0)
+    at_rest(lambda: server.peak_bytes() >> 20, readings=50)
     grown = server.peak_bytes() - before_bytes
     assert grown < bound_bytes, f"the server's memory grew by {grown >> 20} MiB"
 

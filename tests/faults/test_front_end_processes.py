@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 from tests.support.models import add_model, busy, row_sums
 from tests.support.processes import alive, children, words
 from tests.support.serving import HOST, Server, free_port, serving
-from tests.support.waiting import until
+from tests.support.waiting import at_rest, until
 
 REPEATS = int(os.environ.get("FAULT_REPEATS", "10"))
 # A process that only waits for a processor of a busy machine must not count as hung.
@@ -232,7 +231,7 @@ def test_no_connection_is_lost_while_front_ends_do_not_read(server: Server) -> N
         for _ in range(900):
             connections.append(socket.create_connection((HOST, server.port), timeout=60))
             connections[-1].sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        time.sleep(0.3)  # the supervisor accepts
+        at_rest(lambda: len(os.listdir(f"/proc/{server.process.pid}/fd")))  # the supervisor accepts
     finally:
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
@@ -247,8 +246,8 @@ def test_requests_in_flight_get_503_when_the_engine_ends(server: Server) -> None
     body = json.dumps({"inputs": [{"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [10_000_000]}]})
     with contextlib.closing(connect(server)) as connection:
         connection.request("POST", "/v2/models/busy/infer", body)
-        until(lambda: b'headrace_in_flight{model="busy"' in server.request("GET", "/metrics")[2])
-        time.sleep(0.2)
+        in_flight = re.compile(rb'headrace_in_flight\{model="busy",version="1"\} 1')
+        until(lambda: in_flight.search(server.request("GET", "/metrics")[2]))
         os.kill(processes(server)["engine"], signal.SIGKILL)
         response = connection.getresponse()
         assert response.status == 503

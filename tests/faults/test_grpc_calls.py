@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.grpc_echo import EchoServer, echo_server, wait_for
 from tests.support.rich_status import retry_delay_s, rich_status
+from tests.support.waiting import at_rest
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -272,11 +273,7 @@ def test_a_writer_waits_for_a_client_that_reads_slowly(server: EchoServer) -> No
         call = channel.stream_stream("/test.Echo/Pour")(iter([]))
         next(call)
         # The buffers on the way fill up first, which takes a busy machine a moment.
-        written, give_up_s = 0, time.monotonic() + 10
-        while server.written != written:
-            assert time.monotonic() < give_up_s, "the writer continues although nothing is read"
-            written = server.written
-            time.sleep(0.3)
+        written = at_rest(lambda: server.written)
         assert 0 < written < 1_000
         for _ in range(written):
             next(call)
@@ -296,7 +293,7 @@ def test_a_client_waits_for_a_method_that_reads_slowly() -> None:
                 yield bytes(100_000)
 
         call = channel.stream_stream("/test.Echo/Deaf")(messages(), timeout=30)
-        time.sleep(0.4)
-        assert sent < 20
+        wait_for(lambda: sent > 0)
+        assert at_rest(lambda: sent) < 20
         server.release()
         assert list(call) == [b"200"]

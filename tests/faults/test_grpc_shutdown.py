@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 import time
 
@@ -13,6 +15,12 @@ from headrace.grpc.methods import Methods
 from headrace.grpc.server import GrpcServer
 
 from tests.support.grpc_echo import HOST, echo_server, wait_for
+
+
+def accepts(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((HOST, port)):
+        return True
+    return False
 
 
 def test_a_restart_under_load_fails_no_call() -> None:
@@ -64,7 +72,7 @@ def test_running_calls_finish_and_slow_calls_are_cancelled() -> None:
         wait_for(lambda: server.running == 1)
         stopping = threading.Thread(target=lambda: server.call(server.grpc_server.stop(10)))
         stopping.start()
-        time.sleep(0.2)
+        wait_for(lambda: not accepts(server.port))
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary("/test.Echo/Echo")(b"late", timeout=5)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE

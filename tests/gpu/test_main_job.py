@@ -193,7 +193,7 @@ def wait_for_engine(server: Server, job: Job) -> None:
         while job.last.get("headrace.runtime") != "tensorrt":
             assert time.monotonic() - began < BUILD_TIMEOUT_S, server.text
             job.reasons.append(index_reason(server))
-            time.sleep(0.5)
+            time.sleep(0.05)
             job.last = parameters(server)
         job.figures["swapped in after, s"] = time.monotonic() - began
         time.sleep(1.0)  # the caller meets the new version

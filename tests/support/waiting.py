@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 
 class HasEnded(Protocol):
@@ -48,6 +50,26 @@ async def until_async(condition: Callable[[], Awaitable[object] | object], timeo
             return
         assert time.monotonic() < deadline, f"it did not come true within {timeout_s:g} s"
         await asyncio.sleep(0.005)
+
+
+def at_rest(read: Callable[[], T], readings: int = 10, timeout_s: float = 60.0) -> T:
+    """Wait until a value changes no more, where no state says so: bytes in the buffers of the system, memory of a process.
+
+    Args:
+        read: called every 20 ms.
+        readings: equal ones in a row.
+        timeout_s: see `until`.
+
+    Returns:
+        The value.
+    """
+    deadline, last, equal = time.monotonic() + timeout_s, read(), 1
+    while equal < readings:
+        assert time.monotonic() < deadline, f"it still changes after {timeout_s:g} s: {last}"
+        time.sleep(0.02)
+        value = read()
+        equal, last = (equal + 1 if value == last else 1), value
+    return last
 
 
 def record_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[tuple[object, ...]]:

@@ -23,6 +23,7 @@ from headrace.grpc.server import GrpcServer
 from headrace.http2.frames import ErrorCode, rst_stream
 
 from tests.support.http2_peer import Wire, data, grpc_head, message, on_a_loop, request
+from tests.support.waiting import until_async
 
 PATH = "/test.Echo/Slow"
 
@@ -106,7 +107,7 @@ def test_resets_of_calls_that_the_client_waited_for_cost_nothing(
     monkeypatch.setattr(grpc_call, "monotonic_ns", lambda: now_ns)
 
     async def unary(_message: bytes, _call: GrpcCall) -> Message:
-        await asyncio.sleep(10)
+        await asyncio.Event().wait()
         return []
 
     async def stream(call: StreamCall) -> None:
@@ -160,8 +161,7 @@ def test_an_error_of_one_call_ends_no_other_deadline() -> None:
         timer, calls = DeadlineTimer(loop), [Expiring(ValueError("broken")), Expiring(), Expiring()]
         for call in calls:
             timer.add(call)  # type: ignore[arg-type]
-        await asyncio.sleep(0.1)
-        assert all(call.expired for call in calls)
+        await until_async(lambda: all(call.expired for call in calls))
         timer.close()
 
     asyncio.run(run())
