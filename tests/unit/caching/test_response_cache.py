@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +28,6 @@ from headrace.scheduling.policy import BatchPolicy, QueueLimits, RateLimits
 from tests.support.fakes import POISON, FakeModel, error_of, handle, infer_request, wait_started
 from tests.support.waiting import until_async
 
-Scenario = Callable[[ModelHandle, VersionCache, FakeModel], Coroutine[Any, Any, None]]
-
 
 def cached(mailbox: Mailbox, model: FakeModel, size: int = 1 << 20, **policy: Any) -> tuple[ModelHandle, VersionCache]:
     """A started handle with a response cache."""
@@ -41,19 +40,16 @@ def cached(mailbox: Mailbox, model: FakeModel, size: int = 1 << 20, **policy: An
     return served, cache
 
 
-def play(scenario: Scenario, **options: Any) -> FakeModel:
+@asynccontextmanager
+async def serving(**options: Any) -> AsyncIterator[tuple[ModelHandle, VersionCache, FakeModel]]:
+    """A handle with a cache on a fake model."""
     model = FakeModel()
-
-    async def main() -> None:
-        served, cache = cached(Mailbox(asyncio.get_running_loop()), model, **options)
-        try:
-            await scenario(served, cache, model)
-        finally:
-            model.gate.set()
-            assert await asyncio.to_thread(served.close, 5)
-
-    asyncio.run(asyncio.wait_for(main(), 20))
-    return model
+    served, cache = cached(Mailbox(asyncio.get_running_loop()), model, **options)
+    try:
+        yield served, cache, model
+    finally:
+        model.gate.set()
+        assert await asyncio.to_thread(served.close, 5)
 
 
 async def wait_queued(served: ModelHandle) -> None:
@@ -78,8 +74,8 @@ async def test_a_model_without_the_field_has_no_cache() -> None:
     served.close(5)
 
 
-def test_a_second_request_is_answered_without_the_model() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_a_second_request_is_answered_without_the_model() -> None:
+    async with serving() as (served, cache, model):
         first = await served.infer(infer_request(3, rows=2))
         completion = served.infer(infer_request(3, rows=2))
         assert completion.woken, "a hit needs no other turn of the loop"
@@ -95,22 +91,20 @@ def test_a_second_request_is_answered_without_the_model() -> None:
         await asyncio.sleep(0)
         assert called[0].cached
         assert (cache.hits, cache.misses, cache.merged) == (2, 1, 0)
+    assert model.batches == [[3, 3]]
 
-    assert play(scenario).batches == [[3, 3]]
 
-
-def test_other_inputs_are_other_requests() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_other_inputs_are_other_requests() -> None:
+    async with serving() as (served, cache, model):
         for value in (1, 2, 3, 1):
             response = await served.infer(infer_request(value))
             assert response.outputs["y"].tolist() == [[2 * value] * 2]
         assert (cache.hits, cache.misses) == (1, 3)
+    assert model.batches == [[1], [2], [3]]
 
-    assert play(scenario).batches == [[1], [2], [3]]
 
-
-def test_statistics_count_hits_as_in_triton() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_statistics_count_hits_as_in_triton() -> None:
+    async with serving() as (served, _cache, _model):
         for value in (1, 1, 1, 2):
             received_ns = monotonic_ns()
             await served.infer(infer_request(value, rows=3, received_ns=received_ns))
@@ -135,11 +129,9 @@ def test_statistics_count_hits_as_in_triton() -> None:
         assert (phases["total"].count, phases["queue"].count, phases["compute"].count) == (4, 4, 2)
         assert served.recorder.recent().totals.cache_hits == 2
 
-    play(scenario)
 
-
-def test_equal_requests_in_flight_run_once() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_equal_requests_in_flight_run_once() -> None:
+    async with serving() as (served, cache, model):
         blocker = await run_blocker(served, model)
         waiting = [served.infer(infer_request(5, id=str(number))) for number in range(6)]
         assert served.depth == 1
@@ -152,12 +144,11 @@ def test_equal_requests_in_flight_run_once() -> None:
         assert (cache.merged, cache.misses, cache.hits) == (5, 2, 0)
         assert served.recorder.totals().cache_hits == 5
         assert cache._pending == {}
+    assert model.batches == [[77], [5]]
 
-    assert play(scenario).batches == [[77], [5]]
 
-
-def test_followers_get_the_error_of_a_model_that_fails_and_it_is_not_cached() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_followers_get_the_error_of_a_model_that_fails_and_it_is_not_cached() -> None:
+    async with serving() as (served, cache, model):
         blocker = await run_blocker(served, model)
         waiting = [served.infer(infer_request(POISON)) for _ in range(3)]
         model.gate.set()
@@ -167,12 +158,11 @@ def test_followers_get_the_error_of_a_model_that_fails_and_it_is_not_cached() ->
         assert isinstance(await error_of(served.infer(infer_request(POISON))), ModelFailed)
         assert cache.report()["entries"] == 1, "only the request that blocked"
         assert cache._pending == {}
+    assert model.batches.count([POISON]) == 2
 
-    assert play(scenario).batches.count([POISON]) == 2
 
-
-def test_a_cancelled_leader_leaves_its_followers_to_the_next() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_a_cancelled_leader_leaves_its_followers_to_the_next() -> None:
+    async with serving() as (served, _cache, model):
         blocker = await run_blocker(served, model)
         leader, *followers = [served.infer(infer_request(5)) for _ in range(4)]
         leader.abandon()
@@ -185,12 +175,11 @@ def test_a_cancelled_leader_leaves_its_followers_to_the_next() -> None:
         assert [response.outputs["y"].tolist() for response in responses] == [[[10, 10]]] * 2
         await blocker
         assert (await served.infer(infer_request(5))).cached
+    assert model.batches == [[77], [5]]
 
-    assert play(scenario).batches == [[77], [5]]
 
-
-def test_a_promoted_request_that_is_cancelled_leaves_the_queue() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_a_promoted_request_that_is_cancelled_leaves_the_queue() -> None:
+    async with serving() as (served, cache, model):
         blocker = await run_blocker(served, model)
         leader, follower = [served.infer(infer_request(5)) for _ in range(2)]
         leader.abandon()
@@ -200,12 +189,11 @@ def test_a_promoted_request_that_is_cancelled_leaves_the_queue() -> None:
         model.gate.set()
         await blocker
         assert cache._pending == {}
+    assert model.batches == [[77]]
 
-    assert play(scenario).batches == [[77]]
 
-
-def test_a_leader_past_its_deadline_leaves_its_followers_to_the_next() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_a_leader_past_its_deadline_leaves_its_followers_to_the_next() -> None:
+    async with serving() as (served, cache, model):
         blocker = await run_blocker(served, model)
         now_ns = monotonic_ns()
         leader = served.infer(infer_request(5, deadline_ns=now_ns + 30_000_000, received_ns=now_ns))
@@ -217,11 +205,9 @@ def test_a_leader_past_its_deadline_leaves_its_followers_to_the_next() -> None:
         assert (await follower).outputs["y"].tolist() == [[10, 10]]
         await blocker
 
-    play(scenario)
 
-
-def test_a_follower_has_its_own_deadline() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_a_follower_has_its_own_deadline() -> None:
+    async with serving() as (served, _cache, model):
         blocker = await run_blocker(served, model)  # runs, so nothing is queued
         now_ns = monotonic_ns()
         follower = served.infer(infer_request(77, deadline_ns=now_ns + 30_000_000, received_ns=now_ns))
@@ -232,12 +218,10 @@ def test_a_follower_has_its_own_deadline() -> None:
         model.gate.set()
         assert not (await blocker).cached
 
-    play(scenario)
-
 
 @pytest.mark.parametrize("urgent", [{"priority": 1}, {"deadline_ns": 1 << 60}])
-def test_an_urgent_request_does_not_wait_for_a_queued_one(urgent: dict[str, int]) -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_an_urgent_request_does_not_wait_for_a_queued_one(urgent: dict[str, int]) -> None:
+    async with serving(levels=2, batch=BatchPolicy(1)) as (served, cache, model):
         blocker = await run_blocker(served, model)
         slow = served.infer(infer_request(5, priority=2))
         fast = served.infer(infer_request(5, **({"priority": 2} | urgent)))
@@ -247,29 +231,23 @@ def test_an_urgent_request_does_not_wait_for_a_queued_one(urgent: dict[str, int]
         await blocker
         assert cache.merged == 0
 
-    play(scenario, levels=2, batch=BatchPolicy(1))
 
-
-def test_a_hit_is_charged_and_checked_like_any_request() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_a_hit_is_charged_and_checked_like_any_request() -> None:
+    async with serving(rate_limits=RateLimits(default=Quota(0.001, burst=2))) as (served, cache, _model):
         await served.infer(infer_request(1))
         await served.infer(infer_request(1))
         with pytest.raises(QuotaExceeded):
             served.infer(infer_request(1))
         assert (cache.hits, cache.misses) == (1, 1)
 
-    play(scenario, rate_limits=RateLimits(default=Quota(0.001, burst=2)))
-
-    async def late(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+    async with serving() as (served, _cache, _model):
         await served.infer(infer_request(1))
         with pytest.raises(DeadlineExceeded):
             served.infer(infer_request(1, deadline_ns=1))
 
-    play(late)
 
-
-def test_a_rejected_request_leaves_nothing_behind() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_a_rejected_request_leaves_nothing_behind() -> None:
+    async with serving(limits=QueueLimits(max_count=1)) as (served, cache, model):
         blocker = await run_blocker(served, model)
         queued = served.infer(infer_request(1))
         with pytest.raises(Overloaded):
@@ -281,11 +259,9 @@ def test_a_rejected_request_leaves_nothing_behind() -> None:
         await blocker
         assert cache._pending == {}
 
-    play(scenario, limits=QueueLimits(max_count=1))
 
-
-def test_responses_expire() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_responses_expire() -> None:
+    async with serving(cache_limits=CacheLimits(ttl_s=0.05)) as (served, cache, _model):
         now_ns = NS_PER_S
         cache._clock = lambda: now_ns
         await served.infer(infer_request(1))
@@ -294,11 +270,9 @@ def test_responses_expire() -> None:
         assert not (await served.infer(infer_request(1))).cached
         assert cache.report()["expirations"] == 1
 
-    play(scenario, cache_limits=CacheLimits(ttl_s=0.05))
 
-
-def test_large_requests_are_hashed_on_a_thread() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_large_requests_are_hashed_on_a_thread() -> None:
+    async with serving() as (served, cache, _model):
         threads: list[str] = []
         key = cache._keys.key
 
@@ -316,11 +290,10 @@ def test_large_requests_are_hashed_on_a_thread() -> None:
         assert isinstance(await error_of(served.infer(infer_request(POISON, **large))), ModelFailed)
         assert isinstance(await error_of(served.infer(infer_request(4, deadline_ns=1, **large))), DeadlineExceeded)
 
-    play(scenario)
 
+async def test_a_large_request_that_cannot_be_hashed_is_computed() -> None:
+    async with serving() as (served, cache, _model):
 
-def test_a_large_request_that_cannot_be_hashed_is_computed() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
         def broken(_request: Any, _state: bytes) -> bytes | None:
             raise MemoryError
 
@@ -328,11 +301,9 @@ def test_a_large_request_that_cannot_be_hashed_is_computed() -> None:
         response = await served.infer(infer_request(4, size_bytes=LARGE_BYTES + 1))
         assert (response.outputs["y"].tolist(), response.cached) == ([[8, 8]], False)
 
-    play(scenario)
 
-
-def test_a_large_request_whose_caller_disconnects_leaves_the_queue() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_a_large_request_whose_caller_disconnects_leaves_the_queue() -> None:
+    async with serving() as (served, _cache, model):
         blocker = await run_blocker(served, model)
         gone = served.infer(infer_request(6, size_bytes=LARGE_BYTES + 1))
         await wait_queued(served)
@@ -341,15 +312,13 @@ def test_a_large_request_whose_caller_disconnects_leaves_the_queue() -> None:
         model.gate.set()
         await blocker
 
-    play(scenario)
 
-
-def test_a_cache_that_never_hits_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cache_that_never_hits_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benefit_module, "FIRST_REQUESTS", 30)
     monkeypatch.setattr(benefit_module, "OFF_REQUESTS", 50)
     monkeypatch.setattr(benefit_module, "TRIAL_REQUESTS", 10)
 
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+    async with serving() as (served, cache, _model):
         for value in range(30):
             await served.infer(infer_request(value))
         assert cache.report()["state"] == "off"
@@ -363,8 +332,6 @@ def test_a_cache_that_never_hits_is_passed_by(monkeypatch: pytest.MonkeyPatch) -
         assert report["hits"] == 10, "entries stay while it is off"
         assert "us of compute time" in str(report["reason"])
 
-    play(scenario)
-
 
 async def test_a_closed_version_removes_its_entries() -> None:
     mailbox, model = Mailbox(asyncio.get_running_loop()), FakeModel()
@@ -375,7 +342,7 @@ async def test_a_closed_version_removes_its_entries() -> None:
     assert cache.report()["entries"] == cache.report()["size_bytes"] == 0
 
 
-def test_many_clients_at_once_get_the_right_rows() -> None:
+async def test_many_clients_at_once_get_the_right_rows() -> None:
     """Leaders that end on instance threads while followers arrive, cancellations in between: nothing is lost or mixed up."""
     numbers = np.random.default_rng(3)
 
@@ -394,20 +361,18 @@ def test_many_clients_at_once_get_the_right_rows() -> None:
                 result.right += response.outputs["y"].tolist() == [[2 * value] * 2]
         return result
 
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+    async with serving(size=20_000, instances=3) as (served, cache, _model):
         clients = [client(served, numbers.integers(0, 40, 150).tolist()) for _ in range(24)]
         results = await asyncio.gather(*clients)
         assert sum(result.right + result.cancelled for result in results) == 24 * 150
         assert cache.hits > 0
         assert cache._pending == {}
 
-    play(scenario, size=20_000, instances=3)
 
-
-def test_a_model_that_calls_others_computes_again_once_one_of_them_has_changed() -> None:
+async def test_a_model_that_calls_others_computes_again_once_one_of_them_has_changed() -> None:
     numbers = [0]
 
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+    async with serving() as (served, cache, model):
         served.callee_revision = lambda: numbers[0]
         cache._versions = VersionStates(served)
         await served.infer(infer_request(3))
@@ -424,16 +389,12 @@ def test_a_model_that_calls_others_computes_again_once_one_of_them_has_changed()
         assert not (await served.infer(infer_request(4))).cached
         assert (await served.infer(infer_request(4))).cached
 
-    play(scenario)
 
-
-def test_the_answer_of_a_fallback_is_not_stored() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+async def test_the_answer_of_a_fallback_is_not_stored() -> None:
+    async with serving() as (served, _cache, _model):
         states = VersionStates(served)
         revision, _ = states.current()
         for outcome, stores in (("ok", True), ("cached", True), ("skipped", True), ("fallback", False)):
             step = PipelineStepTimes("a", "m", "1", 0, 1, None, 1, outcome)
             assert states.may_store(InferResponse({}, steps=(step,)), revision) is stores
         assert not states.may_store(InferResponse({}), (revision[0] + 1,))
-
-    play(scenario)

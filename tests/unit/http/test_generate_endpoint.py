@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -182,23 +183,19 @@ class Client:
         ]
 
 
-def run(scenario: Callable[[Handle], Awaitable[None]], handle_spec: ModelSpec = SPEC) -> Handle:
-    """Run a scenario; every lease must have been given back."""
-
-    async def main() -> Handle:
-        handle = Handle(handle_spec)
-        await asyncio.wait_for(scenario(handle), 30)
-        assert handle.leases == 0, "the lease was not given back"
-        return handle
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def serving(handle_spec: ModelSpec = SPEC) -> AsyncIterator[Handle]:
+    """A handle; every lease must have been given back after the block."""
+    handle = Handle(handle_spec)
+    yield handle
+    assert handle.leases == 0, "the lease was not given back"
 
 
 BODY = b'{"PROMPT": "hi", "id": "7"}'
 
 
-def test_each_response_is_an_event_as_soon_as_it_is_sent() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_each_response_is_an_event_as_soon_as_it_is_sent() -> None:
+    async with serving() as handle:
         client = Client(handle)
         call = asyncio.create_task(client.post("generate_stream", BODY))
         for word in ("a", "b", "c"):
@@ -217,23 +214,20 @@ def test_each_response_is_an_event_as_soon_as_it_is_sent() -> None:
         head = {"model_name": "chat", "model_version": "2", "id": "7"}
         assert client.events == [{**head, "TEXT": word} for word in "abc"]
         assert client.sent[-1].get("more_body", False) is False
+    assert handle.failures == []
 
-    assert run(scenario).failures == []
 
-
-def test_a_stream_without_responses_is_empty() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_a_stream_without_responses_is_empty() -> None:
+    async with serving() as handle:
         client = Client(handle)
         call = asyncio.create_task(client.post("generate_stream", BODY))
         await handle.end()
         await call
         assert (client.status, client.body) == (200, b"")
 
-    run(scenario)
 
-
-def test_an_ordinary_model_has_one_event_and_one_response() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_an_ordinary_model_has_one_event_and_one_response() -> None:
+    async with serving(replace(SPEC, decoupled=False)) as handle:
         for path in ("generate", "generate_stream"):
             client = Client(handle)
             handle.started.clear()
@@ -244,11 +238,9 @@ def test_an_ordinary_model_has_one_event_and_one_response() -> None:
             assert document == {"model_name": "chat", "model_version": "2", "id": "7", "TEXT": "all"}
         assert [request.responses for request in handle.requests] == [None, None]
 
-    run(scenario, replace(SPEC, decoupled=False))
 
-
-def test_one_response_of_a_decoupled_model() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_one_response_of_a_decoupled_model() -> None:
+    async with serving() as handle:
         client = Client(handle)
         call = asyncio.create_task(client.post("generate", BODY))
         await handle.send(text("one", parameters={"tokens": 3}))
@@ -260,12 +252,10 @@ def test_one_response_of_a_decoupled_model() -> None:
             "model_name": "chat", "model_version": "2", "id": "7", "tokens": 3, "TEXT": "one",
         }  # fmt: skip
 
-    run(scenario)
-
 
 @pytest.mark.parametrize(("count", "words"), [(0, "sent no response"), (2, "sent more than one response")])
-def test_generate_takes_exactly_one_response(count: int, words: str) -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_generate_takes_exactly_one_response(count: int, words: str) -> None:
+    async with serving() as handle:
         client = Client(handle)
         call = asyncio.create_task(client.post("generate", BODY))
         await handle.send(*[text("x")] * count)
@@ -276,12 +266,11 @@ def test_generate_takes_exactly_one_response(count: int, words: str) -> None:
         error = json.loads(client.body)["error"]
         assert error == f"model 'chat' {words}, /generate returns exactly one: send the request to /generate_stream"
         assert handle.completions[0].is_settled  # the rest of the work is cancelled
+    assert [error.reason for error in handle.failures] == ["bad_request"]
 
-    assert [error.reason for error in run(scenario).failures] == ["bad_request"]
 
-
-def test_an_error_before_the_first_event_is_the_status() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_an_error_before_the_first_event_is_the_status() -> None:
+    async with serving() as handle:
         for path in ("generate", "generate_stream"):
             for error, status in ((ModelFailed("out of memory"), 500), (Overloaded("full", 2.0), 503)):
                 client = Client(handle)
@@ -293,11 +282,9 @@ def test_an_error_before_the_first_event_is_the_status() -> None:
                 assert client.headers["content-type"] == "application/json"
                 assert ("retry-after" in client.headers) is (status == 503)
 
-    run(scenario)
 
-
-def test_a_later_error_is_the_last_event() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_a_later_error_is_the_last_event() -> None:
+    async with serving() as handle:
         client = Client(handle)
         call = asyncio.create_task(client.post("generate_stream", BODY))
         await handle.send(text("a"))
@@ -306,12 +293,11 @@ def test_a_later_error_is_the_last_event() -> None:
         assert client.status == 200
         assert [event.get("TEXT") or event for event in client.events] == ["a", {"error": "out of memory"}]
         assert client.sent[-1].get("more_body", False) is False
+    assert [error.reason for error in handle.failures] == ["model_failed"]
 
-    assert [error.reason for error in run(scenario).failures] == ["model_failed"]
 
-
-def test_a_response_that_is_no_text_ends_the_stream_and_the_work() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_a_response_that_is_no_text_ends_the_stream_and_the_work() -> None:
+    async with serving() as handle:
         client = Client(handle)
         call = asyncio.create_task(client.post("generate_stream", BODY))
         await handle.send(text("a"), text(b"\xff"))
@@ -319,14 +305,12 @@ def test_a_response_that_is_no_text_ends_the_stream_and_the_work() -> None:
         assert "is not UTF-8 text" in client.events[-1]["error"]
         assert handle.completions[0].is_settled
 
-    run(scenario)
-
 
 @pytest.mark.parametrize("path", ["generate", "generate_stream"])
-def test_a_disconnect_cancels_the_work(path: str) -> None:
+async def test_a_disconnect_cancels_the_work(path: str) -> None:
     observer = AccessRecorder(active=True)
 
-    async def scenario(handle: Handle) -> None:
+    async with serving() as handle:
         client = Client(handle, observer=observer)
         call = asyncio.create_task(client.post(path, BODY))
         if path == "generate_stream":
@@ -337,15 +321,14 @@ def test_a_disconnect_cancels_the_work(path: str) -> None:
         await call
         assert handle.completions[0].is_settled
         assert b"error" not in client.body
-
-    assert [error.reason for error in run(scenario).failures] == ["cancelled"]
+    assert [error.reason for error in handle.failures] == ["cancelled"]
     assert [record.status for record in observer.failures] == ["499"]
 
 
-def test_a_stream_is_recorded_once_at_its_end() -> None:
+async def test_a_stream_is_recorded_once_at_its_end() -> None:
     observer = AccessRecorder(active=True)
 
-    async def scenario(handle: Handle) -> None:
+    async with serving() as handle:
         client = Client(handle, observer=observer)
         call = asyncio.create_task(client.post("generate_stream", BODY))
         await handle.send(*map(text, "abc"))
@@ -353,14 +336,12 @@ def test_a_stream_is_recorded_once_at_its_end() -> None:
         assert observer.answers == []
         await handle.end()
         await call
-
-    run(scenario)
     assert [(record.status, record.request_id, record.rows) for record in observer.answers] == [("200", "7", 1)]
     assert observer.failures == []
 
 
-def test_a_stalled_reader_gives_the_model_no_credit() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_a_stalled_reader_gives_the_model_no_credit() -> None:
+    async with serving() as handle:
         client = Client(handle)
         client.stall(True)
         call = asyncio.create_task(client.post("generate_stream", BODY))
@@ -373,11 +354,9 @@ def test_a_stalled_reader_gives_the_model_no_credit() -> None:
         await call
         assert (handle.consumed, len(client.events)) == (20, 20)
 
-    run(scenario)
 
-
-def test_heartbeats_come_while_the_model_sends_nothing() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_heartbeats_come_while_the_model_sends_nothing() -> None:
+    async with serving() as handle:
         client = Client(handle, heartbeat_s=0.01)
         call = asyncio.create_task(client.post("generate_stream", BODY))
         await client.wrote(b":\n\n:\n\n")  # the head is sent with the first one
@@ -391,11 +370,9 @@ def test_heartbeats_come_while_the_model_sends_nothing() -> None:
             part for part in client.body.split(b"\n\n") if part.startswith(b"data: ")
         }
 
-    run(scenario)
 
-
-def test_no_heartbeats_without_an_interval() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_no_heartbeats_without_an_interval() -> None:
+    async with serving() as handle:
         client = Client(handle, heartbeat_s=0.0)
         call = asyncio.create_task(client.post("generate_stream", BODY))
         await asyncio.sleep(0.05)
@@ -404,11 +381,9 @@ def test_no_heartbeats_without_an_interval() -> None:
         await call
         assert client.body == b""
 
-    run(scenario)
 
-
-def test_the_shutdown_is_the_last_event() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_the_shutdown_is_the_last_event() -> None:
+    async with serving() as handle:
         client = Client(handle)
         call = asyncio.create_task(client.post("generate_stream", BODY))
         await handle.send(text("a"))
@@ -417,8 +392,7 @@ def test_the_shutdown_is_the_last_event() -> None:
         await call
         assert "shutting down" in client.events[-1]["error"]
         assert handle.completions[0].is_settled
-
-    assert [error.reason for error in run(scenario).failures] == ["unavailable"]
+    assert [error.reason for error in handle.failures] == ["unavailable"]
 
 
 @pytest.mark.parametrize("path", ["generate", "generate_stream"])
@@ -436,30 +410,26 @@ def test_the_shutdown_is_the_last_event() -> None:
         (b"xx", [(b"content-length", b"5000")], "chat", 413, "5000"),
     ],
 )
-def test_an_invalid_request_has_a_status(
+async def test_an_invalid_request_has_a_status(
     path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]], model: str, status: int, words: str
 ) -> None:
-    async def scenario(handle: Handle) -> None:
+    async with serving() as handle:
         client = Client(handle)
         await client.post(path, body, headers, model)
         assert client.status == status
         assert words in json.loads(client.body)["error"]
 
-    run(scenario)
 
-
-def test_a_version_that_refuses_requests_has_a_status() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_a_version_that_refuses_requests_has_a_status() -> None:
+    async with serving() as handle:
         handle.refuses = Overloaded("loading")
         client = Client(handle)
         await client.post("generate_stream", BODY)
         assert (client.status, client.headers["retry-after"]) == (503, "1")
 
-    run(scenario)
 
-
-def test_one_response_is_compressed_and_a_stream_is_not() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_one_response_is_compressed_and_a_stream_is_not() -> None:
+    async with serving() as handle:
         for path in ("generate", "generate_stream"):
             client = Client(handle)
             handle.started.clear()
@@ -469,11 +439,9 @@ def test_one_response_is_compressed_and_a_stream_is_not() -> None:
             await call
             assert client.headers.get("content-encoding") == ("gzip" if path == "generate" else None)
 
-    run(scenario)
 
-
-def test_a_large_response_is_encoded_beside_the_loop() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_a_large_response_is_encoded_beside_the_loop() -> None:
+    async with serving() as handle:
         client = Client(handle)
         call = asyncio.create_task(client.post("generate_stream", BODY))
         await handle.send(text("\u00e9" * 200_000))
@@ -481,11 +449,9 @@ def test_a_large_response_is_encoded_beside_the_loop() -> None:
         await call
         assert client.events[0]["TEXT"] == "\u00e9" * 200_000
 
-    run(scenario)
 
-
-def test_an_error_between_responses_is_an_event_and_the_request_fails() -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_an_error_between_responses_is_an_event_and_the_request_fails() -> None:
+    async with serving() as handle:
         client = Client(handle)
         call = asyncio.create_task(client.post("generate_stream", BODY))
         error: Any = ModelFailed("one token")
@@ -494,13 +460,12 @@ def test_an_error_between_responses_is_an_event_and_the_request_fails() -> None:
         await call
         assert [event.get("TEXT") or event for event in client.events] == ["a", {"error": "one token"}, "b"]
         assert handle.consumed == 3
-
-    assert [str(error) for error in run(scenario).failures] == ["one token"]
+    assert [str(error) for error in handle.failures] == ["one token"]
 
 
 @pytest.mark.parametrize("path", ["generate", "generate_stream"])
-def test_an_error_as_the_first_response_is_the_status(path: str) -> None:
-    async def scenario(handle: Handle) -> None:
+async def test_an_error_as_the_first_response_is_the_status(path: str) -> None:
+    async with serving() as handle:
         client = Client(handle)
         call = asyncio.create_task(client.post(path, BODY))
         error: Any = ModelFailed("no prompt")
@@ -508,5 +473,4 @@ def test_an_error_as_the_first_response_is_the_status(path: str) -> None:
         await call
         assert (client.status, json.loads(client.body)) == (500, {"error": "no prompt"})
         assert handle.completions[0].is_settled
-
-    assert [str(error) for error in run(scenario).failures] == ["no prompt"]
+    assert [str(error) for error in handle.failures] == ["no prompt"]
