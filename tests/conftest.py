@@ -81,7 +81,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 # More than any step of a coroutine test takes on busy cores.
-COROUTINE_TIMEOUT_S = 60
+COROUTINE_TIMEOUT_S = 100
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,6 @@ class Quick(FakeModel):
         return [thread is threading.main_thread() for thread in self.threads]
 
 
-Scenario = Callable[["Stage"], Coroutine[Any, Any, None]]
-
-
 class Stage:
     """A served model, measured as fast at one row."""
 
@@ -129,30 +127,22 @@ class Stage:
         return bool(self.model.inline[-1])
 
 
-def play(scenario: Scenario, measured_ns: int = 20 * NS_PER_US, model: Any = Quick, **policy: Any) -> Stage:
-    """Run a scenario and close the model, with all that comes out then."""
-    stages: list[Stage] = []
-
-    async def main() -> None:
-        clock = Ticks()
-        created = model(clock) if model is Quick else model()
-        stages.append(stage := Stage(created, clock, measured_ns, **policy))
-        await scenario(stage)
-        assert await asyncio.to_thread(stage.handle.close, 10)
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-    return stages[0]
+@asynccontextmanager
+async def staged(measured_ns: int = 20 * NS_PER_US, model: Any = Quick, **policy: Any) -> AsyncIterator[Stage]:
+    """A stage, whose model is closed after the block."""
+    clock = Ticks()
+    stage = Stage(model(clock) if model is Quick else model(), clock, measured_ns, **policy)
+    yield stage
+    assert await asyncio.to_thread(stage.handle.close, 10)
 
 
-def test_a_lone_request_of_a_fast_model_runs_on_the_event_loop() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_lone_request_of_a_fast_model_runs_on_the_event_loop() -> None:
+    async with staged() as stage:
         await stage.asleep()
         sleeper = stage.handle._scheduler._sleepers[0]
         for value in range(50):
             assert await stage.alone(value)
             assert stage.handle._scheduler._sleepers == [sleeper], "no thread was woken"
-
-    stage = play(scenario)
     totals = stage.recorder.totals()
     assert (totals.requests, totals.rows, totals.executions, totals.inline_runs, totals.inline_disabled) == (
         50,
@@ -166,8 +156,8 @@ def test_a_lone_request_of_a_fast_model_runs_on_the_event_loop() -> None:
     assert stage.handle.latency_table.entries()[0].observations == 50
 
 
-def test_an_inline_run_is_complete_when_infer_returns() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_an_inline_run_is_complete_when_infer_returns() -> None:
+    async with staged() as stage:
         await stage.asleep()
         completion = stage.infer(3)
         assert completion.is_settled
@@ -176,8 +166,6 @@ def test_an_inline_run_is_complete_when_infer_returns() -> None:
         await asyncio.sleep(0)
         assert called == [1], "a callback that comes late is called by the loop"
         assert (await completion).batch_rows == 1
-
-    play(scenario)
 
 
 @given(
@@ -188,21 +176,23 @@ def test_inline_and_queued_requests_are_answered_and_counted_alike(script: list[
     outcomes = []
     for bound_ns in (BOUND_NS, 0):
 
-        async def scenario(stage: Stage, seen: list[object]) -> None:
-            for rows in range(1, 9):
-                stage.handle.latency_table.seed({rows: [20 * NS_PER_US] * 20})
-            for rows, has_deadline, value in script:
-                await stage.asleep()
-                deadline_ns = stage.clock.now_ns + NS_PER_S * 60 if has_deadline else 0
-                try:
-                    response = await stage.infer(value, rows, deadline_ns=deadline_ns)
-                    outputs = response.outputs["y"]
-                    seen.append((outputs.tobytes(), outputs.shape, response.batch_rows, response.closed))
-                except HeadraceError as error:
-                    seen.append(type(error))
+        async def scenario(bound_ns: int, seen: list[object]) -> Stage:
+            async with staged(inline_bound_ns=bound_ns) as stage:
+                for rows in range(1, 9):
+                    stage.handle.latency_table.seed({rows: [20 * NS_PER_US] * 20})
+                for rows, has_deadline, value in script:
+                    await stage.asleep()
+                    deadline_ns = stage.clock.now_ns + NS_PER_S * 60 if has_deadline else 0
+                    try:
+                        response = await stage.infer(value, rows, deadline_ns=deadline_ns)
+                        outputs = response.outputs["y"]
+                        seen.append((outputs.tobytes(), outputs.shape, response.batch_rows, response.closed))
+                    except HeadraceError as error:
+                        seen.append(type(error))
+                return stage
 
         seen: list[object] = []
-        stage = play(lambda stage, seen=seen: scenario(stage, seen), inline_bound_ns=bound_ns)  # type: ignore[misc]
+        stage = asyncio.run(scenario(bound_ns, seen))
         totals = stage.recorder.totals()
         sizes = {rows: size.count for rows, size in totals.sizes.items()}
         counts = (totals.requests, totals.rows, totals.executions, dict(totals.reasons), sizes, totals.shape_changes)
@@ -212,8 +202,8 @@ def test_inline_and_queued_requests_are_answered_and_counted_alike(script: list[
     assert outcomes[0] == outcomes[1]
 
 
-def test_concurrent_requests_form_batches() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_concurrent_requests_form_batches() -> None:
+    async with staged() as stage:
         await stage.asleep()
         results = await asyncio.gather(*[stage.one(value) for value in range(64)])
         assert results == [[[2 * value] * 2] for value in range(64)]
@@ -227,11 +217,9 @@ def test_concurrent_requests_form_batches() -> None:
         assert not any(stage.model.inline[before:])
         assert await stage.alone(1), "alone again"
 
-    play(scenario)
 
-
-def test_a_caller_that_never_waits_does_not_block_the_event_loop() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_caller_that_never_waits_does_not_block_the_event_loop() -> None:
+    async with staged() as stage:
         await stage.asleep()
         turns = 0
 
@@ -248,11 +236,9 @@ def test_a_caller_that_never_waits_does_not_block_the_event_loop() -> None:
         assert turns >= 50
         assert all(stage.model.inline), "the second of one turn runs in the next, on the loop as well"
 
-    play(scenario)
 
-
-def test_not_while_other_requests_are_received() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_not_while_other_requests_are_received() -> None:
+    async with staged() as stage:
         limits = ClientLimits(bodies=stage.bodies)
         own, other = limits.reserve(), limits.reserve()
         own.grow(64)
@@ -267,41 +253,33 @@ def test_not_while_other_requests_are_received() -> None:
         own.end()
         assert (stage.bodies.requests, stage.bodies.reserved_bytes) == (0, 0)
 
-    play(scenario)
-
 
 @pytest.mark.parametrize("measured_ns", [0, BOUND_NS + 1], ids=["not measured", "too slow"])
-def test_slow_or_unmeasured_models_do_not_run_inline(measured_ns: int) -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_slow_or_unmeasured_models_do_not_run_inline(measured_ns: int) -> None:
+    async with staged(measured_ns) as stage:
         stage.model.run_ns = measured_ns or 1000
         for value in range(10):
             assert not await stage.alone(value)
         if not measured_ns:
             assert not await stage.alone(1, rows=2), "each number of rows is measured by itself"
 
-    play(scenario, measured_ns)
 
-
-def test_models_measured_by_requests_run_inline_afterwards() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_models_measured_by_requests_run_inline_afterwards() -> None:
+    async with staged(measured_ns=0) as stage:
         assert [await stage.alone(value) for value in range(20)] == [False] * 16 + [True] * 4
-
-    play(scenario, measured_ns=0)
 
 
 @pytest.mark.parametrize(
     "model", [FakeModel, FakePipeline, lambda: FakePipeline(prompt=True)], ids=["its own thread", "pipelined", "prompt"]
 )
-def test_never_other_backends(model: Callable[[], Any]) -> None:
+async def test_never_other_backends(model: Callable[[], Any]) -> None:
     """Isolated and Python models do not say that any thread may run them; GPU models have a pipeline."""
 
-    async def scenario(stage: Stage) -> None:
+    async with staged(model=model) as stage:
         for value in range(30):
             await until_async(lambda: stage.handle._scheduler._sleepers)
             stage.clock.now_ns += INLINE_QUIET_NS
             assert await stage.one(value) == [[2 * value] * 2]
-
-    stage = play(scenario, model=model)
     assert stage.recorder.totals().inline_runs == 0
     assert stage.recorder.totals().requests == 30
 
@@ -311,8 +289,8 @@ def test_only_onnx_runtime_allows_runs_on_any_thread() -> None:
     assert not runs_on_any_thread(IsolatedExecution.__new__(IsolatedExecution))
 
 
-def test_a_batching_delay_is_respected() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_batching_delay_is_respected() -> None:
+    async with staged(batch=BatchPolicy(2, (), 3600 * NS_PER_S)) as stage:
         await stage.asleep()
         first = stage.infer(1)
         assert not first.is_settled
@@ -320,8 +298,6 @@ def test_a_batching_delay_is_respected() -> None:
         assert not first.is_settled, "it waits for others"
         second = stage.infer(2)
         assert (await first).batch_rows == (await second).batch_rows == 2
-
-    stage = play(scenario, batch=BatchPolicy(2, (), 3600 * NS_PER_S))
     assert stage.recorder.totals().inline_runs == 0
 
 
@@ -357,18 +333,16 @@ def test_the_shorter_decision_is_that_of_the_queue(rows: int, policy: BatchPolic
     assert batch is None or (batch.entries, batch.taken_ns) == ([entry], 10)
 
 
-def test_shares_of_clients_are_counted() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_shares_of_clients_are_counted() -> None:
+    async with staged(sharing=Sharing({"a": 2.0})) as stage:
         for value in range(5):
             assert await stage.alone(value, client="a"), "by the queue, and on the loop"
 
-    play(scenario, sharing=Sharing({"a": 2.0}))
 
-
-def test_a_model_that_becomes_slow_returns_to_its_thread() -> None:
+async def test_a_model_that_becomes_slow_returns_to_its_thread() -> None:
     """It is fast for 1,000 runs, takes 5 ms once, and is fast again: the pause is 200 times as long, 1 s."""
 
-    async def scenario(stage: Stage) -> None:
+    async with staged() as stage:
         model, gate = stage.model, stage.handle._inline_gate
         for value in range(1000):
             await stage.asleep()
@@ -389,14 +363,12 @@ def test_a_model_that_becomes_slow_returns_to_its_thread() -> None:
         assert await stage.alone(3), "and on again"
         assert stage.recorder.totals().inline_disabled == 1
 
-    play(scenario)
-
 
 @pytest.mark.parametrize(("run_ms", "pause_s"), [(5, 1.0), (50, 10.0), (5000, 60.0)])
-def test_a_slow_run_on_an_instance_disables_them(run_ms: int, pause_s: float) -> None:
+async def test_a_slow_run_on_an_instance_disables_them(run_ms: int, pause_s: float) -> None:
     """As of a model whose loops depend on the values of the request."""
 
-    async def scenario(stage: Stage) -> None:
+    async with staged() as stage:
         for value in range(100):
             assert await stage.alone(value)
         stage.model.run_ns = run_ms * NS_PER_MS
@@ -412,11 +384,9 @@ def test_a_slow_run_on_an_instance_disables_them(run_ms: int, pause_s: float) ->
         assert await stage.alone(4)
         assert stage.recorder.totals().inline_disabled == 0
 
-    play(scenario)
 
-
-def test_a_model_that_stays_slow_never_runs_inline_again() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_model_that_stays_slow_never_runs_inline_again() -> None:
+    async with staged() as stage:
         for value in range(100):
             assert await stage.alone(value)
         stage.model.run_ns = 5 * NS_PER_MS
@@ -427,8 +397,6 @@ def test_a_model_that_stays_slow_never_runs_inline_again() -> None:
             tries.append(await stage.alone(value))
         assert tries == [True] * 6 + [False] * 4, "seven of the last 127 runs exceed the bound"
         assert stage.recorder.totals().inline_disabled == 7
-
-    play(scenario)
 
 
 def test_the_percentile_is_that_of_the_last_times() -> None:
@@ -458,8 +426,8 @@ def test_the_percentile_is_that_of_the_last_times() -> None:
     assert table.is_fast(1) == expected, "beside other instances it says nothing about a lone request"
 
 
-def test_an_error_of_the_model_is_the_request_s_alone() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_an_error_of_the_model_is_the_request_s_alone() -> None:
+    async with staged() as stage:
         assert await stage.alone(1)
         await stage.asleep()
         with pytest.raises(ModelFailed):
@@ -467,14 +435,12 @@ def test_an_error_of_the_model_is_the_request_s_alone() -> None:
         assert stage.model.inline[-1]
         assert await stage.alone(2)
         assert stage.handle.alive == 1
-
-    stage = play(scenario)
     totals = stage.recorder.totals()
     assert (totals.executions, totals.requests, totals.inline_runs) == (3, 2, 3)
 
 
-def test_a_fatal_error_inline_ends_the_instance_and_fails_the_request() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_fatal_error_inline_ends_the_instance_and_fails_the_request() -> None:
+    async with staged() as stage:
         assert await stage.alone(1)
         await stage.asleep()
         with pytest.raises(ModelFailed, match="died"):
@@ -483,14 +449,12 @@ def test_a_fatal_error_inline_ends_the_instance_and_fails_the_request() -> None:
         assert stage.deaths == [0]
         with pytest.raises(Unavailable):
             stage.handle.infer(stage.request(2))
-
-    play(scenario)
     assert issubclass(InstanceKilledError, BaseException)
 
 
 @pytest.mark.parametrize("end", ["close", "evict"])
-def test_the_end_waits_for_a_run_on_the_loop(end: str) -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_the_end_waits_for_a_run_on_the_loop(end: str) -> None:
+    async with staged() as stage:
         assert await stage.alone(1)
         await stage.asleep()
         ending: list[threading.Thread] = []
@@ -512,13 +476,11 @@ def test_the_end_waits_for_a_run_on_the_loop(end: str) -> None:
         assert done == [True]
         assert stage.model.closed
 
-    play(scenario)
 
-
-def test_reloads_under_lone_requests_lose_none() -> None:
+async def test_reloads_under_lone_requests_lose_none() -> None:
     """As the registry does: new requests go to the new version, and the old one is closed on a thread of its own."""
 
-    async def scenario(stage: Stage) -> None:
+    async with staged() as stage:
         serving, closings, models = stage, [], [stage.model]
         answered = 0
 
@@ -544,11 +506,9 @@ def test_reloads_under_lone_requests_lose_none() -> None:
         assert sum(len(model.threads) for model in models) == answered, "each ran once"
         assert any(any(model.inline) for model in models)
 
-    play(scenario)
 
-
-def test_a_deadline_that_passes_during_the_run_is_exceeded() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_deadline_that_passes_during_the_run_is_exceeded() -> None:
+    async with staged() as stage:
         await stage.asleep()
         stage.model.run_ns = 5 * NS_PER_MS
         with pytest.raises(DeadlineExceeded, match="passed after"):
@@ -557,23 +517,19 @@ def test_a_deadline_that_passes_during_the_run_is_exceeded() -> None:
         assert stage.recorder.totals().requests == 0
         assert stage.recorder.totals().executions == 1
 
-    play(scenario)
 
-
-def test_a_deadline_within_the_bound_uses_the_thread() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_deadline_within_the_bound_uses_the_thread() -> None:
+    async with staged(inline_bound_ns=10 * NS_PER_S) as stage:
         stage.model.run_ns = 1
         await stage.asleep()
         await stage.one(1, deadline_ns=stage.clock.now_ns + 10 * NS_PER_S - 1000)
         assert stage.model.inline == [False]
 
-    play(scenario, inline_bound_ns=10 * NS_PER_S)  # the deadline's timer is real
 
-
-def test_a_request_during_a_run_of_another_thread_is_not_lost() -> None:
+async def test_a_request_during_a_run_of_another_thread_is_not_lost() -> None:
     """The instance's thread serves what was queued while its place was taken."""
 
-    async def scenario(stage: Stage) -> None:
+    async with staged() as stage:
         await stage.asleep()
         results: list[object] = []
 
@@ -591,26 +547,20 @@ def test_a_request_during_a_run_of_another_thread_is_not_lost() -> None:
         assert results == [[[14, 14]]]
         assert stage.model.inline == [True, False]
 
-    play(scenario)
 
-
-def test_a_thread_that_waits_runs_its_own_request() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_thread_that_waits_runs_its_own_request() -> None:
+    async with staged(measured_ns=0) as stage:
         await stage.asleep()
         response = stage.handle.infer_blocking(stage.request(3))
         assert response.outputs["y"].tolist() == [[6, 6]]
         assert stage.model.inline == [True], "this one, whatever was measured"
-
-    stage = play(scenario, measured_ns=0)
     assert stage.recorder.totals().inline_runs == 0, "the event loop did nothing"
 
 
-def test_a_blocking_request_with_a_deadline_never_runs_as_if_on_the_loop() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_blocking_request_with_a_deadline_never_runs_as_if_on_the_loop() -> None:
+    async with staged() as stage:
         await stage.asleep()
         deadline_ns = stage.clock.now_ns + 60 * NS_PER_S
         response = await asyncio.to_thread(stage.handle.infer_blocking, stage.request(3, deadline_ns=deadline_ns))
         assert response.outputs["y"].tolist() == [[6, 6]]
         assert stage.model.threads[0].name == "fake/1#0"
-
-    play(scenario)

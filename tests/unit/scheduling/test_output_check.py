@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -82,17 +83,14 @@ def pictured(change: Change) -> Pictured:
 PATHS = pytest.mark.parametrize("make", [serial, pipelined, prompt, pictured])
 
 
-def play(model: Any, scenario: Callable[[ModelHandle], Awaitable[None]], spec: ModelSpec = SPEC, rows: int = 8) -> None:
-    """Run a scenario with a handle on `model`, which must end well."""
-
-    async def main() -> None:
-        policy = HandlePolicy(batch=BatchPolicy(rows, max_delay_ns=50_000_000))
-        handle = ModelHandle(spec, policy, model, Mailbox(asyncio.get_running_loop()), Recorder())
-        handle.start()
-        await scenario(handle)
-        assert await asyncio.to_thread(handle.close, 10)
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+@asynccontextmanager
+async def serving(model: Any, spec: ModelSpec = SPEC, rows: int = 8) -> AsyncIterator[ModelHandle]:
+    """A handle on `model`, which must end well after the block."""
+    policy = HandlePolicy(batch=BatchPolicy(rows, max_delay_ns=50_000_000))
+    handle = ModelHandle(spec, policy, model, Mailbox(asyncio.get_running_loop()), Recorder())
+    handle.start()
+    yield handle
+    assert await asyncio.to_thread(handle.close, 10)
 
 
 async def outcome(waiting: Awaitable[InferResponse]) -> InferResponse | Exception:
@@ -103,10 +101,10 @@ async def outcome(waiting: Awaitable[InferResponse]) -> InferResponse | Exceptio
 
 
 @PATHS
-def test_members_of_a_merged_batch_get_their_own_response_or_an_error(make: Callable[[Change], Any]) -> None:
+async def test_members_of_a_merged_batch_get_their_own_response_or_an_error(make: Callable[[Change], Any]) -> None:
     """One row of output for the whole batch: right for a request of one row, wrong for the batch."""
 
-    async def scenario(handle: ModelHandle) -> None:
+    async with serving(make(ONE_FOR_ALL)) as handle:
         result = await asyncio.gather(
             *[outcome(handle.infer(infer_request(value, rows))) for value, rows in ((1, 1), (2, 2), (3, 1))]
         )
@@ -116,13 +114,13 @@ def test_members_of_a_merged_batch_get_their_own_response_or_an_error(make: Call
         assert isinstance(result[2], InferResponse)
         assert result[2].outputs["y"].tolist() == [[6, 6]]
 
-    play(make(ONE_FOR_ALL), scenario)
-
 
 @PATHS
 @pytest.mark.parametrize("change", [DROPPED, ONE_FOR_ALL, WIDER, FLAT, SCALAR])
-def test_a_single_request_gets_an_error_that_blames_the_model(make: Callable[[Change], Any], change: Change) -> None:
-    async def scenario(handle: ModelHandle) -> None:
+async def test_a_single_request_gets_an_error_that_blames_the_model(
+    make: Callable[[Change], Any], change: Change
+) -> None:
+    async with serving(make(change)) as handle:
         error = await outcome(handle.infer(infer_request(1, rows=3)))
         assert isinstance(error, ModelFailed)
         text = str(error)
@@ -130,12 +128,11 @@ def test_a_single_request_gets_an_error_that_blames_the_model(make: Callable[[Ch
         assert "3 rows" in text
         assert "The model is at fault, not the request" in text
 
-    play(make(change), scenario)
-
 
 @PATHS
-def test_nothing_is_merged_or_split_after_a_mismatch(make: Callable[[Change], Any]) -> None:
-    async def scenario(handle: ModelHandle) -> None:
+async def test_nothing_is_merged_or_split_after_a_mismatch(make: Callable[[Change], Any]) -> None:
+    model = make(DROPPED)
+    async with serving(model) as handle:
         assert handle.policy.batch.merge
         assert isinstance(await outcome(handle.infer(infer_request(1, rows=3))), OutputMismatch)
         assert not handle.policy.batch.merge
@@ -148,15 +145,12 @@ def test_nothing_is_merged_or_split_after_a_mismatch(make: Callable[[Change], An
         ):
             handle.infer(infer_request(1, rows=9))
 
-    model = make(DROPPED)
-    play(model, scenario)
 
-
-def test_parts_that_were_queued_before_a_mismatch_are_not_joined() -> None:
+async def test_parts_that_were_queued_before_a_mismatch_are_not_joined() -> None:
     """Of two instances' worth of work: the parts are right, what another request got is not."""
     model = WrongModel(lambda y: y[:1] if y[0, 0] == 200 else y)  # type: ignore[call-overload,index]
 
-    async def scenario(handle: ModelHandle) -> None:
+    async with serving(model) as handle:
         model.gate.clear()
         first = handle.infer(infer_request(100, rows=8))
         assert await asyncio.to_thread(model.started.acquire, timeout=5)
@@ -167,19 +161,16 @@ def test_parts_that_were_queued_before_a_mismatch_are_not_joined() -> None:
         assert isinstance(error, OutputMismatch)
         assert "returned output 'y'" in str(error)
 
-    play(model, scenario)
 
-
-def test_a_part_with_too_few_rows_fails_its_request() -> None:
-    async def scenario(handle: ModelHandle) -> None:
+async def test_a_part_with_too_few_rows_fails_its_request() -> None:
+    async with serving(WrongModel(DROPPED)) as handle:
         assert isinstance(await outcome(handle.infer(infer_request(1, rows=17))), OutputMismatch)
-
-    play(WrongModel(DROPPED), scenario)
 
 
 @PATHS
-def test_callers_on_threads_get_the_error_too(make: Callable[[Change], Any]) -> None:
-    async def scenario(handle: ModelHandle) -> None:
+async def test_callers_on_threads_get_the_error_too(make: Callable[[Change], Any]) -> None:
+    async with serving(make(ONE_FOR_ALL)) as handle:
+
         def call(rows: int) -> InferResponse | Exception:
             try:
                 return handle.infer_blocking(infer_request(1, rows=rows))
@@ -191,8 +182,6 @@ def test_callers_on_threads_get_the_error_too(make: Callable[[Change], Any]) -> 
                 *[asyncio.get_running_loop().run_in_executor(pool, call, rows) for rows in (2, 3, 2)]
             )
         assert all(isinstance(each, OutputMismatch) for each in result)
-
-    play(make(ONE_FOR_ALL), scenario)
 
 
 def unbatched(shape: tuple[int, ...]) -> ModelSpec:
@@ -209,16 +198,14 @@ def unbatched(shape: tuple[int, ...]) -> ModelSpec:
     ("shape", "right"),
     [((3, 2), True), ((-1, 2), True), ((-1, -1), True), ((4, 2), False), ((-1, 3), False), ((-1,), False)],
 )
-def test_without_a_batch_dimension_the_declared_dims_hold(
+async def test_without_a_batch_dimension_the_declared_dims_hold(
     make: Callable[[Change], Any], shape: tuple[int, ...], right: bool
 ) -> None:
-    async def scenario(handle: ModelHandle) -> None:
+    async with serving(make(lambda y: y), unbatched(shape), rows=1) as handle:
         request = infer_request(1, rows=3)
         request.rows = 1
         result = await outcome(handle.infer(request))
         assert isinstance(result, InferResponse if right else OutputMismatch)
-
-    play(make(lambda y: y), scenario, unbatched(shape), rows=1)
 
 
 def test_a_missing_output_is_a_model_error() -> None:
@@ -227,16 +214,14 @@ def test_a_missing_output_is_a_model_error() -> None:
         check.check({"z": np.zeros((1, 2))}, 1)
 
 
-def test_outputs_that_are_not_declared_need_no_rows() -> None:
+async def test_outputs_that_are_not_declared_need_no_rows() -> None:
     class More(FakeModel):
         def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
             return {**super().run(inputs), "loss": np.zeros((), np.float32)}
 
-    async def scenario(handle: ModelHandle) -> None:
+    async with serving(More()) as handle:
         result = await asyncio.gather(*[handle.infer(infer_request(value)) for value in (1, 2)])
         assert [each.outputs["y"].tolist() for each in result] == [[[2, 2]], [[4, 4]]]
-
-    play(More(), scenario)
 
 
 @pytest.fixture(params=[(3,), (2, 2), ()])

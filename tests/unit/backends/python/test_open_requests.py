@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,34 +111,27 @@ async def ended(completion: LoopCompletion) -> InferResponse | HeadraceError:
         return error
 
 
-def play(
-    folder: Path,
-    scenario: Callable[[Client], Awaitable[None]],
-    code: str = ACTIONS,
-    spec: ModelSpec | None = None,
-    **options: Any,
-) -> None:
-    """Run a scenario with a fresh model."""
+@asynccontextmanager
+async def serving(
+    folder: Path, code: str = ACTIONS, spec: ModelSpec | None = None, **options: Any
+) -> AsyncIterator[Client]:
+    """A client of a fresh model."""
     served = spec or decoupled_spec({"IN": "INT32"})
     model = open_decoupled(folder / "m", code, served, **options)
-
-    async def main() -> None:
-        client = Client(Mailbox(asyncio.get_running_loop()), model, served)
-        try:
-            await asyncio.wait_for(scenario(client), 100)
-        finally:
-            await asyncio.to_thread(client.handle.close, 20.0)
-            await asyncio.gather(*client.leases)
-
-    asyncio.run(main())
+    client = Client(Mailbox(asyncio.get_running_loop()), model, served)
+    try:
+        yield client
+    finally:
+        await asyncio.to_thread(client.handle.close, 20.0)
+        await asyncio.gather(*client.leases)
 
 
 def counted(number: int) -> Answers:
     return [[element] for element in range(number)]
 
 
-def test_square_and_its_empty_stream(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_square_and_its_empty_stream(tmp_path: Path) -> None:
+    async with serving(tmp_path, SQUARE) as client:
         results = await asyncio.gather(*[client.ask(number) for number in (0, 1, 5, 0, 130)])
         for number, (answers, end) in zip((0, 1, 5, 0, 130), results, strict=True):
             assert answers == [[number]] * number
@@ -150,14 +144,12 @@ def test_square_and_its_empty_stream(tmp_path: Path) -> None:
         assert totals.rows == 5
         assert totals.executions == 5
 
-    play(tmp_path, scenario, SQUARE)
 
-
-def test_requests_interleave_and_keep_their_order(tmp_path: Path) -> None:
+async def test_requests_interleave_and_keep_their_order(tmp_path: Path) -> None:
     spec = decoupled_spec({"IN": "INT32", "DELAY": "UINT32", "WAIT": "UINT32"})
     spec.outputs["IDX"] = decoupled_spec({"IDX": "UINT32"}).inputs["IDX"]
 
-    async def scenario(client: Client) -> None:
+    async with serving(tmp_path, REPEAT, spec) as client:
         streams = []
         for values in ([4, 2, 0, 1], [7], []):
             inputs = {"IN": np.array(values, np.int32), "DELAY": np.full(len(values), 5, np.uint32)}
@@ -170,11 +162,9 @@ def test_requests_interleave_and_keep_their_order(tmp_path: Path) -> None:
             assert [response.outputs["IDX"].tolist() for response in responses] == counted(len(values))
             await completion
 
-    play(tmp_path, scenario, REPEAT, spec)
 
-
-def test_the_final_flag_may_come_with_a_response(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_the_final_flag_may_come_with_a_response(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         completion, stream = client.start(2, 3)
         responses: list[Any] = [response async for response in stream.until(completion)]
         assert [response.parameters for response in responses] == [None, None, {"last": True}]
@@ -183,34 +173,30 @@ def test_the_final_flag_may_come_with_a_response(tmp_path: Path) -> None:
         # Also while `execute` runs.
         assert (await client.ask(22, 3))[0] == counted(3)
 
-    play(tmp_path, scenario)
 
-
-def test_responses_may_follow_an_error(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_responses_may_follow_an_error(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         for action in (3, 23):
             answers, end = await client.ask(action, 3)
             assert answers == [*counted(3), "after 3", [99]]
             assert isinstance(end, InferResponse)
         assert (await client.ask(1, 2))[0] == counted(2)
 
-    play(tmp_path, scenario)
-
 
 @pytest.mark.parametrize(("action", "number"), [(4, 0), (4, 2), (24, 2), (0, 0)])
-def test_a_sender_that_is_dropped_ends_its_request_with_an_error(tmp_path: Path, action: int, number: int) -> None:
-    async def scenario(client: Client) -> None:
+async def test_a_sender_that_is_dropped_ends_its_request_with_an_error(
+    tmp_path: Path, action: int, number: int
+) -> None:
+    async with serving(tmp_path) as client:
         answers, end = await client.ask(action, number)
         assert answers == counted(number)
         assert isinstance(end, ModelFailed)
         assert "dropped the response sender" in str(end)
         await until_async(lambda: client.handle.recorder.totals().executions)
 
-    play(tmp_path, scenario)
 
-
-def test_errors_of_execute(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_errors_of_execute(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         answers, end = await client.ask(20, 0)
         assert answers == []
         assert isinstance(end, ModelFailed)
@@ -219,11 +205,9 @@ def test_errors_of_execute(tmp_path: Path) -> None:
         assert "the model is decoupled, and its execute returned responses" in str(end)
         assert (await client.ask(1, 1))[0] == counted(1), "the instance goes on"
 
-    play(tmp_path, scenario)
 
-
-def test_a_response_after_the_final_flag_is_an_error_in_the_model(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_a_response_after_the_final_flag_is_an_error_in_the_model(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         answers, end = await client.ask(8, 0)
         assert answers == [[1]]
         assert isinstance(end, InferResponse)
@@ -231,15 +215,13 @@ def test_a_response_after_the_final_flag_is_an_error_in_the_model(tmp_path: Path
         _numbers, texts = await client.state()
         assert texts.count("after the final flag") == 2
 
-    play(tmp_path, scenario)
-
 
 async def has_errors(client: Client, count: int) -> bool:
     return (await client.state())[0][2] == count
 
 
-def test_threads_of_the_model_send_to_one_request(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_threads_of_the_model_send_to_one_request(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         answers, end = await client.ask(9, 200)
         values = [value for (value,) in answers]
         assert isinstance(end, InferResponse)
@@ -248,11 +230,9 @@ def test_threads_of_the_model_send_to_one_request(tmp_path: Path) -> None:
             own = [value for value in values if value // 1000 == start]
             assert own == sorted(own), "the responses of one thread keep their order"
 
-    play(tmp_path, scenario)
 
-
-def test_inputs_outlive_their_batch(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_inputs_outlive_their_batch(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         first = client.start(10, 1, 2, 3)
         second = client.start(10, 4, 5, 6)
         for _ in range(20):
@@ -261,11 +241,9 @@ def test_inputs_outlive_their_batch(tmp_path: Path) -> None:
         assert (await read(*first))[0] == [[10, 1, 2, 3]]
         assert (await read(*second))[0] == [[10, 4, 5, 6]]
 
-    play(tmp_path, scenario)
 
-
-def test_a_slow_reader_blocks_its_own_sender_only(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_a_slow_reader_blocks_its_own_sender_only(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         completion, stream = client.start(1, 500)
         await until_async(lambda: is_blocked(client))
         assert stream.sent == 64
@@ -281,11 +259,9 @@ def test_a_slow_reader_blocks_its_own_sender_only(tmp_path: Path) -> None:
         assert answers == counted(500)[8:]
         assert isinstance(end, InferResponse)
 
-    play(tmp_path, scenario)
 
-
-def test_a_slow_reader_bounds_the_bytes(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_a_slow_reader_bounds_the_bytes(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         elements = 500_000  # 2 MB each: two are allowed
         completion, stream = client.start(12, elements)
         await until_async(lambda: is_blocked(client))
@@ -299,11 +275,9 @@ def test_a_slow_reader_bounds_the_bytes(tmp_path: Path) -> None:
         await until_async(lambda: stream.sent == 1)
         assert [len(answer) for answer in (await read(completion, stream))[0]] == [1_500_000] * 4
 
-    play(tmp_path, scenario)
 
-
-def test_the_model_sees_a_cancelled_request(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_the_model_sees_a_cancelled_request(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         completion, stream = client.start(6, 2)
         await until_async(lambda: stream.sent == 2)
         completion.abandon()
@@ -319,19 +293,15 @@ def test_the_model_sees_a_cancelled_request(tmp_path: Path) -> None:
         assert connection is not None
         await until_async(lambda: connection.open.count == 0)
 
-    play(tmp_path, scenario)
 
-
-def test_a_cancellation_does_not_wait_for_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancellation_does_not_wait_for_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.backends.python.open_requests._POLL_MS", 3_600_000)
 
-    async def scenario(client: Client) -> None:
+    async with serving(tmp_path) as client:
         completion, stream = client.start(6, 2)
         await until_async(lambda: stream.sent == 2)
         completion.abandon()
         await until_async(lambda: is_cancelled(client, 1))
-
-    play(tmp_path, scenario)
 
 
 async def is_cancelled(client: Client, count: int) -> bool:
@@ -349,19 +319,17 @@ async def has_sent(client: Client, count: int) -> bool:
     return (await client.state())[0][0] == count
 
 
-def test_a_deadline_ends_an_open_request(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_a_deadline_ends_an_open_request(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         now_ns = monotonic_ns()
         answers, end = await client.ask(6, 2, deadline_ns=now_ns + 5000 * NS_PER_MS, id="late")
         assert answers == counted(len(answers))
         assert isinstance(end, DeadlineExceeded)
         await until_async(lambda: is_cancelled(client, 1))
 
-    play(tmp_path, scenario)
 
-
-def test_the_end_of_a_process_fails_its_open_requests(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_the_end_of_a_process_fails_its_open_requests(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         waiting = [client.start(15, 0) for _ in range(3)]
         for _completion, stream in waiting:
             await until_async(lambda stream=stream: stream.sent == 1)
@@ -376,11 +344,10 @@ def test_the_end_of_a_process_fails_its_open_requests(tmp_path: Path) -> None:
         answers, end = await client.ask(1, 2)
         assert answers == counted(2), "the next process serves"
 
-    play(tmp_path, scenario)
 
-
-def test_the_end_of_a_process_within_execute(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_the_end_of_a_process_within_execute(tmp_path: Path) -> None:
+    code = ACTIONS.replace("if action in (22, 23, 24):", "if action in (22, 23, 24, 25):")
+    async with serving(tmp_path, code) as client:
         answers, end = await client.ask(1, 0)
         completion, stream = client.start(22, 1)
         await read(completion, stream)
@@ -390,17 +357,14 @@ def test_the_end_of_a_process_within_execute(tmp_path: Path) -> None:
         assert isinstance(end, BatchLost)
         assert (await client.ask(1, 1))[0] == counted(1)
 
-    code = ACTIONS.replace("if action in (22, 23, 24):", "if action in (22, 23, 24, 25):")
-    play(tmp_path, scenario, code)
-
 
 ACTION_IN_EXECUTE = (25, 3)
 
 
-def test_open_requests_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_open_requests_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = record_calls(monkeypatch, OpenRequests, "wait_below")
 
-    async def scenario(client: Client) -> None:
+    async with serving(tmp_path, max_open=2) as client:
         kept = [client.start(15, 0) for _ in range(2)]
         for _completion, stream in kept:
             await until_async(lambda stream=stream: stream.sent == 1)
@@ -414,19 +378,15 @@ def test_open_requests_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         waiting[0].abandon()
         kept[1][0].abandon()
 
-    play(tmp_path, scenario, max_open=2)
 
-
-def test_an_ended_request_makes_room_for_the_next(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_an_ended_request_makes_room_for_the_next(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_open=1) as client:
         results = await asyncio.gather(*[client.ask(1, 3) for _ in range(20)])
         assert all(answers == counted(3) for answers, _end in results)
 
-    play(tmp_path, scenario, max_open=1)
 
-
-def test_closing_waits_for_open_requests(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_closing_waits_for_open_requests(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         completion, stream = client.start(10, 5)
         opened = client.start(15, 0)
         await until_async(lambda: opened[1].sent == 1)
@@ -442,11 +402,9 @@ def test_closing_waits_for_open_requests(tmp_path: Path) -> None:
         await asyncio.gather(*client.leases)
         assert await closing
 
-    play(tmp_path, scenario)
 
-
-def test_closing_with_a_limit_fails_open_requests(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_closing_with_a_limit_fails_open_requests(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         completion, stream = client.start(15, 0)
         await until_async(lambda: stream.sent == 1)
         await asyncio.to_thread(client.handle.close, 0.1)
@@ -454,21 +412,17 @@ def test_closing_with_a_limit_fails_open_requests(tmp_path: Path) -> None:
         assert answers == [[1]]
         assert isinstance(end, BatchLost | Unavailable)
 
-    play(tmp_path, scenario)
 
-
-def test_wrong_responses_end_the_request_with_an_error(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_wrong_responses_end_the_request_with_an_error(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         _answers, end = await client.ask(13, 0)
         assert "returned output 'OUT' as FP32, its configuration declares INT32" in str(end)
         _answers, end = await client.ask(14, 0)
         assert "returned no output 'OUT'" in str(end)
         assert (await client.ask(1, 1))[0] == counted(1)
 
-    play(tmp_path, scenario)
 
-
-def test_a_response_has_any_number_of_rows(tmp_path: Path) -> None:
+async def test_a_response_has_any_number_of_rows(tmp_path: Path) -> None:
     code = """
 class TritonPythonModel:
     def execute(self, requests):
@@ -480,16 +434,14 @@ class TritonPythonModel:
             sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.zeros(3, np.int32))]), flags=FINAL)
 """
 
-    async def scenario(client: Client) -> None:
+    async with serving(tmp_path, code, decoupled_spec({"IN": "INT32"}, batched=True)) as client:
         answers, end = await client.ask(1, 2)
         assert answers == [[], [[1, 1]], [[2, 2], [2, 2]]]
         assert "returned output 'OUT' with the shape [3]" in str(end)
 
-    play(tmp_path, scenario, code, decoupled_spec({"IN": "INT32"}, batched=True))
 
-
-def test_a_model_that_waits_for_its_reader_does_not_hang(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_a_model_that_waits_for_its_reader_does_not_hang(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         completion, stream = client.start(22, 200)
         await until_async(lambda: stream.sent == 64)
         connection = client.model._processes[0].connection
@@ -503,26 +455,22 @@ def test_a_model_that_waits_for_its_reader_does_not_hang(tmp_path: Path) -> None
         assert not connection.open.is_waiting
         assert execution._progress_limit_ns(connection, now_ns) == connection.open.progress_ns + 60 * NS_PER_S
 
-    play(tmp_path, scenario)
 
-
-def test_a_model_that_hangs_is_replaced(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
-        answers, end = await client.ask(30, 0)
-        assert answers in ([], [[1]])  # a busy machine may be too slow for the first
-        assert isinstance(end, BatchLost)
-        await until_async(lambda: client.model.process_status.restarts == 1)
-
+async def test_a_model_that_hangs_is_replaced(tmp_path: Path) -> None:
     code = ACTIONS.replace(
         "            if action == 20:\n",
         "            if action == 30:\n                request.get_response_sender().send(answer(1))\n"
         "                time.sleep(600)\n            if action == 20:\n",
     )
-    play(tmp_path, scenario, code, limit_s=2.0)
+    async with serving(tmp_path, code, limit_s=2.0) as client:
+        answers, end = await client.ask(30, 0)
+        assert answers in ([], [[1]])  # a busy machine may be too slow for the first
+        assert isinstance(end, BatchLost)
+        await until_async(lambda: client.model.process_status.restarts == 1)
 
 
-def test_a_process_that_exceeds_its_credit_is_killed(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_a_process_that_exceeds_its_credit_is_killed(tmp_path: Path) -> None:
+    async with serving(tmp_path, bounds=(1000, 4 << 20)) as client:
         completion, stream = client.start(1, 500)
         await asyncio.wait_for(settled(completion), 60)
         assert stream.sent <= 64
@@ -530,8 +478,6 @@ def test_a_process_that_exceeds_its_credit_is_killed(tmp_path: Path) -> None:
         assert isinstance(end, BatchLost)
         assert "does not follow the protocol" in str(end)
         assert answers == counted(len(answers))
-
-    play(tmp_path, scenario, bounds=(1000, 4 << 20))
 
 
 def test_a_warm_up_request_runs_to_its_end(tmp_path: Path) -> None:
