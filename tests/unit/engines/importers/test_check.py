@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace_engines.errors import BuildError
+from headrace_engines.importers import cases as cases_module
 from headrace_engines.importers.cases import BATCH_SIZES, Case, InputForm, random_cases
 from headrace_engines.importers.check import BOUNDS, compare
 
@@ -182,6 +183,7 @@ def test_an_example_of_zeros_gives_other_integers() -> None:
     assert set(case.inputs["x"].ravel()) == {0, 1}
 
 
-def test_large_batches_are_left_out() -> None:
-    cases: list[Case] = list(random_cases([InputForm("x", np.dtype(np.uint8), (1, 1 << 27))], True))
+def test_large_batches_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases_module, "_MAX_CASE_BYTES", 1 << 12)
+    cases: list[Case] = list(random_cases([InputForm("x", np.dtype(np.uint8), (1, 1 << 11))], True))
     assert [case.rows for case in cases] == [1, 2, 1, 2]
