@@ -14,7 +14,7 @@ from tests.support.load_balancing import POLICIES, measure, replicas
 ATTEMPTS = 3
 
 
-@pytest.mark.timing
+@pytest.mark.slow
 def test_envoy_sends_less_to_the_slow_server_by_its_load_reports(tmp_path: Path) -> None:
     with replicas(tmp_path, "--orca", "always") as servers:
         # The slow server gets twice what it can serve from round robin, and the others have room. A machine that stands still for

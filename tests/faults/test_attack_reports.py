@@ -59,7 +59,7 @@ REPORTS = {
 }
 
 
-@pytest.mark.timing
+@pytest.mark.slow
 @pytest.mark.parametrize("report", REPORTS)
 def test_reports_of_thousands_of_models(fleet: Attacked, report: str) -> None:
     """Many clients at once: the liveness route answers all the time, and all clients together wait for a few runs."""
