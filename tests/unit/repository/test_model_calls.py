@@ -7,8 +7,9 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,18 +246,17 @@ class Caller:
         return arrays
 
 
-def with_caller(test: Callable[[Caller, OneVersion], Awaitable[None]]) -> None:
-    async def run() -> None:
-        version = OneVersion()
-        caller = Caller(version)
-        await test(caller, version)
-        caller.connection.close()
-        caller.end.close()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert version.leases == 0
-
-    asyncio.run(run())
+@asynccontextmanager
+async def calling() -> AsyncIterator[tuple[Caller, OneVersion]]:
+    """A caller of one version, whose leases must have been given back after the block."""
+    version = OneVersion()
+    caller = Caller(version)
+    yield caller, version
+    caller.connection.close()
+    caller.end.close()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert version.leases == 0
 
 
 async def until_called(version: OneVersion, count: int = 1) -> tuple[InferRequest, LoopCompletion]:
@@ -264,18 +264,16 @@ async def until_called(version: OneVersion, count: int = 1) -> tuple[InferReques
     return version.requests[count - 1]
 
 
-def test_outputs_that_are_views_of_the_inputs_arrive_unchanged() -> None:
-    async def test(caller: Caller, version: OneVersion) -> None:
+async def test_outputs_that_are_views_of_the_inputs_arrive_unchanged() -> None:
+    async with calling() as (caller, version):
         caller.send()
         request, completion = await until_called(version)
         completion.settle(InferResponse({"a": request.inputs["b"], "b": request.inputs["a"]}))
         assert caller.outputs(await caller.reply()) == {"a": [3, 4], "b": [1, 2]}
 
-    with_caller(test)
 
-
-def test_a_reply_that_cannot_be_written_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(caller: Caller, version: OneVersion) -> None:
+async def test_a_reply_that_cannot_be_written_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with calling() as (caller, version):
         caller.send()
         request, completion = await until_called(version)
         monkeypatch.setattr(Slot, "put", _fail)
@@ -283,15 +281,13 @@ def test_a_reply_that_cannot_be_written_is_a_failure(monkeypatch: pytest.MonkeyP
         assert await asyncio.wait_for(caller.loop.sock_recv(caller.end, 1), 5) == b"", "the connection is closed"
         assert version.failures == ["ModelFailed after its answer"]
 
-    with_caller(test)
-
 
 def _fail(*_arguments: object) -> None:
     raise OSError("no memory")
 
 
-def test_a_call_has_the_latest_deadline_and_the_client_of_its_batch() -> None:
-    async def test(caller: Caller, version: OneVersion) -> None:
+async def test_a_call_has_the_latest_deadline_and_the_client_of_its_batch() -> None:
+    async with calling() as (caller, version):
         far = 1 << 60
         caller.running = RunningBatch(4, [parent(deadline_ns=far, client="x"), parent(deadline_ns=far + 5, client="y")])
         caller.send(batch=4)
@@ -307,11 +303,9 @@ def test_a_call_has_the_latest_deadline_and_the_client_of_its_batch() -> None:
         request, _completion = await until_called(version, 4)
         assert (request.deadline_ns, request.client) == (0, "")
 
-    with_caller(test)
 
-
-def test_a_call_is_cancelled_with_the_requests_that_it_serves() -> None:
-    async def test(caller: Caller, version: OneVersion) -> None:
+async def test_a_call_is_cancelled_with_the_requests_that_it_serves() -> None:
+    async with calling() as (caller, version):
         first, second = parent(), parent()
         caller.running = RunningBatch(4, [first, second])
         caller.send(batch=4)
@@ -335,11 +329,9 @@ def test_a_call_is_cancelled_with_the_requests_that_it_serves() -> None:
         assert len(version.requests) == 2
         assert version.failures == ["Cancelled", "Cancelled"]
 
-    with_caller(test)
 
-
-def test_the_process_cancels_a_call_by_its_number() -> None:
-    async def test(caller: Caller, version: OneVersion) -> None:
+async def test_the_process_cancels_a_call_by_its_number() -> None:
+    async with calling() as (caller, version):
         caller.send()
         _request, completion = await until_called(version)
         caller.frames.send(protocol.CANCEL, 0, 99, 0, b"")  # an unknown number: the reply has been sent
@@ -347,28 +339,22 @@ def test_the_process_cancels_a_call_by_its_number() -> None:
         assert (await caller.reply())["error"][0] == protocol.CANCELLED
         assert isinstance(completion.outcome, Cancelled)
 
-    with_caller(test)
 
-
-def test_inputs_of_a_call_are_copied_for_a_response_cache() -> None:
-    async def test(caller: Caller, version: OneVersion) -> None:
+async def test_inputs_of_a_call_are_copied_for_a_response_cache() -> None:
+    async with calling() as (caller, version):
         version.cache = object()
         caller.send()
         request, _completion = await until_called(version)
         caller.slot.write(START, bytes(16))
         assert request.inputs["a"].tolist() == [1, 2]
 
-    with_caller(test)
 
-
-def test_a_reply_that_cannot_be_written_closes_the_connection_only() -> None:
-    async def test(caller: Caller, version: OneVersion) -> None:
+async def test_a_reply_that_cannot_be_written_closes_the_connection_only() -> None:
+    async with calling() as (caller, version):
         caller.send()
         _request, completion = await until_called(version)
         completion.settle(InferResponse({"no output of the model": np.zeros(1)}))
         assert await asyncio.wait_for(caller.loop.sock_recv(caller.end, 100), 5) == b""
-
-    with_caller(test)
 
 
 @pytest.mark.parametrize(
@@ -385,18 +371,16 @@ def test_a_reply_that_cannot_be_written_closes_the_connection_only() -> None:
         (ModelFailed("text"), protocol.INTERNAL),
     ],
 )
-def test_errors_of_the_called_model_have_tritons_codes(error: HeadraceError, code: int) -> None:
-    async def test(caller: Caller, version: OneVersion) -> None:
+async def test_errors_of_the_called_model_have_tritons_codes(error: HeadraceError, code: int) -> None:
+    async with calling() as (caller, version):
         caller.send()
         _request, completion = await until_called(version)
         completion.settle(error)
         assert (await caller.reply())["error"] == [code, "text"]
 
-    with_caller(test)
 
-
-def test_several_calls_that_are_sent_at_once_are_all_read() -> None:
-    async def test(caller: Caller, version: OneVersion) -> None:
+async def test_several_calls_that_are_sent_at_once_are_all_read() -> None:
+    async with calling() as (caller, version):
         for number in range(50):
             caller.send(number=number + 1)
         await until_called(version, 50)
@@ -405,18 +389,14 @@ def test_several_calls_that_are_sent_at_once_are_all_read() -> None:
         for _ in range(50):
             assert (await caller.reply())["error"] == [protocol.UNAVAILABLE, "text"]
 
-    with_caller(test)
 
-
-def test_wrong_parameters_are_refused() -> None:
-    async def test(caller: Caller, version: OneVersion) -> None:
+async def test_wrong_parameters_are_refused() -> None:
+    async with calling() as (caller, _version):
         caller.send(parameters={"a": [1]})
         assert (await caller.reply())["error"] == [
             protocol.INVALID_ARG,
             "parameters of a call are texts, numbers and booleans",
         ]
-
-    with_caller(test)
 
 
 def test_memory_that_can_be_made_smaller_is_refused() -> None:
