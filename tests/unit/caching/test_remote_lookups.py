@@ -6,7 +6,8 @@ import asyncio
 import gc
 import time
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -55,28 +56,28 @@ class FakeStore:
         self.late += 1
 
 
-Scenario = Callable[[ModelHandle, VersionCache, FakeModel, FakeStore], Coroutine[Any, Any, None]]
 STORED = StoredResponse({"y": np.array([[8, 8]], np.float32)}, 10**9, 0)
 
 
-def play(scenario: Scenario, wait_ms: int = 5000, size: int = 1 << 20, **policy: Any) -> None:
-    async def main() -> None:
-        mailbox, model, store = Mailbox(asyncio.get_running_loop()), FakeModel(), FakeStore(wait_ms * NS_PER_MS)
-        served = handle(mailbox, model, **policy)
-        config = ModelConfig(name="fake", backend="onnxruntime", response_cache=ResponseCache(enable=True))
-        cache = ResponseCaches(CacheOptions(size), mailbox).open(served, config)
-        assert cache is not None
-        cache._remote = RemoteEntries(store, served.spec, 0)  # type: ignore[arg-type]
-        served.cache = cache
-        await scenario(served, cache, model, store)
-        model.gate.set()
-        assert await asyncio.to_thread(served.close, 5)
+@asynccontextmanager
+async def serving(
+    wait_ms: int = 5000, size: int = 1 << 20, **policy: Any
+) -> AsyncIterator[tuple[ModelHandle, VersionCache, FakeModel, FakeStore]]:
+    """A handle with a cache whose store is under the test's control."""
+    mailbox, model, store = Mailbox(asyncio.get_running_loop()), FakeModel(), FakeStore(wait_ms * NS_PER_MS)
+    served = handle(mailbox, model, **policy)
+    config = ModelConfig(name="fake", backend="onnxruntime", response_cache=ResponseCache(enable=True))
+    cache = ResponseCaches(CacheOptions(size), mailbox).open(served, config)
+    assert cache is not None
+    cache._remote = RemoteEntries(store, served.spec, 0)  # type: ignore[arg-type]
+    served.cache = cache
+    yield served, cache, model, store
+    model.gate.set()
+    assert await asyncio.to_thread(served.close, 5)
 
-    asyncio.run(asyncio.wait_for(main(), 20))
 
-
-def test_a_response_of_redis_answers_all_equal_requests_and_is_kept() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel, store: FakeStore) -> None:
+async def test_a_response_of_redis_answers_all_equal_requests_and_is_kept() -> None:
+    async with serving() as (served, cache, model, store):
         crowd = [served.infer(infer_request(4)) for _ in range(10)]
         assert len(store.lookups) == 1
         assert store.lookups[0].resume(STORED)
@@ -91,32 +92,26 @@ def test_a_response_of_redis_answers_all_equal_requests_and_is_kept() -> None:
         statistics: Any = to_triton("fake", "1", served.recorder.totals())["inference_stats"]
         assert (statistics["cache_hit"]["count"], statistics["cache_miss"]["count"]) == (11, 0)
 
-    play(scenario)
 
-
-def test_without_an_answer_in_time_it_is_computed_and_written() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel, store: FakeStore) -> None:
+async def test_without_an_answer_in_time_it_is_computed_and_written() -> None:
+    async with serving(wait_ms=5) as (served, cache, model, store):
         crowd = [served.infer(infer_request(4)) for _ in range(3)]
         for completion in crowd:
             assert (await completion).outputs["y"].tolist() == [[8, 8]]
         assert not store.lookups[0].resume(STORED)
         assert (store.late, len(store.writes), model.batches, cache.misses) == (1, 1, [[4]], 1)
 
-    play(scenario, wait_ms=5)
 
-
-def test_a_miss_is_computed_at_once() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel, store: FakeStore) -> None:
+async def test_a_miss_is_computed_at_once() -> None:
+    async with serving() as (served, cache, _model, store):
         waiting = served.infer(infer_request(4))
         store.lookups[0].resume(None)
         assert not (await waiting).cached
         assert (store.late, len(store.writes), cache.misses) == (0, 1, 1)
 
-    play(scenario)
 
-
-def test_the_first_caller_leaves_during_the_lookup() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel, store: FakeStore) -> None:
+async def test_the_first_caller_leaves_during_the_lookup() -> None:
+    async with serving() as (served, _cache, model, store):
         first, second, third = (served.infer(infer_request(4)) for _ in range(3))
         first.abandon()
         for completion in (second, third):
@@ -125,11 +120,9 @@ def test_the_first_caller_leaves_during_the_lookup() -> None:
         store.lookups[0].resume(STORED)
         assert model.batches == [[4]]
 
-    play(scenario)
 
-
-def test_an_answer_that_a_busy_loop_has_not_delivered_is_used() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel, store: FakeStore) -> None:
+async def test_an_answer_that_a_busy_loop_has_not_delivered_is_used() -> None:
+    async with serving(wait_ms=5) as (served, _cache, _model, store):
         waiting = served.infer(infer_request(4))
         lookup = store.lookups[0]
         lookup.response, lookup.is_answered = STORED, True  # by the reader
@@ -137,11 +130,9 @@ def test_an_answer_that_a_busy_loop_has_not_delivered_is_used() -> None:
         assert (await waiting).cached
         assert store.late == 0
 
-    play(scenario, wait_ms=5)
 
-
-def test_a_late_lookup_holds_no_inputs() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel, store: FakeStore) -> None:
+async def test_a_late_lookup_holds_no_inputs() -> None:
+    async with serving(wait_ms=5) as (served, _cache, model, store):
         request = infer_request(4)
         inputs = weakref.ref(request.inputs["x"])
         await served.infer(request)
@@ -156,11 +147,9 @@ def test_a_late_lookup_holds_no_inputs() -> None:
 
         await until_async(is_released)
 
-    play(scenario, wait_ms=5)
 
-
-def test_a_hit_of_redis_is_charged_to_the_quota() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel, store: FakeStore) -> None:
+async def test_a_hit_of_redis_is_charged_to_the_quota() -> None:
+    async with serving(rate_limits=RateLimits(default=Quota(0.001, burst=1))) as (served, _cache, _model, store):
         errors = []
         for value in (4, 5):
             waiting = served.infer(infer_request(value, client="a"))
@@ -171,18 +160,14 @@ def test_a_hit_of_redis_is_charged_to_the_quota() -> None:
                 errors.append(error)
         assert len(errors) == 1
 
-    play(scenario, rate_limits=RateLimits(default=Quota(0.001, burst=1)))
 
-
-def test_the_remaining_time_to_live_of_redis_counts_here() -> None:
-    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel, store: FakeStore) -> None:
+async def test_the_remaining_time_to_live_of_redis_counts_here() -> None:
+    async with serving() as (served, cache, _model, store):
         waiting = served.infer(infer_request(4))
         store.lookups[0].resume(STORED._replace(expires_ms=int(time.time() * 1000) + 200))
         await waiting
         (entry,) = cache._entries._store._entries.values()
         assert 0 < entry.expires_ns - monotonic_ns() <= 200 * NS_PER_MS
-
-    play(scenario)
 
 
 @pytest.mark.parametrize(

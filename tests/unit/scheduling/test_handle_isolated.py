@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +29,21 @@ from tests.support.waiting import until_async
 
 pytestmark = pytest.mark.slow
 
-Scenario = Callable[[ModelHandle], Coroutine[Any, Any, None]]
 
-
-def play(folder: Path, words: str, scenario: Scenario, limit_s: float = 20.0, **policy: Any) -> None:
-    """A handle on the fragile model for the length of a scenario; its process must have ended then."""
-
-    async def main() -> None:
-        (folder / "model").write_text(words)
-        loading = IsolatedBackend("fake", fragile.FACTORY, limit_s)
-        model = await asyncio.to_thread(loading.load, folder / "model", policy.get("instances", 1), {})
-        chosen = HandlePolicy(batch=BatchPolicy(8), **policy)
-        handle = ModelHandle(SPEC, chosen, model, Mailbox(asyncio.get_running_loop()), Recorder())
-        handle.start()
-        try:
-            await scenario(handle)
-        finally:
-            assert await asyncio.to_thread(handle.close, 20)
-        assert isolated_children_of_this_process() == []
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+@asynccontextmanager
+async def serving(folder: Path, words: str, limit_s: float = 20.0, **policy: Any) -> AsyncIterator[ModelHandle]:
+    """A handle on the fragile model; its process must have ended after the block."""
+    (folder / "model").write_text(words)
+    loading = IsolatedBackend("fake", fragile.FACTORY, limit_s)
+    model = await asyncio.to_thread(loading.load, folder / "model", policy.get("instances", 1), {})
+    chosen = HandlePolicy(batch=BatchPolicy(8), **policy)
+    handle = ModelHandle(SPEC, chosen, model, Mailbox(asyncio.get_running_loop()), Recorder())
+    handle.start()
+    try:
+        yield handle
+    finally:
+        assert await asyncio.to_thread(handle.close, 20)
+    assert isolated_children_of_this_process() == []
 
 
 def y_of(answer: object) -> float:
@@ -57,8 +53,10 @@ def y_of(answer: object) -> float:
 
 @pytest.mark.parametrize("words", ["wait", "wait pipelined"])
 @pytest.mark.parametrize("instances", [1, 2])
-def test_only_the_request_that_kills_the_process_gets_the_error(tmp_path: Path, words: str, instances: int) -> None:
-    async def scenario(handle: ModelHandle) -> None:
+async def test_only_the_request_that_kills_the_process_gets_the_error(
+    tmp_path: Path, words: str, instances: int
+) -> None:
+    async with serving(tmp_path, words, instances=instances) as handle:
         values = [1, 2, fragile.ABORT, 4, 5, 6, fragile.EXIT, 8, 9, 10, 11, 12]
         waiting = [handle.infer(infer_request(value)) for value in values]
         (tmp_path / "go").touch()
@@ -71,11 +69,9 @@ def test_only_the_request_that_kills_the_process_gets_the_error(tmp_path: Path, 
         # One for each batch that the two were in, and one for each of the two alone; more where they met others inside.
         assert 2 <= handle.process_status.restarts <= 7  # type: ignore[union-attr]
 
-    play(tmp_path, words, scenario, instances=instances)
 
-
-def test_a_request_without_a_process_waits_for_the_next_one(tmp_path: Path) -> None:
-    async def scenario(handle: ModelHandle) -> None:
+async def test_a_request_without_a_process_waits_for_the_next_one(tmp_path: Path) -> None:
+    async with serving(tmp_path, "pipelined") as handle:
         assert y_of(await handle.infer(infer_request(1))) == 2
         (child,) = isolated_children_of_this_process()
         os.kill(child, signal.SIGKILL)
@@ -84,13 +80,11 @@ def test_a_request_without_a_process_waits_for_the_next_one(tmp_path: Path) -> N
         assert handle.ready, "its instances live"
         assert y_of(await handle.infer(infer_request(3))) == 6
 
-    play(tmp_path, "pipelined", scenario)
 
-
-def test_requests_are_rejected_during_long_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_are_rejected_during_long_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PAUSES_S", (600.0,))
 
-    async def scenario(handle: ModelHandle) -> None:
+    async with serving(tmp_path, "") as handle:
         with pytest.raises(ModelFailed):
             await handle.infer(infer_request(fragile.EXIT))
         with pytest.raises(Unavailable, match="has died and is being started again"):
@@ -101,25 +95,19 @@ def test_requests_are_rejected_during_long_pauses(tmp_path: Path, monkeypatch: p
         assert b'headrace_model_process_up{model="fake",version="1"} 0.0' in page
         assert b'headrace_model_process_restarts_total{model="fake",version="1"} 1.0' in page
 
-    play(tmp_path, "", scenario)
 
-
-def test_a_hanging_model_does_not_affect_other_models(tmp_path: Path) -> None:
-    async def scenario(handle: ModelHandle) -> None:
+async def test_a_hanging_model_does_not_affect_other_models(tmp_path: Path) -> None:
+    async with serving(tmp_path, "pipelined", limit_s=0.4) as handle:
         with pytest.raises(ModelFailed, match=r"it gave no answer within 0\.4 s"):
             await handle.infer(infer_request(fragile.HANG))
         assert y_of(await handle.infer(infer_request(2))) == 4
 
-    play(tmp_path, "pipelined", scenario, limit_s=0.4)
 
-
-def test_a_closed_handle_does_not_wait_for_a_slow_process_start(
+async def test_a_closed_handle_does_not_wait_for_a_slow_process_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "PAUSES_S", (600.0,))
 
-    async def scenario(handle: ModelHandle) -> None:
+    async with serving(tmp_path, "") as handle:
         with pytest.raises(ModelFailed):
             await handle.infer(infer_request(fragile.EXIT))
-
-    play(tmp_path, "", scenario)
