@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -26,6 +25,7 @@ from tests.support import models
 from tests.support.keys import Keys
 from tests.support.processes import children
 from tests.support.serving import COMMAND, HOST, ROOT, Server, free_port, run_headrace, serving, start
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -227,9 +227,9 @@ def test_running_and_queued_requests_are_answered_before_exit(
         assert idle.recv(1_000).startswith(b"HTTP/1.1 200")
         # The first keeps the only instance for as long as the others need to get into the queue.
         waiting = [connect(post(steps(20_000)))]
-        wait_for(lambda: b'headrace_in_flight{model="busy",version="1"} 1.0' in server.request("GET", "/metrics")[2])
+        until(lambda: b'headrace_in_flight{model="busy",version="1"} 1.0' in server.request("GET", "/metrics")[2])
         waiting += [connect(post(steps(1))) for _ in range(3)]
-        wait_for(lambda: b'headrace_queue_depth{model="busy",version="1"} 3.0' in server.request("GET", "/metrics")[2])
+        until(lambda: b'headrace_queue_depth{model="busy",version="1"} 3.0' in server.request("GET", "/metrics")[2])
         server.signal(number)
         for connection in waiting:
             answer = b""
@@ -252,7 +252,7 @@ def test_a_client_that_never_finishes_holds_the_end_up_only_so_long(
     with serving(good, tmp_path, "--drain-timeout-s", "1") as server:
         with socket.create_connection((HOST, server.port), timeout=30) as stalled:
             stalled.sendall(post(b"{", size_bytes))
-            wait_for(lambda: b"\nheadrace_body_bytes 1.0\n" in server.request("GET", "/metrics")[2])
+            until(lambda: b"\nheadrace_body_bytes 1.0\n" in server.request("GET", "/metrics")[2])
             begin_s = time.monotonic()
             server.signal()
             answer = b"".join(iter(lambda: stalled.recv(10_000), b""))
@@ -298,13 +298,6 @@ def post(body: bytes, size_bytes: int = 0) -> bytes:
         size_bytes or len(body),
         body,
     )
-
-
-def wait_for(what: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_the_console_script_serves(good: Path, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.support.grpc_echo import EchoServer, echo_server, wait_for
+from tests.support.grpc_echo import EchoServer, echo_server
 from tests.support.rich_status import retry_delay_s, rich_status
-from tests.support.waiting import at_rest
+from tests.support.waiting import at_rest, until
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -50,7 +50,7 @@ def test_messages_of_every_size_are_echoed(channel: grpc.Channel, method: str, s
 def test_fifty_megabytes_under_flow_control(channel: grpc.Channel, server: EchoServer) -> None:
     message = os.urandom(50 << 20)
     assert channel.unary_unary("/test.Echo/Echo")(message, timeout=60) == message
-    wait_for(lambda: server.open_streams == 0)
+    until(lambda: server.open_streams == 0)
 
 
 def test_many_large_messages_at_once_share_one_channel(channel: grpc.Channel) -> None:
@@ -85,12 +85,12 @@ def test_a_deadline_ends_the_call_on_time_and_the_method_with_it(channel: grpc.C
     error = _refused(channel.unary_unary("/test.Echo/Wait"), b"", timeout=0.2)
     assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert 0.15 < time.monotonic() - begin_s < 10.0
-    wait_for(lambda: server.ended == ["cancelled"])
+    until(lambda: server.ended == ["cancelled"])
     error = _refused(channel.unary_unary("/test.Echo/Abandon"), b"", timeout=0.2)
     assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    wait_for(lambda: len(server.ended) == 2)
+    until(lambda: len(server.ended) == 2)
     assert server.ended[1] in ("DeadlineExceeded", "Cancelled")  # the client may have left first
-    wait_for(lambda: server.open_streams == 0)
+    until(lambda: server.open_streams == 0)
 
 
 def test_the_method_sees_the_deadline(channel: grpc.Channel, server: EchoServer) -> None:
@@ -108,12 +108,12 @@ def test_a_client_that_cancels_ends_the_method(
     channel: grpc.Channel, server: EchoServer, method: str, end: str
 ) -> None:
     calls = [channel.unary_unary(f"/test.Echo/{method}").future(b"", timeout=20) for _ in range(50)]
-    wait_for(lambda: server.running == 50)
+    until(lambda: server.running == 50)
     for call in calls:
         call.cancel()
-    wait_for(lambda: server.running == 0)
+    until(lambda: server.running == 0)
     assert server.ended == [end] * 50
-    wait_for(lambda: server.open_streams == 0)
+    until(lambda: server.open_streams == 0)
 
 
 def test_ten_thousand_cancelled_calls_leave_the_channel_as_good_as_new(server: EchoServer) -> None:
@@ -132,16 +132,16 @@ def test_ten_thousand_cancelled_calls_leave_the_channel_as_good_as_new(server: E
             assert await echo(b"still there", timeout=10) == b"still there"
 
     asyncio.run(main())
-    wait_for(lambda: server.running == 0 and server.open_streams == 0)
+    until(lambda: server.running == 0 and server.open_streams == 0)
 
 
 def test_a_lost_connection_ends_its_calls(server: EchoServer) -> None:
     server.ended.clear()
     channel = grpc.insecure_channel(server.target)
     call = channel.unary_unary("/test.Echo/Abandon").future(b"")
-    wait_for(lambda: server.running == 1)
+    until(lambda: server.running == 1)
     channel.close()
-    wait_for(lambda: server.ended == ["Cancelled"])
+    until(lambda: server.ended == ["Cancelled"])
     assert call.cancelled() or call.exception() is not None
 
 
@@ -158,7 +158,7 @@ def test_a_message_beyond_the_limit_fails_alone(channel: grpc.Channel) -> None:
         echo = connected.unary_unary("/test.Echo/Echo")
         assert echo(b"x" * 10_000, timeout=10) == b"x" * 10_000
         neighbour = connected.unary_unary("/test.Echo/Wait").future(b"n", timeout=20)
-        wait_for(lambda: small.running == 1)
+        until(lambda: small.running == 1)
         for size in (10_001, 5 << 20):
             assert _refused(echo, b"x" * size).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         bomb = _refused(echo, bytes(5 << 20), compression=grpc.Compression.Gzip)
@@ -263,7 +263,7 @@ def test_a_stream_has_a_deadline(channel: grpc.Channel, server: EchoServer) -> N
         list(call)
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     held.set()
-    wait_for(lambda: server.open_streams == 0)
+    until(lambda: server.open_streams == 0)
 
 
 def test_a_writer_waits_for_a_client_that_reads_slowly(server: EchoServer) -> None:
@@ -277,9 +277,9 @@ def test_a_writer_waits_for_a_client_that_reads_slowly(server: EchoServer) -> No
         assert 0 < written < 1_000
         for _ in range(written):
             next(call)
-        wait_for(lambda: server.written > written)
+        until(lambda: server.written > written)
         call.cancel()
-        wait_for(lambda: server.ended == ["left"] and server.open_streams == 0)
+        until(lambda: server.ended == ["left"] and server.open_streams == 0)
 
 
 def test_a_client_waits_for_a_method_that_reads_slowly() -> None:
@@ -293,7 +293,7 @@ def test_a_client_waits_for_a_method_that_reads_slowly() -> None:
                 yield bytes(100_000)
 
         call = channel.stream_stream("/test.Echo/Deaf")(messages(), timeout=30)
-        wait_for(lambda: sent > 0)
+        until(lambda: sent > 0)
         assert at_rest(lambda: sent) < 20
         server.release()
         assert list(call) == [b"200"]

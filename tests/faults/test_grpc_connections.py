@@ -15,9 +15,9 @@ from headrace.http2 import frames
 from headrace.http2.frames import ErrorCode
 from headrace.http2.stream import Http2Limits
 
-from tests.support.grpc_echo import HOST, EchoServer, echo_server, wait_for
+from tests.support.grpc_echo import HOST, EchoServer, echo_server
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
-from tests.support.waiting import at_rest
+from tests.support.waiting import at_rest, until
 
 QUICK = Http2Limits(
     handshake_s=0.3,
@@ -76,7 +76,7 @@ def test_a_flood_closes_its_connection_and_no_other(server: EchoServer, kind: st
         flooding.join()
         assert peer.end() in (ErrorCode.ENHANCE_YOUR_CALM, None)  # None: cut before it was read
         assert slowest_s < 10.0
-        wait_for(lambda: server.running == 0 and server.open_streams == 0)
+        until(lambda: server.running == 0 and server.open_streams == 0)
 
 
 def test_silent_connections_are_closed(server: EchoServer) -> None:
@@ -91,9 +91,9 @@ def test_vanished_peers_are_detected(server: EchoServer) -> None:
     server.ended.clear()
     with RawPeer(server.port) as peer:
         peer.send(request(1, end=False, fields=grpc_head("/test.Echo/Abandon")), data(1, message(b""), end=True))
-        wait_for(lambda: server.running == 1)
+        until(lambda: server.running == 1)
         # The socket stays open, but answers no PING.
-        wait_for(lambda: server.ended == ["Cancelled"])
+        until(lambda: server.ended == ["Cancelled"])
 
 
 def test_an_unread_response_blocks_no_other_call() -> None:
@@ -104,7 +104,7 @@ def test_an_unread_response_blocks_no_other_call() -> None:
             request(1, end=False, fields=grpc_head("/test.Echo/Pour")),
             request(3, end=False, fields=grpc_head()),
         )
-        wait_for(lambda: server.written > 1000)
+        until(lambda: server.written > 1000)
         at_rest(lambda: server.written)  # unread bytes do not grow without end
         assert channel.unary_unary("/test.Echo/Echo")(b"x", timeout=5) == b"x"
 
@@ -144,6 +144,6 @@ def test_calls_cancelled_before_start_create_no_reference_cycles() -> None:
             while (frame := peer.frame()) is not None and frame.kind != frames.DATA:
                 pass
             assert frame is not None
-            wait_for(lambda: left() <= before + 1)  # that of the last one
+            until(lambda: left() <= before + 1)  # that of the last one
         finally:
             gc.enable()

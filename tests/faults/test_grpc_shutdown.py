@@ -14,7 +14,8 @@ from headrace.core.limits import ClientLimits, Limits
 from headrace.grpc.methods import Methods
 from headrace.grpc.server import GrpcServer
 
-from tests.support.grpc_echo import HOST, echo_server, wait_for
+from tests.support.grpc_echo import HOST, echo_server
+from tests.support.waiting import until
 
 
 def accepts(port: int) -> bool:
@@ -69,10 +70,10 @@ def test_a_restart_under_load_fails_no_call() -> None:
 def test_running_calls_finish_and_slow_calls_are_cancelled() -> None:
     with echo_server() as server, grpc.insecure_channel(server.target) as channel:
         call = channel.unary_unary("/test.Echo/Wait").future(b"patience", timeout=20)
-        wait_for(lambda: server.running == 1)
+        until(lambda: server.running == 1)
         stopping = threading.Thread(target=lambda: server.call(server.grpc_server.stop(10)))
         stopping.start()
-        wait_for(lambda: not accepts(server.port))
+        until(lambda: not accepts(server.port))
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary("/test.Echo/Echo")(b"late", timeout=5)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
@@ -83,7 +84,7 @@ def test_running_calls_finish_and_slow_calls_are_cancelled() -> None:
 
     with echo_server() as server, grpc.insecure_channel(server.target) as channel:
         calls = [channel.unary_unary(f"/test.Echo/{name}").future(b"", timeout=20) for name in ("Wait", "Abandon")]
-        wait_for(lambda: server.running == 2)
+        until(lambda: server.running == 2)
         begin_s = time.monotonic()
         server.call(server.grpc_server.stop(0.3))
         assert 0.25 < time.monotonic() - begin_s < 15.0, "the calls would have had 20 s"
@@ -98,7 +99,7 @@ def test_an_open_stream_is_ended_with_unavailable_at_shutdown() -> None:
     with echo_server() as server, grpc.insecure_channel(server.target) as channel:
         held = threading.Event()
         call = channel.stream_stream("/test.Echo/Chat")(iter(lambda: held.wait(10) or b"x", None), timeout=20)
-        wait_for(lambda: server.open_streams == 1)
+        until(lambda: server.open_streams == 1)
         begin_s = time.monotonic()
         server.call(server.grpc_server.stop(60))
         assert time.monotonic() - begin_s < 20.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -189,11 +188,3 @@ def echo_server(
         logging.getLogger("headrace.http2").removeHandler(handler)
     assert not thread.is_alive(), "the server did not stop"
     assert not wrong, wrong
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait for a condition that the server's loop makes true."""
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come to that in time"
-        time.sleep(0.005)

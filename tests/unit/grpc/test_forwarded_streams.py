@@ -15,7 +15,8 @@ from headrace.grpc.status import ErrorStatus, StatusError
 from headrace.inference.request_options import RequestOptions
 from tritonclient.grpc import service_pb2
 
-from tests.unit.grpc.test_service import Model, Streaming, message, run, until
+from tests.support.waiting import until_async
+from tests.unit.grpc.test_service import Model, Streaming, message, run
 
 pb: Any = service_pb2
 
@@ -78,10 +79,10 @@ def test_a_forwarded_request_keeps_its_place() -> None:
         model, elsewhere = Model(), Elsewhere()
         call, serving = open_stream(model, elsewhere)
         send(call, message("a", "other"), message("b"), message("c", "other"), None)
-        await until(lambda: len(elsewhere.queues) == 2 and model.waiting)
+        await until_async(lambda: len(elsewhere.queues) == 2 and model.waiting)
         model.answer()
         elsewhere.put("c", "c", None)
-        await until(lambda: "c" in elsewhere.ended)
+        await until_async(lambda: "c" in elsewhere.ended)
         assert ids(call) == []
         elsewhere.put("a", "a", None)
         await serving
@@ -102,10 +103,10 @@ def test_requests_of_a_sequence_are_sent_one_after_the_other() -> None:
         model, elsewhere = Model(), Elsewhere()
         call, serving = open_stream(model, elsewhere)
         send(call, of_sequence("a", 1), of_sequence("b", 1), of_sequence("c", 2), message("d", "other"), None)
-        await until(lambda: set(elsewhere.queues) == {"a", "c", "d"})
+        await until_async(lambda: set(elsewhere.queues) == {"a", "c", "d"})
         for request_id in ("d", "c", "a"):
             elsewhere.put(request_id, request_id, None)
-        await until(lambda: "b" in elsewhere.queues)
+        await until_async(lambda: "b" in elsewhere.queues)
         assert set(elsewhere.ended) == {"a", "c", "d"}
         elsewhere.put("b", "b", None)
         await serving
@@ -120,11 +121,11 @@ def test_several_answers_are_passed_on_as_they_come_and_delay_no_other() -> None
         elsewhere.unordered = True
         call, serving = open_stream(model, elsewhere)
         send(call, message("many", "other"), message("none", "other"), message("b"), None)
-        await until(lambda: len(elsewhere.queues) == 2 and model.waiting)
+        await until_async(lambda: len(elsewhere.queues) == 2 and model.waiting)
         elsewhere.put("many", "1", "2", "3")
-        await until(lambda: ids(call) == ["1", "2", "3"])
+        await until_async(lambda: ids(call) == ["1", "2", "3"])
         model.answer()
-        await until(lambda: ids(call) == ["1", "2", "3", "b"])
+        await until_async(lambda: ids(call) == ["1", "2", "3", "b"])
         elsewhere.put("none", None)
         elsewhere.put("many", "4", None)
         await serving
@@ -140,10 +141,10 @@ def test_a_slow_reader_stops_the_answers() -> None:
         call, serving = open_stream(model, elsewhere)
         call.open.clear()
         send(call, message("many", "other"), None)
-        await until(lambda: elsewhere.queues)
+        await until_async(lambda: elsewhere.queues)
         elsewhere.put("many", *map(str, range(9)), None)
         queue = elsewhere.queues["many"]
-        await until(lambda: queue.qsize() < 10)
+        await until_async(lambda: queue.qsize() < 10)
         await asyncio.sleep(0.05)
         assert queue.qsize() == 9, "one is being written"
         call.open.set()
@@ -159,7 +160,7 @@ def test_errors_of_the_other_process(is_first: bool) -> None:
         model, elsewhere = Model(), Elsewhere()
         call, serving = open_stream(model, elsewhere)
         send(call, message("a", "other"), message("b"), None)
-        await until(lambda: elsewhere.queues and model.waiting)
+        await until_async(lambda: elsewhere.queues and model.waiting)
         model.answer()
         elsewhere.put("a", *([] if is_first else ["part"]), Unavailable("the engine has ended", 0.5))
         await serving
@@ -178,7 +179,7 @@ def test_errors_end_the_stream_on_request(error: Exception) -> None:
         model, elsewhere = Model(), Elsewhere()
         call, serving = open_stream(model, elsewhere, RequestOptions(ends_stream=True))
         send(call, message("a", "other"), message("b"), None)
-        await until(lambda: elsewhere.queues and model.waiting)
+        await until_async(lambda: elsewhere.queues and model.waiting)
         elsewhere.put("a", error)
         with pytest.raises(type(error)) as caught:
             await serving
@@ -193,10 +194,10 @@ def test_a_client_that_disconnects_ends_the_forwarded_requests() -> None:
         model, elsewhere = Model(), Elsewhere()
         call, serving = open_stream(model, elsewhere)
         send(call, message("a", "other"), message("b", "other"))
-        await until(lambda: len(elsewhere.queues) == 2)
+        await until_async(lambda: len(elsewhere.queues) == 2)
         call.sent.put_nowait(Cancelled("the client disconnected"))
         with pytest.raises(HeadraceError):
             await serving
-        await until(lambda: sorted(elsewhere.ended) == ["a", "b"])
+        await until_async(lambda: sorted(elsewhere.ended) == ["a", "b"])
 
     run(test)

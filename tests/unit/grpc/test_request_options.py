@@ -17,7 +17,8 @@ from headrace.grpc.wire import parse_request_head
 from headrace.inference.request_options import RequestOptions, RequestOptionsReader
 from tritonclient.grpc import service_pb2
 
-from tests.unit.grpc.test_service import Call, Model, Streaming, message, run, until
+from tests.support.waiting import until_async
+from tests.unit.grpc.test_service import Call, Model, Streaming, message, run
 
 pb: Any = service_pb2
 
@@ -29,7 +30,7 @@ def test_metadata_set_client_deadline_and_timing() -> None:
         call.received_ns = monotonic_ns()
         call.deadline_ns = call.received_ns + 5_000
         pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), call))
-        await until(lambda: model.waiting)
+        await until_async(lambda: model.waiting)
         request, _ = model.waiting[0]
         assert (request.client, request.deadline_ns) == ("shop", call.received_ns + 1_000)
         at_ns = monotonic_ns()  # after the request was queued
@@ -57,7 +58,7 @@ def test_the_metadata_of_a_stream_count_for_each_of_its_requests() -> None:
         call.sent.put_nowait(message("1"))
         call.sent.put_nowait(message("2"))
         call.sent.put_nowait(None)
-        await until(lambda: len(model.waiting) == 2)
+        await until_async(lambda: len(model.waiting) == 2)
         for request, _ in model.waiting:
             assert (request.client, request.deadline_ns) == ("shop", request.received_ns + 10**9)
         model.answer(2)
@@ -73,7 +74,7 @@ def test_the_load_report_is_sent_if_the_metadata_request_it() -> None:
         model, call = Model(), Call()
         call.options = RequestOptions(load_format="text")
         pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), call))
-        await until(lambda: model.waiting)
+        await until_async(lambda: model.waiting)
         model.answer()
         response_parameters = pb.ModelInferResponse.FromString(b"".join(await pending)).parameters
         assert {name: value.int64_param for name, value in response_parameters.items()} == {
@@ -90,7 +91,7 @@ def test_cached_templates_of_a_version_are_freed_with_it() -> None:
         nothing: Any = None
         service = GrpcInference(replace(models[0].services(), regions=nothing), 1 << 20)
         pending = asyncio.ensure_future(service.infer(message(), Call()))
-        await until(lambda: models[0].waiting)
+        await until_async(lambda: models[0].waiting)
         models[0].answer()
         await pending
         steps = service.service
@@ -111,7 +112,7 @@ def test_a_request_parameter_enables_timing() -> None:
         timed.parameters["headrace_timing"].bool_param = True
         service = GrpcInference(model.services(), 1 << 20)
         pending = asyncio.ensure_future(service.infer(timed.SerializeToString(), Call()))
-        await until(lambda: model.waiting)
+        await until_async(lambda: model.waiting)
         model.answer()
         response = pb.ModelInferResponse.FromString(b"".join(await pending))
         assert set(response.parameters) == {"headrace_total_us"}

@@ -33,6 +33,7 @@ from tritonclient.grpc import service_pb2
 
 from tests.support.access_recorder import AccessRecorder
 from tests.support.reference_cycles import leaked_frames
+from tests.support.waiting import until_async
 
 pb: Any = service_pb2
 SPEC = ModelSpec(
@@ -158,18 +159,10 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 20))  # type: ignore[arg-type]
 
 
-async def until(what: Callable[[], object]) -> None:
-    for _ in range(2_000):
-        if what():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it never became true")
-
-
 async def test_a_request_from_message_to_message() -> None:
     model, call = Model(), Call()
     pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("7"), call))
-    await until(lambda: model.waiting)
+    await until_async(lambda: model.waiting)
     assert call.completion is model.waiting[0][1]
     model.answer()
     response = pb.ModelInferResponse.FromString(b"".join(await pending))
@@ -183,7 +176,7 @@ async def test_failed_requests_are_counted_and_release_the_lease(outcome: Headra
     model = Model()
     service = GrpcInference(model.services(), 1 << 20)
     pending = asyncio.ensure_future(service.infer(message(), Call()))
-    await until(lambda: model.waiting)
+    await until_async(lambda: model.waiting)
     model.answer(outcome=outcome)
     with pytest.raises(type(outcome)):
         await pending
@@ -223,7 +216,7 @@ async def test_overload_rejects_requests_before_they_are_decoded(size: int) -> N
 async def test_a_cancelled_method_removes_its_request_from_the_queue() -> None:
     model = Model()
     pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), Call()))
-    await until(lambda: model.waiting)
+    await until_async(lambda: model.waiting)
     pending.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pending
@@ -246,7 +239,7 @@ async def test_internal_errors_are_logged_and_hidden_from_the_client(caplog: pyt
 async def test_requests_are_recorded_while_an_observer_is_active(active: bool) -> None:
     model = Model(active)
     pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("t"), Call()))
-    await until(lambda: model.waiting)
+    await until_async(lambda: model.waiting)
     model.answer()
     await pending
     records = model.observer.answers
@@ -272,7 +265,7 @@ async def test_a_stream_answers_everything_and_ends() -> None:
     call, serving = stream(model)
     for item in (message("a"), b"\xff", message("b", "other"), message("c"), None):
         call.sent.put_nowait(item)
-    await until(lambda: len(model.waiting) == 2)
+    await until_async(lambda: len(model.waiting) == 2)
     model.answer(outcome=ModelFailed("broke"))
     model.answer()
     await serving
@@ -287,7 +280,7 @@ async def test_an_error_in_a_stream_has_a_retry_delay_and_is_counted() -> None:
     call, serving = stream(model)
     for item in (message("full"), message("broke"), message("unknown", "other"), None):
         call.sent.put_nowait(item)
-    await until(lambda: len(model.waiting) == 2)
+    await until_async(lambda: len(model.waiting) == 2)
     model.answer(outcome=Overloaded("the queue is full", 0.0121))
     model.answer(outcome=ModelFailed("broke"))
     await serving
@@ -306,7 +299,7 @@ def test_failed_requests_of_a_stream_are_freed_at_once() -> None:
         call, serving = stream(model)
         for item in (message("a"), message("b", "other"), None):
             call.sent.put_nowait(item)
-        await until(lambda: len(model.waiting) == 1)
+        await until_async(lambda: len(model.waiting) == 1)
         model.answer(outcome=ModelFailed("broke"))
         await serving
         assert [response.error_message != "" for response in call.got] == [True, True]
@@ -323,7 +316,7 @@ async def test_a_stream_reads_no_more_than_may_be_in_flight() -> None:
         for _ in range(10):
             call.sent.put_nowait(message())
         call.sent.put_nowait(None)
-        await until(lambda: len(model.waiting) == 3)
+        await until_async(lambda: len(model.waiting) == 3)
         await asyncio.sleep(0.05)
         assert call.reads == 3
         call.open.clear()  # the client reads no answers: theirs count as in flight
@@ -332,7 +325,7 @@ async def test_a_stream_reads_no_more_than_may_be_in_flight() -> None:
         assert call.reads == 3
         call.open.set()
         for _ in range(7):
-            await until(lambda: model.waiting)
+            await until_async(lambda: model.waiting)
             model.answer()
         await serving
         assert (len(call.got), model.leases) == (10, 0)
@@ -344,7 +337,7 @@ async def test_a_stream_that_ends_early_abandons_all(how: str) -> None:
     call, serving = stream(model)
     for _ in range(5):
         call.sent.put_nowait(message())
-    await until(lambda: len(model.waiting) == 5)
+    await until_async(lambda: len(model.waiting) == 5)
     waiting = [completion for _, completion in model.waiting]
     if how == "cancelled":
         serving.cancel()
@@ -371,7 +364,7 @@ async def test_a_stream_is_drained() -> None:
     call, serving = stream(model)
     call.sent.put_nowait(message("a"))
     call.sent.put_nowait(Unavailable("the server is shutting down"))
-    await until(lambda: call.reads == 2)
+    await until_async(lambda: call.reads == 2)
     assert not serving.done()
     model.answer()
     with pytest.raises(Unavailable, match="shutting down"):

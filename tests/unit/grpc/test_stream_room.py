@@ -11,7 +11,8 @@ from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.grpc.response_room import ResponseRoom
 from tritonclient.grpc import service_pb2
 
-from tests.unit.grpc.test_service import Model, Streaming, message, run, until
+from tests.support.waiting import until_async
+from tests.unit.grpc.test_service import Model, Streaming, message, run
 
 
 def unordered(request_id: str) -> bytes:
@@ -29,16 +30,16 @@ def test_body_memory_of_a_stream_is_released_request_by_request() -> None:
         serving = asyncio.ensure_future(InferStreams(service, max_bytes=1 << 20).serve(call))  # type: ignore[arg-type]
         for item in (b"\xff", message("x", "gone"), message("a"), message("b"), message("c")):
             call.sent.put_nowait(item)
-        await until(lambda: len(call.got) == 2 and len(model.waiting) == 2)
+        await until_async(lambda: len(call.got) == 2 and len(model.waiting) == 2)
         assert [response.infer_response.id for response in call.got] == ["", "x"]
-        await until(lambda: client_limits.hits["max_total_body_bytes"])
+        await until_async(lambda: client_limits.hits["max_total_body_bytes"])
         assert (client_limits.bodies.reserved_bytes, client_limits.hits["max_total_body_bytes"]) == (2 * size, 1)
         assert model.observer.failures[-1].reason == "overloaded"
         model.answer()
-        await until(lambda: len(call.got) == 3)
+        await until_async(lambda: len(call.got) == 3)
         assert client_limits.bodies.reserved_bytes == size
         model.answer(outcome=ModelFailed("broke"))
-        await until(lambda: len(call.got) == 5)
+        await until_async(lambda: len(call.got) == 5)
         call.sent.put_nowait(None)
         await serving
         assert [response.infer_response.id for response in call.got] == ["", "x", "a", "b", "c"]
@@ -55,14 +56,14 @@ def test_an_answer_that_waits_for_an_earlier_one_counts_as_in_flight() -> None:
         serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
         for number in range(8):
             call.sent.put_nowait(message(str(number)))
-        await until(lambda: len(model.waiting) == 4)
+        await until_async(lambda: len(model.waiting) == 4)
         first = model.waiting.pop(0)
         model.answer(3)
         await asyncio.sleep(0.05)
         assert (call.got, call.reads, len(model.waiting)) == ([], 4, 0), "the slow head holds the reader back"
         model.waiting.append(first)
         model.answer()
-        await until(lambda: len(model.waiting) == 4)
+        await until_async(lambda: len(model.waiting) == 4)
         model.answer(4)
         call.sent.put_nowait(None)
         await serving
@@ -79,10 +80,10 @@ def test_unordered_requests_are_answered_as_they_are_done() -> None:
         serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
         for item in (message("0"), unordered("1"), message("2"), unordered("3")):
             call.sent.put_nowait(item)
-        await until(lambda: len(model.waiting) == 4)
+        await until_async(lambda: len(model.waiting) == 4)
         model.waiting.reverse()
         model.answer(3)  # 3, 2, 1
-        await until(lambda: len(call.got) == 2)
+        await until_async(lambda: len(call.got) == 2)
         assert [response.infer_response.id for response in call.got] == ["3", "1"]
         model.answer()
         call.sent.put_nowait(None)
@@ -99,7 +100,7 @@ def test_a_disconnect_drops_responses_that_wait_for_earlier_ones() -> None:
         serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
         for number in range(3):
             call.sent.put_nowait(message(str(number)))
-        await until(lambda: len(model.waiting) == 3)
+        await until_async(lambda: len(model.waiting) == 3)
         model.waiting.append(model.waiting.pop(0))
         model.answer(2)
         await asyncio.sleep(0.05)
@@ -175,7 +176,7 @@ def test_a_response_that_memory_refuses_ends_its_request_and_not_the_stream() ->
         serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
         for name in "ab":
             call.sent.put_nowait(message(name))
-        await until(lambda: len(model.waiting) == 2)
+        await until_async(lambda: len(model.waiting) == 2)
         model.answer(2)
         call.sent.put_nowait(None)
         await serving
