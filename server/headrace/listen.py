@@ -22,6 +22,7 @@ from headrace.accept import BACKLOG, PassedConnections, TlsListener
 from headrace.config.documents import refuse
 from headrace.core.errors import ConfigError, HeadraceError, Unavailable
 from headrace.core.limits import RESERVED_CONNECTIONS, ClientLimits, ConnectionReserve
+from headrace.http.connection import HeadraceHttpProtocol
 from headrace.http.infer_endpoint import error_response, request_principal
 from headrace.http.origins import ORIGIN, HostPolicy, OriginPolicy, allowed_names
 from headrace.http.repeated_request import RepeatedHeads
@@ -44,6 +45,30 @@ _ALPN = "http/1.1"
 METRICS_CONNECTIONS = 64
 
 MetricsRender = Callable[[str], tuple[str, bytes]]
+
+
+def uvicorn_config(application: object, settings: Settings, protocol: object = None) -> uvicorn.Config:
+    """Create the configuration of uvicorn, which adds nothing to responses and logs nothing.
+
+    Args:
+        application: an ASGI callable.
+        settings: timeouts.
+        protocol: makes the protocol of a connection; None for a caller that makes its own.
+    """
+    return uvicorn.Config(
+        application,  # type: ignore[arg-type]
+        http=protocol or HeadraceHttpProtocol,  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+        timeout_keep_alive=settings.keep_alive_timeout_s,  # type: ignore[arg-type]
+        backlog=BACKLOG,
+    )
 
 
 class UvicornServer(uvicorn.Server):
@@ -70,20 +95,7 @@ class UvicornServer(uvicorn.Server):
         )
         self._tls = tls
         self._client_limits = client_limits
-        config = uvicorn.Config(
-            application,  # type: ignore[arg-type]
-            http=protocol,  # type: ignore[arg-type]
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
-            timeout_keep_alive=settings.keep_alive_timeout_s,  # type: ignore[arg-type]
-            backlog=BACKLOG,
-        )
+        config = uvicorn_config(application, settings, protocol)
         super().__init__(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -225,23 +237,25 @@ def metrics_application(page: MetricsRender, reader: RequestOptionsReader) -> Fa
     return app
 
 
-def raise_file_limit(connections: int) -> int:
+def raise_file_limit(connections: int, passes_on: bool = False) -> int:
     """Raise the process's limit of file descriptors to what connections of each protocol need, plus 512.
 
     Args:
         connections: maximum connections of each protocol, without the reserve.
+        passes_on: each of them may have one more to another process, if the system has descriptors for that.
 
     Returns:
         `connections`, or fewer if the system gives this process fewer descriptors.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     required = 2 * (connections + 2 * RESERVED_CONNECTIONS) + 512
-    if soft == resource.RLIM_INFINITY or soft >= required:
+    wanted = 2 * required if passes_on else required
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
         return connections
-    limit = required if hard == resource.RLIM_INFINITY else min(required, hard)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     with contextlib.suppress(OSError, ValueError):  # macOS has a limit of its own below the hard one
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    if limit == required:
+    if limit >= required:
         return connections
     share = (limit - min(512, limit // 2)) // 2
     # See `ClientLimits.reserved_connections`: connections over the limit take up to twice the reserve.

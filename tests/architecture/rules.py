@@ -130,7 +130,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/app.py": {"ours": "*"},
     "server/headrace/wiring.py": {"ours": "*"},
     # Connects processes: each part of a server runs in one of them.
-    "server/headrace/front_ends": {"ours": "*", "third": "msgspec numpy uvloop"},
+    "server/headrace/front_ends": {"ours": "*", "third": "httptools msgspec numpy uvicorn uvloop"},
     # `run_server` runs the event loop of each process with sockets.
     "server/headrace/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn uvloop"},
     "server/headrace/accept.py": {"ours": "headrace.core headrace.tls"},

@@ -1,79 +1,55 @@
-"""Control stream between a front-end process and the engine process: framed messages on a Unix stream socket.
+"""Control stream between a front-end process and the engine process: notices on a Unix stream socket.
 
-A frame is its size as u32, little-endian, and one msgpack array: kind, id of the exchange, fields of the kind. Messages of one
-iteration of the event loop are written together.
+A frame is its size as u32, little-endian, and one msgpack array: a notice is its number, name and content, its acknowledgement
+the number alone. A notice with the number 0 is not acknowledged. Notices of one iteration of the event loop are written together.
+
+From the engine: "table" of versions, "flush" counts, "logs" settings, "keys" have changed. From a front end: "records" of
+requests, "stopping" when it drains, "cancel" when its drain timeout has passed.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from enum import IntEnum
 from struct import Struct
 from typing import Any, cast
 
 import msgspec
 
 SIZE = Struct("<I")
-# Largest frame; larger messages are sent in parts of PIECE_BYTES.
 MAX_FRAME_BYTES = 32 << 20
-PIECE_BYTES = 256 << 10
-# Bytes of one direction of an exchange that may wait at the receiver, before it returns credit.
-WINDOW_BYTES = 1 << 20
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder().decode
 
 
-class MessageKind(IntEnum):
-    """Kind of a message.
+class Client(msgspec.Struct, array_like=True, frozen=True):
+    """Client of a front end, whose requests a connection to the engine passes on.
 
     Attributes:
-        HELLO: first message of either side; see `Hello`.
-        HTTP: head of an HTTP request, and its body if that is complete and small: fields, body or None.
-        BODY: part of a body, of a response or of a message: bytes, flag "more".
-        CREDIT: the receiver has read this many bytes of the exchange.
-        GONE: the client has disconnected, or its call has ended; from the engine: the request was cancelled without a response.
-        HEAD: head of an HTTP response: status, headers.
-        RAW: head of an HTTP response as bytes, without the empty line; BODY has the rest.
-        CALL: unary gRPC call: `CallHead` as a list. BODY has the message.
-        STREAM: gRPC call with streams: `CallHead` as a list. BODY has the messages.
-        HALF_CLOSE: the client sends no further message.
-        STOPPING: the front end drains.
-        STATUS: end of a gRPC call: code, text, metadata. "OK" for a success.
-        NOTICE: a change that the receiver acknowledges: name, content.
-        ACK: answers NOTICE with the id of it.
-        CANCEL: the front end waits no longer for the end of the request: the drain timeout has passed.
-        RECORD: one record of the access log or the trace: bytes.
+        address: host and port of the client.
+        server: host and port on which the front end serves it.
+        scheme: "http" or "https".
+        names: names in the client certificate; empty without one.
     """
 
-    HELLO = 0
-    HTTP = 1
-    BODY = 2
-    CREDIT = 3
-    GONE = 4
-    HEAD = 5
-    RAW = 6
-    CALL = 7
-    STREAM = 8
-    HALF_CLOSE = 9
-    STOPPING = 10
-    STATUS = 11
-    NOTICE = 12
-    ACK = 13
-    RECORD = 14
-    CANCEL = 15
+    address: tuple[str, int] | None = None
+    server: tuple[str, int] | None = None
+    scheme: str = "http"
+    names: tuple[str, ...] = ()
 
 
 class Hello(msgspec.Struct, array_like=True):
-    """First message of a front end on each of its streams.
+    """First message of a front end on each of its connections to the engine.
 
     Attributes:
         token: of the server, from the supervisor.
-        role: "control" or "data".
+        role: "control" or "data" for a stream of the front end; "http", "metrics" or "grpc" for the requests of a client of that
+            port, which follow in that protocol.
         number: of the front end, from 1.
         incarnation: number of times that this front end was started, from 1.
         pid: of the front end.
+        client: of the requests.
     """
 
     token: bytes
@@ -81,24 +57,7 @@ class Hello(msgspec.Struct, array_like=True):
     number: int
     incarnation: int
     pid: int
-
-
-class CallHead(msgspec.Struct, array_like=True):
-    """Head of a gRPC call.
-
-    Attributes:
-        path: of the method.
-        options: request options in the metadata, by name.
-        peer: address of the client, host:port.
-        peer_names: names in the client certificate.
-        deadline_ns: monotonic time at which the client stops waiting; 0 for none. All processes have one clock.
-    """
-
-    path: str
-    options: dict[str, str]
-    peer: str
-    peer_names: tuple[str, ...]
-    deadline_ns: int
+    client: Client = Client()
 
 
 class ControlStream(asyncio.Protocol):
@@ -107,26 +66,27 @@ class ControlStream(asyncio.Protocol):
     Ownership: the event loop.
 
     Args:
-        on_message: called with kind, id and fields of each message.
+        on_notice: called with name and content of each notice, before it is acknowledged.
         on_closed: called once after the stream is closed.
-        on_opened: called once when the stream is open, before its first message.
+        on_opened: called once when the stream is open, before its first notice.
     """
 
     transport: asyncio.Transport
 
     def __init__(
         self,
-        on_message: Callable[[int, int, list[Any]], None],
+        on_notice: Callable[[str, Any], None],
         on_closed: Callable[[], None],
         on_opened: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_message = on_message
+        self._on_notice = on_notice
         self._on_closed = on_closed
         self._on_opened = on_opened
         self._loop = asyncio.get_running_loop()
         self._received = bytearray()
         self._frames: list[bytes] = []
-        self._paused: asyncio.Future[None] | None = None
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._last = 0
         self.is_open = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -136,44 +96,38 @@ class ControlStream(asyncio.Protocol):
         self._on_opened()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Report the end of the stream."""
+        """Report the end of the stream; an end counts as the acknowledgement of all notices."""
         self.is_open = False
         self._frames.clear()
-        self.resume_writing()
+        for number in list(self._waiting):
+            self._acknowledge(number)
         self._on_closed()
 
-    def pause_writing(self) -> None:
-        """Make `drain` wait."""
-        if self._paused is None:
-            self._paused = self._loop.create_future()
+    def send(self, name: str, content: object = None) -> None:
+        """Send a notice that is not acknowledged; a no-op on a closed stream."""
+        self._send((0, name, content))
 
-    def resume_writing(self) -> None:
-        """Let `drain` continue."""
-        paused, self._paused = self._paused, None
-        if paused is not None and not paused.done():
-            paused.set_result(None)
-
-    async def drain(self) -> None:
-        """Wait until the peer has read most of what was sent."""
-        self._flush()
-        while self._paused is not None:
-            await asyncio.shield(self._paused)
-
-    def send(self, kind: MessageKind, exchange: int, *fields: object) -> None:
-        """Send a message; a no-op on a closed stream."""
+    async def notify(self, name: str, content: object = None) -> None:
+        """Send a notice and wait until the other process has applied it, or has ended."""
         if not self.is_open:
             return
-        content = encode((int(kind), exchange, *fields))
-        if not self._frames:
-            self._loop.call_soon(self._flush)
-        self._frames.append(SIZE.pack(len(content)))
-        self._frames.append(content)
+        self._last += 1
+        waiter = self._waiting[self._last] = self._loop.create_future()
+        self._send((self._last, name, content))
+        await waiter
 
     def close(self) -> None:
         """Close the stream, after everything is sent."""
         if self.is_open:
             self._flush()
             self.transport.close()
+
+    def _send(self, message: tuple[object, ...]) -> None:
+        if self.is_open:
+            if not self._frames:
+                self._loop.call_soon(self._flush)
+            content = encode(message)
+            self._frames += (SIZE.pack(len(content)), content)
 
     def _flush(self) -> None:
         frames, self._frames = self._frames, []
@@ -193,8 +147,23 @@ class ControlStream(asyncio.Protocol):
             stop = position + SIZE.size + size
             if stop > end:
                 break
-            kind, exchange, *fields = decode(bytes(received[position + SIZE.size : stop]))
+            message = decode(bytes(received[position + SIZE.size : stop]))
             position = stop
-            self._on_message(kind, exchange, fields)
+            self._receive(*message)
         if position:
             del received[:position]
+
+    def _receive(self, number: int, *notice: Any) -> None:
+        if not notice:
+            self._acknowledge(number)
+            return
+        try:
+            self._on_notice(*notice)
+        finally:
+            if number:
+                self._send((number,))
+
+    def _acknowledge(self, number: int) -> None:
+        waiter = self._waiting.pop(number, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

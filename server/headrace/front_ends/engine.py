@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,21 @@ from headrace.cuda.shared_memory import ClientMemory, find_client_memory
 from headrace.front_ends.access_records import RecordSink, record_needs
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all, repository_filter
 from headrace.front_ends.engine_requests import EngineRequests
-from headrace.front_ends.exchanges import FrontEndPeer
 from headrace.front_ends.meeting import EngineFacts, Greeting, Listener, answer
+from headrace.front_ends.passed_requests import EngineGrpcServer, EngineHttpServer, FrontEndPeer
 from headrace.front_ends.process_figures import ServerProcesses
 from headrace.front_ends.shared_page import PageWriter, SharedPage
 from headrace.front_ends.sharing import TableSync, shared_arrays, shared_limits
-from headrace.grpc.methods import Methods
-from headrace.listen import has_metrics_port, is_loopback, metrics_application, run_server
+from headrace.grpc.methods import GrpcCall, Message, Methods, UnaryMethod
+from headrace.http.infer_endpoint import Receive, Scope, Send
+from headrace.listen import (
+    has_metrics_port,
+    is_loopback,
+    metrics_application,
+    raise_file_limit,
+    run_server,
+    uvicorn_config,
+)
 from headrace.observability.counters import Recorder
 from headrace.observability.output import end_output
 from headrace.repository.registry import Registry
@@ -30,6 +39,10 @@ from headrace.tls import ServerTls
 from headrace.wiring import Reloads, Wiring
 
 _FLUSH_S = 0.5
+# The front ends close idle connections sooner.
+_KEEP_ALIVE_S = 3600.0
+# Ends of the paths of reports with counts of requests.
+_REPORTS = ("/metrics", "/stats", "/status", "/explain", "/ModelStatistics")
 
 
 class EngineProcess:
@@ -53,6 +66,7 @@ class EngineProcess:
         self._peers: dict[int, FrontEndPeer] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._methods: Methods | None = None
+        self._grpc: EngineGrpcServer | None = None
         self._memory: ClientMemory | None = None  # pins arenas; created for the first model on a GPU
         self._exit_status = 0
 
@@ -84,11 +98,15 @@ class EngineProcess:
         registry.on_published = self._tables.publish
         if wiring.keys is not None:
             self._reloads.callbacks.append(wiring.keys.reload)
-        self._applications = self._create_applications(tls)
+        raise_file_limit(self._settings.limits.max_connections)
+        self._http = self._create_http(tls)
         if self._settings.grpc:
             from headrace.grpc.service import grpc_methods
 
-            self._methods = grpc_methods(wiring.services, self._settings.limits.max_body_bytes)
+            methods = grpc_methods(wiring.services, self._settings.limits.max_body_bytes)
+            unary = {path: self._unary_method(path, method) for path, method in methods.unary.items()}
+            self._methods = replace(methods, unary=unary)
+            self._grpc = EngineGrpcServer(self._methods, self._limits.grpc)
         self._channel = SupervisorChannel(self._socket, self._on_message, self._on_orphaned)
         wiring.data_plane.reconciler.start()
         wiring.start_timers(loop)
@@ -99,8 +117,7 @@ class EngineProcess:
         finally:
             listener.close()
             for peer in list(self._peers.values()):
-                peer.cancel()
-                peer.stream.close()
+                peer.close()
             self._writer.close()
             clean = await wiring.stop()
         if not clean:
@@ -121,25 +138,58 @@ class EngineProcess:
         else:
             self._memory.pin(descriptor, start, size_bytes, device, done)
 
-    def _create_applications(self, tls: ServerTls | None) -> Mapping[str, Callable[..., Any]]:
-        settings, wiring = self._settings, self._wiring
+    def _create_http(self, tls: ServerTls | None) -> Mapping[str, EngineHttpServer]:
+        """Create the servers of the ports "http" and "metrics"."""
+        settings, wiring, limits = self._settings, self._wiring, self._limits
         page = wiring.metrics_page(tls) if settings.metrics else None
-        applications: dict[str, Callable[..., Any]] = {
-            "http": wiring.http_application(None if has_metrics_port(settings) else page)
-        }
-        if page is not None and has_metrics_port(settings):
-            applications["metrics"] = metrics_application(page.render, wiring.services.options_reader)
-        return applications
+        application = wiring.http_application(None if has_metrics_port(settings) else page)
+        settings = replace(settings, keep_alive_timeout_s=_KEEP_ALIVE_S)
+        servers = {"http": EngineHttpServer(uvicorn_config(self._application(application), settings), limits.http)}
+        if page is not None and limits.metrics is not None:
+            scrapes = metrics_application(page.render, wiring.services.options_reader)
+            config = uvicorn_config(self._application(scrapes), settings)
+            servers["metrics"] = EngineHttpServer(config, limits.metrics)
+        return servers
+
+    def _application(self, application: Callable[..., Any]) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+        """Return an application that reports the counts of all front ends, and passes settings on that it has changed."""
+
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["path"].endswith(_REPORTS):
+                await self._flush_counts()
+            try:
+                await application(scope, receive, send)
+            finally:
+                self._update_settings()
+
+        return run
+
+    def _unary_method(self, path: str, method: UnaryMethod) -> UnaryMethod:
+        """Return a gRPC method as `_application` an application."""
+
+        async def run(message: bytes, call: GrpcCall) -> Message:
+            if path.endswith(_REPORTS):
+                await self._flush_counts()
+            try:
+                return await method(message, call)
+            finally:
+                self._update_settings()
+
+        return run
 
     # --- Front ends ---------------------------------------------------------------------------------------------------
 
     def _on_greeting(self, greeting: Greeting) -> None:
-        """Open a stream of a front end."""
-        opens = {"control": self._open_control, "data": self._open_data}.get(greeting.hello.role)
+        """Open a stream of a front end, or serve a connection that it has opened for a client."""
+        hello = greeting.hello
+        peer = self._peers.get(hello.number)
+        opens = {"control": self._open_control, "data": self._open_data}.get(hello.role)
         if opens is None:
             close_all(greeting.descriptors)
-            greeting.sock.close()
-            return
+            if peer is None:  # the front end has ended
+                greeting.sock.close()
+                return
+            opens = peer.serve
         task = asyncio.get_running_loop().create_task(opens(greeting))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
@@ -159,23 +209,13 @@ class EngineProcess:
         arena = descriptors[0] if descriptors else None
         await peer.opened.wait()
         await self._requests.attach(hello.number, hello.incarnation, greeting.sock, arena)
-        peer.notify_later("logs", self._log_settings)
+        peer.stream.send("logs", self._log_settings)
         await self._tables.send(peer)
 
     async def _open_control(self, greeting: Greeting) -> None:
         close_all(greeting.descriptors)
         methods, number = self._methods, greeting.hello.number
-        limits = self._limits
-        peer = FrontEndPeer(
-            self._applications,
-            methods,
-            limits.http,
-            limits.grpc,
-            self._flush_counts,
-            self._records.receive,
-            self._update_settings,
-            partial(self._on_peer_closed, number),
-        )
+        peer = FrontEndPeer(self._http, self._grpc, self._records.receive, partial(self._on_peer_closed, number))
         facts = EngineFacts(os.getpid())
         if methods is not None:
             facts = EngineFacts(os.getpid(), list(methods.unary), list(methods.streams), list(methods.open_paths))
@@ -198,7 +238,7 @@ class EngineProcess:
 
     async def _flush_counts(self) -> None:
         """Wait until all front ends have sent their counts; a hanging one delays a report by `_FLUSH_S` only."""
-        waiting = [asyncio.ensure_future(peer.notify("flush", None)) for peer in self._peers.values()]
+        waiting = [asyncio.ensure_future(peer.stream.notify("flush")) for peer in self._peers.values()]
         if waiting:
             _, late = await asyncio.wait(waiting, timeout=_FLUSH_S)
             for each in late:
@@ -207,7 +247,7 @@ class EngineProcess:
     def _broadcast(self, name: str, content: object) -> None:
         """Send a change to all front ends, without a wait."""
         for peer in self._peers.values():
-            peer.notify_later(name, content)
+            peer.stream.send(name, content)
 
     def _on_peer_closed(self, number: int, peer: FrontEndPeer) -> None:
         if self._peers.get(number) is peer:

@@ -19,10 +19,11 @@ from headrace.core.access import AccessControl, RemoteBucket
 from headrace.core.threads import start_pool
 from headrace.front_ends.access_records import ForwardingObserver
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all
-from headrace.front_ends.control import Hello, MessageKind
+from headrace.front_ends.control import Hello
+from headrace.front_ends.grpc_proxy import FrontEndGrpcServer, GrpcProxy
 from headrace.front_ends.inference import FrontEndHttp, FrontEndInference, ServedModels, StreamForwarder
 from headrace.front_ends.meeting import EngineFacts, connect
-from headrace.front_ends.proxy import EngineLink, GrpcProxy, HttpProxy, proxy_methods
+from headrace.front_ends.proxy import EngineLink, HttpProxy
 from headrace.front_ends.remote_regions import RemoteRegions
 from headrace.front_ends.shared_page import PageState, SharedPage
 from headrace.front_ends.sharing import shared_arrays, shared_limits
@@ -91,7 +92,7 @@ class FrontEndProcess:
         self._socket = sock
         settings = start.settings
         limits = settings.limits
-        limits = replace(limits, max_connections=raise_file_limit(limits.max_connections))
+        limits = replace(limits, max_connections=raise_file_limit(limits.max_connections, passes_on=True))
         self._settings = replace(settings, limits=limits)
         self._arrays = shared_arrays(start)
         self._limits = shared_limits(self._arrays, self._settings)
@@ -129,7 +130,7 @@ class FrontEndProcess:
         self._ending = asyncio.Event()
         self._hello = Hello(start.token, "control", start.number, start.incarnation, os.getpid())
         self._link = EngineLink(start.engine, self._hello, self._on_open, self._on_lost, self._on_notice)
-        self._observer = ForwardingObserver(partial(self._link.send, MessageKind.RECORD), loop.call_soon)
+        self._observer = ForwardingObserver(partial(self._link.send, "records"), loop.call_soon)
         lag = self._arrays.loop_lag()
         if self._settings.metrics:
             lag.start(loop)
@@ -174,12 +175,11 @@ class FrontEndProcess:
 
     def _open_grpc(self, answer: EngineFacts) -> Coroutine[Any, Any, None]:
         """Open the gRPC server; returns the coroutine that serves until the drain."""
-        from headrace.grpc.server import GrpcServer
-
         settings = self._settings
-        methods = proxy_methods(self._link, answer, self._reader, self._threads)
+        proxy = GrpcProxy(self._link, self._reader)
+        methods = proxy.methods(answer, self._threads)
         path, stream_path = (f"/inference.GRPCInferenceService/{name}" for name in ("ModelInfer", "ModelStreamInfer"))
-        proxy, max_bytes = GrpcProxy(self._link), settings.limits.max_body_bytes
+        max_bytes = settings.limits.max_body_bytes
         infer = FrontEndInference(self._services, self._models, max_bytes, proxy, path)
         forwarder = StreamForwarder(self._models, proxy, stream_path)
         streams = InferStreams(infer.inference, max_bytes, forwarder=forwarder)
@@ -189,7 +189,8 @@ class FrontEndProcess:
             direct={path: infer},
             streams={**methods.streams, stream_path: streams.serve},
         )
-        server = GrpcServer(methods, self._limits.grpc, self._tls, max_age_s=settings.grpc_max_connection_age_s)
+        max_age_s = settings.grpc_max_connection_age_s
+        server = FrontEndGrpcServer(proxy, methods, self._limits.grpc, self._tls, max_age_s=max_age_s)
         self._takers["grpc"] = server.open()
         self._grpc = GrpcListener(server, settings.drain_timeout_s)
         return self._grpc.serve()
@@ -300,6 +301,7 @@ class FrontEndProcess:
         self._uncounted = 0
 
     def _drain(self) -> None:
+        self._link.send("stopping")
         for server in self._servers.values():
             if server.started:
                 server.stop()

@@ -11,7 +11,8 @@ import numpy as np
 from headrace.core.access import QuotaBucket
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import ClientLimits
-from headrace.front_ends.proxy import GrpcProxy, HttpProxy, engine_gone
+from headrace.front_ends.grpc_proxy import GrpcProxy
+from headrace.front_ends.proxy import HttpProxy, engine_gone
 from headrace.front_ends.remote_models import RemoteHandle, RemoteModels
 from headrace.grpc.codec import Envelope, scan, sequence_of
 from headrace.grpc.infer import GrpcInference

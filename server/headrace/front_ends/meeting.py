@@ -1,7 +1,8 @@
-"""Opening of the Unix streams between front ends and the engine: connect, HELLO, answer, with file descriptors.
+"""Opening of the Unix connections between front ends and the engine: connect, hello, and for streams an answer with descriptors.
 
 The listening socket is created by the supervisor and inherited by every engine process. So a front end can connect while no
-engine runs: the answer comes from the next one.
+engine runs: the answer comes from the next one. The engine closes connections of other processes at once: the system says that a
+peer is another child of the supervisor, and its first message has the token of the server.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -23,7 +25,9 @@ from headrace.front_ends.control import SIZE, Hello
 
 logger = logging.getLogger("headrace.front_ends")
 
-BACKLOG = 1024
+BACKLOG = 4096
+# Pause before the next attempt to connect while the backlog is full.
+_FULL_S = 0.001
 _MAX_HELLO_BYTES = 64 << 10
 _MAX_DESCRIPTORS = 16
 _encode = msgspec.msgpack.Encoder().encode
@@ -50,7 +54,7 @@ _decode_answer = msgspec.msgpack.Decoder(EngineFacts).decode
 
 
 class Greeting(NamedTuple):
-    """A front end that has connected.
+    """A front end that has connected, or has opened one more connection.
 
     Attributes:
         hello: its first message.
@@ -72,10 +76,32 @@ def engine_listener() -> socket.socket:
     return sock
 
 
+async def open_connection(address: bytes, hello: Hello, descriptors: Sequence[int] = ()) -> socket.socket:
+    """Connect to the engine and send the first message, with descriptors; waits while the backlog is full.
+
+    Raises:
+        OSError: there is no listener, or no descriptor is left.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        while True:
+            try:
+                sock.connect(address)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(_FULL_S)
+        _send(sock, _encode(hello), descriptors)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
 async def connect(
     address: bytes, hello: Hello, descriptors: Sequence[int] = ()
 ) -> tuple[socket.socket, EngineFacts, list[int]]:
-    """Connect to the engine, which may not run yet.
+    """Open a stream to the engine, which may not run yet.
 
     Args:
         address: of its socket.
@@ -88,13 +114,9 @@ async def connect(
     Raises:
         OSError: the engine has closed the stream without an answer.
     """
-    loop = asyncio.get_running_loop()
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = await open_connection(address, hello, descriptors)
     try:
-        sock.connect(address)
-        sock.setblocking(False)
-        _send(sock, _encode(hello), descriptors)
-        await _readable(loop, sock)
+        await _readable(asyncio.get_running_loop(), sock)
         content, received = _receive(sock)
         if not content:
             raise ConnectionResetError("the engine has closed the stream")
@@ -110,14 +132,14 @@ def answer(sock: socket.socket, facts: EngineFacts, descriptors: Sequence[int] =
 
 
 class Listener:
-    """Accepts the streams of front ends in the engine process; refuses other users and other servers.
+    """Accepts the connections of front ends in the engine process; refuses other processes.
 
     Ownership: the event loop.
 
     Args:
         sock: listening socket.
         token: of this server.
-        on_greeting: called with each front end.
+        on_greeting: called with each connection.
     """
 
     def __init__(self, sock: socket.socket, token: bytes, on_greeting: Callable[[Greeting], None]) -> None:
@@ -126,6 +148,7 @@ class Listener:
         self._on_greeting = on_greeting
         self._loop = asyncio.get_running_loop()
         self._waiting: set[socket.socket] = set()
+        self._pids: set[int] = set()  # of this server
         sock.setblocking(False)
         self._loop.add_reader(sock, self._accept)
 
@@ -143,10 +166,11 @@ class Listener:
             while True:
                 sock, _ = self._socket.accept()
                 sock.setblocking(False)
-                _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-                if uid != os.getuid():
+                pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                if uid != os.getuid() or not (pid in self._pids or _is_of_server(pid)):
                     sock.close()
                     continue
+                self._pids.add(pid)
                 self._waiting.add(sock)
                 self._loop.add_reader(sock, self._read, sock)
 
@@ -163,6 +187,17 @@ class Listener:
             sock.close()
             return
         self._on_greeting(Greeting(hello, sock, descriptors))
+
+
+def _is_of_server(pid: int) -> bool:
+    """Return True for this process, its supervisor and the supervisor's other children."""
+    if pid in (os.getpid(), os.getppid()):
+        return True
+    try:
+        parent = int(Path(f"/proc/{pid}/stat").read_text("latin-1").rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return False
+    return parent == os.getppid()
 
 
 async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from headrace.front_ends.channel import Start
 from headrace.front_ends.counter_array import CounterArray, CounterArrays
 from headrace.front_ends.engine_requests import EngineRequests
-from headrace.front_ends.exchanges import FrontEndPeer
+from headrace.front_ends.passed_requests import FrontEndPeer
 from headrace.front_ends.shared_page import PageWriter
 from headrace.listen import METRICS_CONNECTIONS, has_metrics_port
 from headrace.repository.registry import Registry
@@ -92,13 +92,13 @@ class TableSync:
 
     async def send(self, peer: FrontEndPeer) -> None:
         """Send the table to one front end."""
-        await peer.notify("table", self._table())
+        await peer.stream.notify("table", self._table())
 
     async def _send_all(self) -> None:
         table = self._table()
         peers = list(self._peers.values())
         if peers:
-            await asyncio.gather(*(peer.notify("table", table) for peer in peers))
+            await asyncio.gather(*(peer.stream.notify("table", table) for peer in peers))
 
     def _table(self) -> bytes:
         handles = {handle for _, handle in self._registry.selections()}

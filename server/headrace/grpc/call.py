@@ -71,6 +71,9 @@ class CallServer(Protocol):
     peer_names: dict[Http2Connection, tuple[str, ...]]
     stopping: bool
 
+    def peer(self, connection: Http2Connection) -> tuple[str, int] | None:
+        """See `GrpcServer.peer`."""
+
 
 class RejectedRequest(Http2Stream):
     """A request that is not gRPC: its body is read and dropped, the response is an HTTP status with one line of text.
@@ -259,8 +262,7 @@ class ServerCall(Http2Stream):
     @property
     def peer(self) -> str:
         """See `GrpcCall`."""
-        name = self.connection.transport.get_extra_info("peername")
-        host, port = name[:2] if name else ("", 0)
+        host, port = self._server.peer(self.connection) or ("", 0)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def admit(self, size_bytes: int) -> None:

@@ -237,6 +237,11 @@ class GrpcServer:
         if not self._connections:
             self._disconnected.set()
 
+    def peer(self, connection: Http2Connection) -> tuple[str, int] | None:
+        """Return host and port of the client of a connection; None if the system does not report it."""
+        name = connection.transport.get_extra_info("peername")
+        return name[:2] if name else None
+
     def _on_unread(self, connection: Http2Connection, room: ResponseRoom, unread_bytes: int) -> None:
         """Account the unread responses of a connection. Above `max_unsent_bytes` the calls that still run are refused.
 

@@ -8,7 +8,9 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from headrace.front_ends.control import SIZE, Hello, MessageKind, encode
+import pytest
+from headrace.core.errors import Unavailable
+from headrace.front_ends.control import SIZE, Client, Hello, encode
 from headrace.front_ends.meeting import EngineFacts, answer, engine_listener
 from headrace.front_ends.proxy import EngineLink
 
@@ -67,29 +69,25 @@ async def started(condition: Callable[[Engine], bool]) -> AsyncIterator[tuple[En
         engine.listener.close()
 
 
-def test_a_notice_right_after_the_answer_is_acknowledged() -> None:
-    async def run() -> None:
-        async with started(lambda engine: bool(engine.notices)) as (engine, sock):
-            content = encode((int(MessageKind.NOTICE), 7, "table", b""))
-            sock.send(SIZE.pack(len(content)) + content)
-            await until_async(lambda: engine.notices == ["table"])
-            async with asyncio.timeout(60):
-                received = await asyncio.get_running_loop().sock_recv(sock, 100)
-            assert received[SIZE.size :] == encode((int(MessageKind.ACK), 7))
-            assert (engine.opened, engine.lost) == (1, 0)
-
-    asyncio.run(run())
+async def test_a_notice_right_after_the_answer_is_acknowledged() -> None:
+    async with started(lambda engine: bool(engine.notices)) as (engine, sock):
+        content = encode((7, "table", b""))
+        sock.send(SIZE.pack(len(content)) + content)
+        await until_async(lambda: engine.notices == ["table"])
+        async with asyncio.timeout(60):
+            received = await asyncio.get_running_loop().sock_recv(sock, 100)
+        assert received[SIZE.size :] == encode((7,))
+        assert (engine.opened, engine.lost) == (1, 0)
 
 
-def test_an_engine_that_ends_right_after_its_answer_is_connected_again() -> None:
-    async def run() -> None:
-        async with started(lambda engine: bool(engine.lost)) as (engine, sock):
-            await until_async(lambda: engine.opened == 1)
-            sock.close()
-            await until_async(lambda: engine.lost == 1)
-            assert not engine.link.is_up
-            with await engine.accept():
-                await until_async(lambda: engine.opened == 2)
-                assert engine.link.is_up
-
-    asyncio.run(run())
+async def test_an_engine_that_ends_right_after_its_answer_is_connected_again() -> None:
+    async with started(lambda engine: bool(engine.lost)) as (engine, sock):
+        await until_async(lambda: engine.opened == 1)
+        sock.close()
+        await until_async(lambda: engine.lost == 1)
+        with pytest.raises(Unavailable):
+            await engine.link.open("http", Client())
+        with await engine.accept():
+            await until_async(lambda: engine.opened == 2)
+            with await engine.link.open("http", Client()):
+                pass
