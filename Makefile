@@ -43,7 +43,8 @@ serve: gpu-packages models ## install, build the demo models, serve on http://12
 
 # Processes that run tests; 0: none beside pytest's own, e.g. for a debugger. The tests of a file run in one process, so that
 # its servers are started once. Files run in the order of their names: those that start servers first, many short ones last.
-WORKERS ?= logical
+# Half more than cores: a third of the time of the tests over sockets is waiting for a limit of the server.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)')
 PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # The tests start some hundred processes: without bytecode files each of them would compile every module that it imports.
 check quick test test-slow test-gpu test-ray: export PYTHONDONTWRITEBYTECODE =
