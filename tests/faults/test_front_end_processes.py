@@ -19,12 +19,13 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
+from tests.support.examples import examples
 from tests.support.models import add_model, busy, row_sums
 from tests.support.processes import alive, children, words
 from tests.support.serving import HOST, Server, free_port, serving
 from tests.support.waiting import at_rest, until
 
-REPEATS = int(os.environ.get("FAULT_REPEATS", "10"))
+REPEATS = int(os.environ.get("FAULT_REPEATS", examples(10)))
 # A process that only waits for a processor of a busy machine must not count as hung.
 HANG_TIMEOUT_S = "3"
 MANY = pytest.param(REPEATS, marks=[pytest.mark.slow, pytest.mark.timeout(120 + 30 * REPEATS)], id="many")
