@@ -23,7 +23,7 @@ from tests.support.attacks import SERVICE, Attacked, attack, grpc_request, head,
 from tests.support.certificates import Certificates
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
 from tests.support.models import add_model
-from tests.support.serving import HOST, Server, serving
+from tests.support.serving import HOST, INTERPRETER, Server, serving
 from tests.support.waiting import at_rest, until
 
 pb: Any = service_pb2
@@ -54,7 +54,7 @@ def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     folder = tmp_path_factory.mktemp("bounded")
     add_model(folder / "models", "zeros", zeros())
     options = ("--max-body-bytes", str(16 << 20), "--max-total-body-bytes", str(TOTAL_BYTES))
-    with attack(folder, *options) as server:
+    with attack(folder, *options, command=INTERPRETER) as server:
         yield server
         until(lambda: server.samples("headrace_body_bytes") == [0.0])
 
@@ -128,7 +128,9 @@ def test_unread_responses_over_tls_are_bounded(tmp_path: Path) -> None:
     def secure(server: Server) -> ssl.SSLSocket:
         return context.wrap_socket(unread_socket(server.port), server_hostname=HOST)
 
-    with serving(tmp_path / "models", tmp_path, *files, *limits, "--no-grpc", "--stall-timeout-s", "3") as server:
+    with serving(
+        tmp_path / "models", tmp_path, *files, *limits, "--no-grpc", "--stall-timeout-s", "3", command=INTERPRETER
+    ) as server:
         attacked = Attacked(server, tmp_path / "models")
         with secure(server) as sock:
             assert read_answer(sock) == ANSWER_BYTES
@@ -257,7 +259,7 @@ def test_a_slow_body_is_refused_and_a_steady_one_is_not(bounded: Attacked) -> No
 def bounded_grpc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     """A server with 64 MiB for all bodies and unread responses."""
     options = ("--max-body-bytes", str(16 << 20), "--max-total-body-bytes", str(TOTAL_BYTES))
-    with attack(tmp_path_factory.mktemp("bounded_grpc"), *options) as server:
+    with attack(tmp_path_factory.mktemp("bounded_grpc"), *options, command=INTERPRETER) as server:
         yield server
         until(lambda: server.samples("headrace_body_bytes") == [0.0])
 

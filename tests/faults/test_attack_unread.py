@@ -24,6 +24,7 @@ from loadtest.onnx_models import onnx_model
 from tests.support.attacks import SERVICE, Attacked, attack, watched
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
 from tests.support.models import add_model
+from tests.support.serving import INTERPRETER
 from tests.support.waiting import at_rest, until
 
 pb: Any = service_pb2
@@ -60,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     folder = tmp_path_factory.mktemp("unread")
     add_model(folder / "models", "zeros", zeros())
     add_model(folder / "models", "texts", count_of_texts())
-    with attack(folder) as running:
+    with attack(folder, command=INTERPRETER) as running:
         yield running
 
 

@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2
 
 from tests.support.liveness import LivenessProbe
 from tests.support.models import add_model, affine, busy, identity, row_sums, table_lookup
-from tests.support.serving import HOST, Server, serving
+from tests.support.serving import COMMAND, HOST, Server, serving
 
 pb: Any = service_pb2
 SERVICE = "/inference.GRPCInferenceService/"
@@ -52,11 +52,11 @@ def build(repository: Path) -> Path:
 
 
 @contextmanager
-def attack(folder: Path, *options: str) -> Iterator[Attacked]:
+def attack(folder: Path, *options: str, command: Sequence[str] = COMMAND) -> Iterator[Attacked]:
     """A server of its own for the length of a `with`; then it must stop as every server does, with status 0."""
     repository = build(folder / "models")
     limits = ("--max-body-bytes", str(MAX_BODY_BYTES))
-    with serving(repository, folder, *limits, *OPTIONS, *options) as running:
+    with serving(repository, folder, *limits, *OPTIONS, *options, command=command) as running:
         yield Attacked(running, repository)
 
 
