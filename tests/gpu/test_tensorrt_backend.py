@@ -5,20 +5,20 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
+from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE
 from headrace.core.errors import ConfigError
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
+from tests.support import tensorrt_case
 from tests.support.gpu_marks import gpu_marks
 from tests.support.serving import ROOT, serving
 from tests.support.tensorrt_networks import FLOAT, HALF, Sketch, answers, convolutions
@@ -43,18 +43,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@contextmanager
-def opened(path: Path, rows: int = ROWS, instances: int = 1, **parameters: str) -> Iterator[Any]:
+def opened(path: Path, rows: int = ROWS, instances: int = 1, **parameters: str) -> AbstractContextManager[Any]:
     """The executions of a plan; the only one itself if there is one."""
-    message = {MAX_BATCH_SIZE: str(rows), **parameters}
-    with closing(TensorRtBackend().load(path, instances, message)) as model:
-        executions = []
-        try:
-            executions += [model.execution(index) for index in range(instances)]
-            yield executions[0] if instances == 1 else executions
-        finally:
-            for execution in executions:
-                execution.close()
+    return tensorrt_case.opened(path, {MAX_BATCH_SIZE: str(rows), **parameters}, instances)
 
 
 def test_other_types(tmp_path: Path) -> None:
