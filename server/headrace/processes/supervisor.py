@@ -12,6 +12,7 @@ import logging
 import signal
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -143,7 +144,7 @@ def load_error(name: str, message: str) -> ConfigError:
     return ConfigError([Finding(name, None, message, "the server's log has more")])
 
 
-class ProcessSupervisor(Generic[C]):
+class ProcessSupervisor(ABC, Generic[C]):
     """Runs the processes of a model or an instance one after the other, on a thread of its own.
 
     Subclasses define the sockets of a process, and take its messages, by the methods under "For subclasses".
@@ -232,25 +233,25 @@ class ProcessSupervisor(Generic[C]):
 
     # For subclasses; all on the supervisor's thread
 
+    @abstractmethod
     def _kinds(self) -> Sequence[socket.SocketKind]:
         """Return the types of the sockets of a process, beside its control socket."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _connect(self, child: ChildProcess, ends: list[socket.socket]) -> C:
         """Return a process with these sockets; owned."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _accept(self, connection: C, answer: Message) -> ConfigError | None:
         """Read the answer of a process that has loaded the model; return the error if it cannot serve."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _handle(self, connection: C, message: Message) -> None:
         """Take a message that is no answer to the load request."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _log_line(self, connection: C, text: str) -> None:
         """Log a line of the process's output."""
-        raise NotImplementedError
 
     # On the supervisor's thread
 
