@@ -5,7 +5,8 @@ tensors that its layers write are marked in a second build, with the same timing
 that the second one does not have. A tensor in 8 bits is reported as such and dequantised here.
 
 TensorRT 10.6 cannot mark every tensor: its optimiser may copy the layer that reports one, and the build fails with "slice of
-isDebug for NAME' is listed more than once". Such a tensor is built without its mark, and the remark names it.
+isDebug for NAME' is listed more than once"; other marks end the process of the build, and are found by halves. Such a tensor is
+built without its mark, and the remark names it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
+from headrace_engines.apart import EndedError
 from headrace_engines.errors import BuildError
 from headrace_engines.layers.tensors import Counterpart, counterparts, dequantized
 from headrace_engines.onnx_graph import OnnxGraph, copy_model
@@ -30,8 +32,8 @@ from headrace_engines.targets.tensorrt.engine_layers import inspected_layers, re
 
 logger = logging.getLogger("headrace.build")
 Build = Callable[[Path, frozenset[str], Report], TensorRtEngine]
-# Builds with fewer marks, each of which fails within seconds.
-_MAX_TRIES = 8
+# Tensors that a plan is built without.
+_MAX_REFUSED = 8
 
 
 class ObservedPlan:
@@ -136,13 +138,29 @@ def _build_marked(
         try:
             return build(path, marked - refused, report), refused
         except BuildError as error:
-            named = {
-                name for name in marked - refused if re.search(rf"isDebug for {re.escape(name)}(?![\w./])", str(error))
-            }
-            if not named or len(refused) >= _MAX_TRIES:
+            named = _refused(error, path, marked - refused, build, report)
+            if not named or len(refused) >= _MAX_REFUSED:
                 raise
             logger.info("reading inner tensors without %s: %s", ", ".join(sorted(named)), error)
             refused |= named
+
+
+def _refused(error: BuildError, path: Path, marked: frozenset[str], build: Build, report: Report) -> frozenset[str]:
+    """Return which debug tensors let a build fail: those that the error names, or one that ended its process, found by halves."""
+    if not isinstance(error, EndedError):
+        text = str(error)
+        return frozenset(name for name in marked if re.search(rf"isDebug for {re.escape(name)}(?![\w./])", text))
+    suspects = sorted(marked)
+    while len(suspects) > 1:
+        half = suspects[: len(suspects) // 2]
+        try:
+            build(path, frozenset(half), report).close()
+            suspects = suspects[len(half) :]
+        except EndedError:
+            suspects = half
+        except BuildError as other:
+            return _refused(other, path, frozenset(half), build, report)
+    return frozenset(suspects)
 
 
 def _written_tensors(information: str) -> set[str]:

@@ -13,7 +13,7 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from headrace.cuda.convolution_plugin import PluginLayer, collect_refusals
 from headrace.cuda.devices import Gpu
 from headrace.cuda.driver import current
 
+from headrace_engines.apart import call_apart
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import write_onnx
 from headrace_engines.progress import Report, part
@@ -375,14 +376,17 @@ class TensorRtTarget:
     Args:
         device: number of the GPU.
         optimization_level: TensorRT's builder optimization level, 0 (fastest build) to 5; None for TensorRT's default, 3.
+        debug_tensors: names of inner tensors that its plans can report.
     """
 
     name = "tensorrt"
     suffix = ".plan"
 
-    def __init__(self, device: int = 0, optimization_level: int | None = None) -> None:
+    def __init__(
+        self, device: int = 0, optimization_level: int | None = None, debug_tensors: frozenset[str] = frozenset()
+    ) -> None:
         self._device = device
-        self._options = BuilderOptions(optimization_level=optimization_level)
+        self._options = BuilderOptions(optimization_level=optimization_level, debug_tensors=debug_tensors)
 
     def describe(self) -> Machine:
         """Describe this machine.
@@ -454,9 +458,13 @@ class TensorRtTarget:
         self._demand()
 
         def build(path: Path, marked: frozenset[str], share: Report) -> TensorRtEngine:
-            options = replace(self._options, debug_tensors=marked)
-            with as_build_error(path.name), current(self._device):
-                build_plan(load(), model, order, path, share, options, gpus.describe(self._device))
+            if marked:
+                # TensorRT 10.6 corrupts the heap of its process for some marks, e.g. the output of a GlobalAveragePool.
+                target = TensorRtTarget(self._device, self._options.optimization_level, marked)
+                with _serialized(model, folder) as source:
+                    call_apart(_build_apart, target, source, order, path, report=share)
+            else:
+                self.build(model, order, path, share)
             return self.open(path, model, host_code=order.version_compatible)
 
         return observe_plan(model, names, folder, build, report)
@@ -465,3 +473,11 @@ class TensorRtTarget:
         missing = available(self._device)
         if missing:
             raise BuildError(missing)
+
+
+def _build_apart(
+    target: TensorRtTarget, source: tuple[bytes | None, Path | None], order: TargetSpec, path: Path, report: Report
+) -> None:
+    data, file = source
+    model = onnx.load_model_from_string(data) if data is not None else onnx.load(str(file))
+    target.build(model, order, path, report)

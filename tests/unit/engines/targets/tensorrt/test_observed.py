@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from headrace_engines.apart import EndedError
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
 from headrace_engines.precision.lowering import cast_model
-from headrace_engines.progress import silent
+from headrace_engines.progress import Report, silent
 from headrace_engines.quantization.placement import tensors_to_calibrate
 from headrace_engines.quantization.qdq import quantize
 from headrace_engines.simplify import simplify
@@ -27,6 +29,16 @@ ORDER = TargetSpec("fp32", (ShapeRange({"x": ((1, 3, 12, 12), (2, 3, 12, 12), (4
 
 def tensors(model: onnx.ModelProto) -> list[str]:
     return [name for node in model.graph.node for name in node.output]
+
+
+@pytest.fixture(autouse=True)
+def _builds_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake TensorRT exists in this process only."""
+
+    def call(function: Callable[..., None], *arguments: Any, report: Report) -> None:
+        function(*arguments, report)
+
+    monkeypatch.setattr(target_module, "call_apart", call)
 
 
 def observed(model: onnx.ModelProto, names: list[str], folder: Path) -> ObservedPlan:
@@ -146,3 +158,27 @@ def test_other_failures_with_marks_are_raised(trt: Any, tmp_path: Path, monkeypa
     monkeypatch.setattr(target_module, "build_plan", refuse)
     with pytest.raises(BuildError, match="listed more than once"):
         observed(model, ["a1r"], tmp_path)
+
+
+def test_tensors_with_which_the_process_of_a_build_ends_are_left_out(
+    trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = simplify(networks.residual())
+    build_plan, deadly, builds = target_module.build_plan, {"a1r", "mean"}, []
+
+    def end(*arguments: Any) -> None:
+        marks = arguments[5].debug_tensors
+        builds.append(marks)
+        if "ar" in marks:
+            raise BuildError(f"cannot build the engine: {DUPLICATE.format('ar')}")
+        if marks & deadly:
+            raise EndedError("the process that called build ended by signal 6")
+        build_plan(*arguments)
+
+    monkeypatch.setattr(target_module, "build_plan", end)
+    engine = observed(model, tensors(model), tmp_path)
+    assert engine.remark == "TensorRT cannot report a1r, ar, mean"
+    assert set(engine.names) == set(tensors(model)) - {"a1r", "ar", "mean"}
+    # Each of the two deadly ones is found by halves.
+    assert len(builds) <= 3 + 2 * (1 + len(tensors(model)).bit_length())
+    engine.close()
