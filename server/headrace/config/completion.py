@@ -237,8 +237,7 @@ def bind(document: Document) -> tuple[ModelConfig | None, list[Finding]]:
     Returns:
         The configuration, None if there is a fatal finding, and all findings.
     """
-    findings = _move_headrace_parameters(document)
-    findings += screen(document)
+    findings = [*document.remarks, *_move_headrace_parameters(document), *screen(document)]
     config = None
     try:
         config = ModelConfig.model_validate(document.data)

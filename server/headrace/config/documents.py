@@ -19,7 +19,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -51,12 +51,14 @@ class Document:
         data: field names to plain values (dict, list, str, int, float, bool).
         lines: 1-based line of every location in `data`.
         headrace_prefix: prefix of Headrace's own fields: "headrace." in `config.pbtxt`, "" in `config.yaml`.
+        remarks: warnings of the reader.
     """
 
     path: str
     data: dict[str, object] = field(default_factory=dict)
     lines: dict[Location, int] = field(default_factory=dict)
     headrace_prefix: str = ""
+    remarks: tuple[Finding, ...] = ()
 
     def line_of(self, loc: Location) -> int | None:
         """Return the line of `loc`, or of the nearest enclosing location with a line."""
@@ -298,6 +300,8 @@ _TOKEN = re.compile(
     r"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{}<>\[\]:,;]|[^\s{}<>\[\]:,;"'\#]+|\n""",
 )
 _CLOSING = {"{": "}", "<": ">"}
+# A sign apart from its number, which protobuf's parser for C++ reads and the one for Python does not; or a string, or a comment.
+_SIGN = re.compile(r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\#[^\n]*)|-((?:\s|\#[^\n]*\n)+)(?=[\w.])""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,13 +406,9 @@ class _Outline:
 
 
 def _note_lines(
-    fields: list[TextField], descriptor: Descriptor, loc: Location, path: str, lines: dict[Location, int]
+    fields: list[TextField], descriptor: Descriptor, loc: Location, lines: dict[Location, int], repeated: list[Problem]
 ) -> None:
-    """Record the line of every field under `loc` in `lines`.
-
-    Raises:
-        ConfigError: a key of a map is written twice; protobuf would silently use the last.
-    """
+    """Record the line of every field under `loc` in `lines`, and every key of a map that is written again in `repeated`."""
     counts: dict[str, int] = {}
     for part in fields:
         field = descriptor.fields_by_name.get(part.name)
@@ -422,14 +422,15 @@ def _note_lines(
             key = keys[0].value if keys and isinstance(keys[0].value, str) else ""
             item_loc = (*item_loc, key)
             if item_loc in lines:
-                raise refuse(
-                    path, part.line, f'{part.name} has the key "{key}" twice', f"see line {lines[item_loc]}, remove one"
-                )
+                message_text = f'{part.name} has the key "{key}" twice: its value is that of line {part.line}'
+                repeated.append(Problem(item_loc, message_text, f"see line {lines[item_loc]}, remove one"))
+                for stale in [each for each in lines if each[: len(item_loc)] == item_loc]:
+                    del lines[stale]
             lines[item_loc] = part.line
             for value in part.inner("value"):
                 inner = message.fields_by_name["value"].message_type
                 if inner is not None and isinstance(value.value, list):
-                    _note_lines(value.value, inner, item_loc, path, lines)
+                    _note_lines(value.value, inner, item_loc, lines, repeated)
             continue
         lines.setdefault(item_loc, part.line)
         if part.is_empty_list:
@@ -440,7 +441,7 @@ def _note_lines(
             item_loc = (*item_loc, index)
             lines[item_loc] = part.line
         if message is not None and isinstance(part.value, list):
-            _note_lines(part.value, message, item_loc, path, lines)
+            _note_lines(part.value, message, item_loc, lines, repeated)
 
 
 def plain_fields(message: Message, loc: Location, lines: Mapping[Location, int]) -> dict[str, Any]:
@@ -503,14 +504,16 @@ def read_pbtxt(text: str, path: str) -> Document:
 
     message = model_config_pb2.ModelConfig()
     try:
-        text_format.Parse(text, message)
+        text_format.Parse(_SIGN.sub(lambda match: match[1] or f" {match[2]}-", text), message)
     except text_format.ParseError as error:
         raise refuse(path, error.GetLine(), *describe_parse_error(str(error), model_config_pb2.DESCRIPTOR)) from None
     except (ValueError, OverflowError, RecursionError) as error:
         raise refuse(path, None, f"cannot be read as protobuf text: {error}", "correct the value") from None
     lines: dict[Location, int] = {}
-    _note_lines(outline(text), message.DESCRIPTOR, (), path, lines)
-    return Document(path, plain_fields(message, (), lines), lines, headrace_prefix="headrace.")
+    repeated: list[Problem] = []
+    _note_lines(outline(text), message.DESCRIPTOR, (), lines, repeated)
+    document = Document(path, plain_fields(message, (), lines), lines, headrace_prefix="headrace.")
+    return replace(document, remarks=tuple(document.finding(problem, fatal=False) for problem in repeated))
 
 
 def describe_parse_error(error: str, file: Any, form: str = "protobuf text") -> tuple[str, str]:

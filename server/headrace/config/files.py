@@ -447,8 +447,8 @@ def _edit_pbtxt(text: str, changes: Changes) -> str:
 
 
 def _pbtxt_parameter(fields: list[TextField], key: str) -> TextField | None:
-    """Return the text of a `parameters` entry; None if there is no such entry."""
-    for field in fields:
+    """Return the text of a `parameters` entry, the last one of a key; None if there is no such entry."""
+    for field in reversed(fields):
         if field.name == "parameters" and [part.value for part in field.inner("key")] == [key]:
             return next((text for value in field.inner("value") for text in value.inner("string_value")), None)
     return None

@@ -73,7 +73,6 @@ def test_zero_is_distinguished_from_absent() -> None:
         ('name: "a"\nname: "b"', 2, "cannot be read as protobuf text", ""),
         ('name: "\\xff"', 1, "cannot be read as protobuf text", ""),
         ('name: "\\ud800"', 1, "cannot be read as protobuf text", ""),
-        ('parameters { key: "k" }\nparameters { key: "k" }', 2, 'parameters has the key "k" twice', "see line 1"),
         ("dynamic_batching {}\nsequence_batching {}", 2, "cannot be read as protobuf text", ""),
     ],
 )
