@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -34,7 +33,7 @@ from headrace.config.python_rules import decoupled_problems, python_problems
 from headrace.config.ragged_rules import is_ragged
 from headrace.config.sequence_rules import iterative_problems, state_backend_problems
 from headrace.core.command_line import did_you_mean
-from headrace.core.config_base import Location, Problem
+from headrace.core.config_base import Location, Problem, is_version_number
 from headrace.core.errors import ConfigError, Finding, NotFound
 from headrace.core.model_config import ModelConfig, name_problem
 from headrace.core.optimization_config import CALIBRATED, requested_precision
@@ -48,7 +47,6 @@ MAX_LABELS_BYTES = 16 * 1024 * 1024
 
 _LEADS_OUT = "is a link that leads out of the repository"
 _COPY_FILE = "copy the file into the repository"
-_VERSION = re.compile(r"[1-9][0-9]{0,17}")
 
 
 def within(path: Path, root: Path) -> bool:
@@ -83,8 +81,8 @@ def find_versions(
         if entry.name.startswith(".") or not entry.is_dir():
             continue
         name = relative_name(entry, repository)
-        if not _VERSION.fullmatch(entry.name):
-            cure = "name a version's folder by a positive number without leading zeros"
+        if not is_version_number(entry.name):
+            cure = f"name a version's folder by a number from 1 to {2**63 - 1}, without leading zeros"
             if entry.name not in ignored_names:
                 findings.append(Finding(name, None, "is not a version and is ignored", cure, fatal=False))
         elif not within(entry, repository):
@@ -141,7 +139,7 @@ def _has_models(path: Path) -> bool:
 
 def _has_version(path: Path) -> bool:
     try:
-        return any(_VERSION.fullmatch(entry.name) for entry in path.iterdir() if entry.is_dir())
+        return any(is_version_number(entry.name) for entry in path.iterdir() if entry.is_dir())
     except OSError:
         return False
 
@@ -504,8 +502,10 @@ class _FolderReader:
         config = self._read_config()
         versions, findings = find_versions(self._path, self._repository, sample_folders(config))
         self.findings += findings
+        if not versions and config.is_pipeline:
+            versions = (1,)  # it has no file, and git and buckets keep no empty folder
         if not versions and not any(finding.fatal for finding in findings):
-            self._fail("has no version folder", f"put the model in {self._path.name}/1/model.onnx")
+            self._fail("has no version folder", f"put the model's file into {self._path.name}/1/")
         self._stop_if_fatal()
         served = self._served(config, versions)
         config = complete_identity(config, self._path.name, self._has_code(served), self._files(served))
@@ -592,7 +592,8 @@ class _FolderReader:
 
     def _files(self, served: tuple[int, ...]) -> frozenset[str]:
         """Return the names in the folder of the newest served version."""
-        return frozenset(os.listdir(self._path / str(served[-1]))) if served else frozenset()
+        newest = self._path / str(served[-1]) if served else self._path
+        return frozenset(os.listdir(newest)) if served and newest.is_dir() else frozenset()
 
     def _check_filenames(self, config: ModelConfig) -> None:
         is_named = not config.is_pipeline

@@ -102,13 +102,20 @@ DataType = Annotated[
 
 # The widths are those of the fields in Triton's published messages.
 Int32 = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
+Int64 = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 Duration = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 Version = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
+VERSION_PATTERN = "[1-9][0-9]{0,18}"
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
+
+
+def is_version_number(text: str) -> bool:
+    """Return True for the number of a version as folders and requests have it: from 1 to 2^63 - 1, without leading zeros."""
+    return re.fullmatch(VERSION_PATTERN, text) is not None and int(text) < 2**63
 
 
 _SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?) ?(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)")

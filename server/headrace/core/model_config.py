@@ -309,7 +309,7 @@ DEFAULT_AGING_US = 10_000_000
 DEFAULT_QUEUE_WAIT_US = 1_000_000
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-_NUMBER = re.compile(r"[0-9]{1,18}")
+_NUMBER = re.compile(r"[0-9]{1,19}")
 _LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 

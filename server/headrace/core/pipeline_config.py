@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from headrace.core.config_base import ConfigPart, Count, Int32, Problem, Text, one_of, option
+from headrace.core.config_base import ConfigPart, Count, Int64, Problem, Text, one_of, option
 from headrace.core.tensor_config import TensorName
 
 BuiltinName = Literal["", "decode_image", "resize", "tokenize", "softmax", "top_k", "nms"]
@@ -22,7 +22,7 @@ class EnsembleStep(ConfigPart):
     """One step of an ensemble: a model, and the names that its tensors have in the ensemble."""
 
     model_name: Text = option("", "Name of the model that the step calls.")
-    model_version: Int32 = option(-1, "Version of the model; -1: the latest.")
+    model_version: Int64 = option(-1, "Version of the model; -1: the latest.")
     model_namespace: Text = option("", "Namespace of the model; only the empty one exists here.")
     input_map: dict[TensorName, TensorName] = option({}, "Tensors of the ensemble by the model's input names.")
     output_map: dict[TensorName, TensorName] = option({}, "Tensors of the ensemble by the model's output names.")

@@ -8,7 +8,16 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from headrace.core.config_base import ConfigPart, PositiveCount, Problem, Problems, Version, option
+from headrace.core.config_base import (
+    VERSION_PATTERN,
+    ConfigPart,
+    PositiveCount,
+    Problem,
+    Problems,
+    Version,
+    is_version_number,
+    option,
+)
 
 ALL_SHARES = 100_000
 """Units of a share: thousandths of a percent."""
@@ -19,10 +28,9 @@ MODEL_PREFIX = "model:"
 """Begins a target of traffic that is another model, e.g. "model:resnet50_v2"."""
 
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,3})?) ?%")
-_NUMBER = re.compile(r"[1-9][0-9]{0,17}")
 # The names of `headrace.core.model_config.name_problem`.
 _MODEL = re.compile(MODEL_PREFIX + r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-TARGET_PATTERN = f"^({_NUMBER.pattern}|{_MODEL.pattern})$"
+TARGET_PATTERN = f"^({VERSION_PATTERN}|{_MODEL.pattern})$"
 # RFC 9110, section 5.1, in lower case as on the wire of HTTP/2; "-bin" ends names of binary gRPC metadata.
 _HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,64}")
 # Headers with a meaning of their own: a client must not be routed by its secret, or by a length.
@@ -57,7 +65,7 @@ def _percent(value: Any) -> Any:
 
 
 def _is_target(value: str) -> bool:
-    return bool(_NUMBER.fullmatch(value) or _MODEL.fullmatch(value))
+    return is_version_number(value) or _MODEL.fullmatch(value) is not None
 
 
 def _target(value: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
@@ -10,13 +9,13 @@ from pathlib import Path, PurePosixPath
 from headrace.config.documents import Document
 from headrace.config.files import SharedFolder
 from headrace.config.model_folder import DATA_FOLDERS, filename_problem
+from headrace.core.config_base import is_version_number
 from headrace.core.errors import BadRequest, TooLarge, Unavailable
 
 MAX_FILES = 1024
 MAX_BYTES = 1 << 30
 _MAX_PATH = 240
 _MAX_DEPTH = 8
-_VERSION = re.compile(r"[1-9][0-9]{0,17}")
 
 
 def check_files(files: Mapping[str, bytes], config: Document) -> None:
@@ -44,7 +43,8 @@ def check_files(files: Mapping[str, bytes], config: Document) -> None:
         for folder in PurePosixPath(path).parents:
             if str(folder) in files:
                 raise BadRequest(f"'file:{folder}' is a file and also the folder of 'file:{path}': rename one of them")
-    if not any(_VERSION.fullmatch(path.partition("/")[0]) for path in files):
+    is_pipeline = not {"ensemble_scheduling", "pipeline"}.isdisjoint(config.data)
+    if not is_pipeline and not any(is_version_number(path.partition("/")[0]) for path in files):
         raise BadRequest("the load request has files but no version folder: send 'file:1/model.onnx'")
 
 
@@ -63,7 +63,7 @@ def _check_path(path: str, labels: set[str]) -> None:
         raise BadRequest(
             f"Invalid file path: parameter {parameter} is not a plain relative path: write one such as 'file:1/model.onnx'"
         )
-    if len(parts) > 1 and (_VERSION.fullmatch(parts[0]) or parts[0] in DATA_FOLDERS):
+    if len(parts) > 1 and (is_version_number(parts[0]) or parts[0] in DATA_FOLDERS):
         return
     if path not in labels:
         raise BadRequest(

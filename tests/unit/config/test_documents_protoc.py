@@ -1,4 +1,4 @@
-"""What protobuf's parser for C++, which is Triton's, takes as a `config.pbtxt` is read here with the same values."""
+"""Compares `config.pbtxt` with protobuf's parser for C++, which is Triton's: the same values of every text that it takes."""
 
 from __future__ import annotations
 

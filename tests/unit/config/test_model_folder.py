@@ -4,10 +4,14 @@ from pathlib import Path
 
 import onnx
 import pytest
+from headrace.config.documents import Document
 from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
 from headrace.config.python_rules import reads_device_rows
 from headrace.core.errors import ConfigError, Finding
-from headrace.core.model_config import ModelConfig
+from headrace.core.model_config import ModelConfig, is_version
+from headrace.core.pipeline_config import EnsembleStep
+from headrace.core.traffic_config import Traffic
+from headrace.repository.uploads import check_files
 from onnx import TensorProto
 
 from tests.support.onnx_models import identity_model, write_model
@@ -227,7 +231,7 @@ def test_bad_folder_names_are_refused(tmp_path: Path, name: str) -> None:
 def test_a_folder_without_versions_or_models_is_refused_with_a_cure(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (finding,) = errors(tmp_path)
-    assert (finding.message, finding.cure) == ("has no version folder", "put the model in m/1/model.onnx")
+    assert (finding.message, finding.cure) == ("has no version folder", "put the model's file into m/1/")
     (tmp_path / "m" / "1").mkdir()
     (tmp_path / "m" / "1" / "model.pt").touch()
     (finding,) = errors(tmp_path)
@@ -238,13 +242,33 @@ def test_a_folder_without_versions_or_models_is_refused_with_a_cure(tmp_path: Pa
 
 def test_odd_folders_are_ignored_with_a_warning_hidden_ones_in_silence(tmp_path: Path) -> None:
     write_model(tmp_path / "m", version=2)
-    for name in ("01", "0", "-1", "x", ".git", "warmup", "1" * 30):
+    large = (str(2**63), "1" * 30)
+    for name in ("01", "0", "-1", "x", ".git", "warmup", *large):
         (tmp_path / "m" / name).mkdir()
     (tmp_path / "m" / "3").touch()
     folder = read(tmp_path)
     assert folder.versions == (2,)
-    assert {finding.path for finding in folder.findings} == {"m/01", "m/0", "m/-1", "m/x", "m/" + "1" * 30}
+    assert {finding.path for finding in folder.findings} == {
+        "m/01",
+        "m/0",
+        "m/-1",
+        "m/x",
+        *(f"m/{name}" for name in large),
+    }
     assert not any(finding.fatal for finding in folder.findings)
+
+
+@pytest.mark.parametrize("version", [10**18 - 1, 1795000000000000001, 2**63 - 1])
+def test_every_number_of_64_bits_is_a_version(tmp_path: Path, version: int) -> None:
+    policy = f"version_policy: {{specific: {{versions: [{version}]}}}}"
+    write_model(tmp_path / "m", config=policy, version=version)
+    folder = read(tmp_path)
+    assert (folder.versions, folder.findings) == ((version,), ())
+    assert served_versions(folder.config, folder.versions) == (version,)
+    assert is_version(str(version))
+    assert Traffic.model_validate({"versions": {str(version): "5%"}}).named == {str(version)}
+    assert EnsembleStep(model_name="m", model_version=version).model_version == version
+    check_files({f"{version}/model.onnx": b""}, Document("config"))
 
 
 def test_every_served_version_is_compared(tmp_path: Path) -> None:

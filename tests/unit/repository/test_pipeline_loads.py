@@ -59,6 +59,21 @@ async def test_models_load_before_the_ensembles_that_call_them(tmp_path: Path) -
         assert registry.ready()
 
 
+async def test_a_pipeline_without_a_version_folder_has_version_1(tmp_path: Path) -> None:
+    add_all(tmp_path, outer=True)
+    for name in ("m", "a_outer"):  # git keeps no empty folder
+        (tmp_path / name / "1").rmdir()
+
+    async with running(tmp_path) as (reconciler, registry):
+        assert reason(registry) == ("READY", "")
+        before = await infer(registry, "a_outer", "z")
+        await reconciler.load("m", None, {})
+        assert (await infer(registry, "a_outer", "z") == before).all()
+        (tmp_path / "m" / "2").mkdir()
+        await reconciler.load("m", None, {})
+        assert registry.versions("m") == ["2"]
+
+
 async def test_labels_are_those_of_the_model_behind_an_output(tmp_path: Path) -> None:
     add_all(tmp_path)
 
