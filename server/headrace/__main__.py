@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -165,6 +166,8 @@ def _add_administration(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     options = settings.from_arguments(args)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # a handler, because processes of models would inherit an ignored signal
+        signal.signal(number, lambda *_: None)
     if not settings.configures_malloc():
         use_one_arena()
     try:

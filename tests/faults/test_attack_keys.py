@@ -241,6 +241,24 @@ def test_errors_do_not_show_which_models_exist(case: tuple[Attacked, Keys]) -> N
             assert seen.pop()[0] is grpc.StatusCode.PERMISSION_DENIED
 
 
+@pytest.mark.parametrize("name", ["Authorization", "X-API-Key"])
+def test_two_keys_in_one_request_are_refused(case: tuple[Attacked, Keys], name: str) -> None:
+    attacked, keys = case
+    prefix = "Bearer " if name == "Authorization" else ""
+    headers = [f"{name}: {prefix}{key}" for key in ("hr_wrong", keys.keys["all"])]
+    for path in ("/v2/models/affine/infer", "/v2/repository/index"):
+        with attacked.connect() as wire:
+            wire.pour([head(path, "Content-Type: application/json", "Content-Length: 2", *headers), b"{}"])
+            assert wire.answer() == (400, f"the header {name.lower()} came twice: send it once")
+    metadata = [(name.lower(), prefix + keys.keys["all"])] * 2
+    with attacked.channel() as channel:
+        call = channel.unary_unary(SERVICE + "ModelInfer")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(grpc_request().SerializeToString(), metadata=metadata, timeout=20)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    attacked.still_serves()
+
+
 def test_a_caller_without_a_key_is_refused_before_its_body_is_read(case: tuple[Attacked, Keys]) -> None:
     attacked, _ = case
     with watched(attacked, "S16 bodies without a key") as watch:

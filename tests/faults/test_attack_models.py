@@ -136,6 +136,34 @@ def test_a_pipe_does_not_hold_up_a_reload(attacked: Attacked) -> None:
     attacked.still_serves()
 
 
+# --- Links -------------------------------------------------------------------------------------------------------------
+
+
+def test_links_to_themselves(tmp_path: Path) -> None:
+    """In the repository, as a version, and as external weights: each is refused by its name, all else serves and is watched."""
+    repository = tmp_path / "models"
+    add_model(repository, "affine", affine())
+    (repository / "loop").symlink_to("loop")
+    (repository / "long").symlink_to("x" * 300)
+    folder = add_model(repository, "versions", affine())
+    (folder / "2").symlink_to("2")
+    weights = add_model(repository, "weights", affine()) / "1"
+    model = onnx.load(weights / "model.onnx")
+    onnx.save(model, weights / "model.onnx", save_as_external_data=True, location="data", size_threshold=0)
+    (weights / "data").unlink()
+    (weights / "data").symlink_to("data")
+    options = ("--model-control", "poll", "--poll-interval-s", "0.05")
+    with serving(repository, tmp_path, *options) as server:
+        for name in ("affine", "versions"):
+            assert server.request("POST", f"/v2/models/{name}/infer", http_body())[0] == 200
+        assert f"{repository / 'loop'} is skipped: it cannot be read: Too many levels of symbolic links" in server.text
+        assert f"{repository / 'long'} is skipped: it cannot be read: File name too long" in server.text
+        assert 'stored in "data", which does not exist' in server.text
+        add_model(repository, "later", affine())
+        until(lambda: server.request("POST", "/v2/models/later/infer", http_body())[0] == 200)
+        assert "Traceback" not in server.text
+
+
 # --- Shapes ------------------------------------------------------------------------------------------------------------
 
 

@@ -173,7 +173,8 @@ def test_sighup_loses_no_request(tmp_path: Path) -> None:
             server.signal(signal.SIGHUP)
             assert server.request("POST", "/v2/models/affine/infer", http_body())[0] == 200
         until(lambda: "SIGHUP: there are no certificates or keys to reload" in server.text)
-        server.signal(signal.SIGPIPE)
+        for number in (signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2):
+            server.signal(number)
         assert server.request("POST", "/v2/models/affine/infer", http_body())[0] == 200
         server.signal(signal.SIGTERM)
         server.signal(signal.SIGTERM)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -644,7 +645,7 @@ def _check_external(tensor: onnx.TensorProto, folder: Path, name: str) -> None:
     cure = "save the model with its external data in the same folder"
     if not location or "\0" in location or relative.is_absolute() or ".." in relative.parts or "\\" in location:
         raise refuse(name, None, f"{subject}, which is not in the model's folder", cure)
-    if not (folder / relative).resolve().is_relative_to(folder.resolve()):
+    if not Path(os.path.realpath(folder / relative)).is_relative_to(os.path.realpath(folder)):
         raise refuse(name, None, f"{subject}, which leads out of the model's folder", cure)
     if not (folder / relative).is_file():
         raise refuse(name, None, f"{subject}, which does not exist", cure)

@@ -19,7 +19,7 @@ def main() -> int:
     """Run the process that the first message on the channel describes; returns the exit status."""
     # Ctrl-C and the stop of a service reach all processes of the group: the supervisor stops this one. Handlers, unlike ignored
     # signals, are not inherited by the processes of models.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     sock = socket.socket(fileno=int(sys.argv[1]))
     try:

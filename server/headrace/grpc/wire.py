@@ -223,7 +223,7 @@ def parse_request_head(methods: Methods, fields: Sequence[HeaderField] | None) -
     if not kind.startswith(b"application/grpc") or kind[16:17] not in (b"", b"+", b";"):
         return RequestHead(http_status=415, http_body=_HTTP_BODY, content_length=content_length)
     try:
-        return _parse_grpc_headers(methods, headers, content_length)
+        return _parse_grpc_headers(methods, fields, headers, content_length)
     except Exception as error:  # an error of the server ends the call, not the connection
         return rejected(error_status(error))
 
@@ -255,7 +255,9 @@ def _is_forbidden(value: bytes) -> bool:
     return value.startswith(_BLANKS) or value.endswith(_BLANKS)
 
 
-def _parse_grpc_headers(methods: Methods, headers: dict[bytes, bytes], content_length: int) -> RequestHead:
+def _parse_grpc_headers(
+    methods: Methods, fields: Sequence[HeaderField], headers: dict[bytes, bytes], content_length: int
+) -> RequestHead:
     path = headers[b":path"].decode("latin-1")
     unary, stream = methods.unary.get(path), methods.streams.get(path)
     if unary is None and stream is None:
@@ -269,7 +271,7 @@ def _parse_grpc_headers(methods: Methods, headers: dict[bytes, bytes], content_l
         text = f"grpc-encoding {encoding[:32].decode('latin-1')!r} is not supported: use identity, deflate or gzip"
         return rejected(ErrorStatus("UNIMPLEMENTED", text, (("grpc-accept-encoding", _ACCEPTED_ENCODINGS),)))
     reader = methods.options_reader
-    options = {name: headers[wire].decode("latin-1") for wire, name in reader.wire_names.items() if wire in headers}
+    options = reader.values(fields)
     return RequestHead(
         unary or stream,
         stream is not None,

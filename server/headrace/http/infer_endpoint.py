@@ -139,7 +139,7 @@ class InferHeaders:
         is_image = False
         for name, value in headers:
             if name in names:
-                option_values[names[name]] = value.decode("latin-1")
+                options_reader.add(option_values, name, value)
             elif name not in _ENDPOINT_HEADERS:
                 continue
             elif name == b"inference-header-content-length":
@@ -480,13 +480,11 @@ def peer_principal(scope: Scope, access: AccessControl) -> Principal | None:
 
 
 def request_principal(scope: Scope, reader: RequestOptionsReader) -> Principal:
-    """Return the principal of any HTTP request; never raises."""
+    """Return the principal of any HTTP request; raises BadRequest if it has two keys."""
     access = reader.access
     if not access.has_keys:
         return access.anonymous
-    names = reader.wire_names
-    headers = {names[name]: value.decode("latin-1") for name, value in scope["headers"] if name in names}
-    return reader.principal(headers, peer_principal(scope, access))
+    return reader.principal(reader.values(scope["headers"]), peer_principal(scope, access))
 
 
 async def _receive_all(receive: Receive, client_limits: ClientLimits) -> list[bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,7 @@ class RequestOptionsReader:
         self.access = access or OpenAccess()
         has_keys = self.access.has_keys
         source = (AUTHORIZATION_HEADER, API_KEY_HEADER) if has_keys else (client_header,)
+        self._caller_names = frozenset(source)
         self._names = frozenset((*source, *_OPTION_HEADERS)) - (set() if reads_load_format else {LOAD_FORMAT_HEADER})
         self.routing_headers: frozenset[str] = frozenset()
         self._callbacks: list[Callable[[], None]] = []
@@ -117,6 +118,25 @@ class RequestOptionsReader:
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call `callback` after a change of the headers that are read, for caches of parsed heads."""
         self._callbacks.append(callback)
+
+    def add(self, values: dict[str, str], name: bytes, value: bytes) -> None:
+        """Add the value of a header in `wire_names`.
+
+        Raises:
+            BadRequest: it names the caller a second time: a proxy may have checked the other value.
+        """
+        text = self.wire_names[name]
+        if text in values and text in self._caller_names:
+            raise BadRequest(f"the header {text} came twice: send it once")
+        values[text] = value.decode("latin-1")
+
+    def values(self, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+        """Return the values of the headers in `names`; raises as `add`."""
+        values: dict[str, str] = {}
+        for name, value in headers:
+            if name in self.wire_names:
+                self.add(values, name, value)
+        return values
 
     def principal(self, headers: Mapping[str, str], peer: Principal | None = None) -> Principal:
         """Return the principal of a request; never raises.

@@ -119,7 +119,7 @@ def folders(repository: Path, cache: ScanCache | None = None) -> tuple[list[Path
     """
     try:
         with os.scandir(repository) as scanned:
-            entries = [repository / name for name in sorted(entry.name for entry in scanned if entry.is_dir())]
+            entries = [repository / name for name in sorted(entry.name for entry in scanned if _may_be_folder(entry))]
     except OSError as error:
         message = f"the model repository cannot be read: {error.strerror}"
         cure = "give the server's user read and execute permission on the folder"
@@ -542,9 +542,17 @@ def _is_current(listing: _Listing) -> bool:
 def _folders(path: Path) -> list[Path]:
     try:
         with os.scandir(path) as entries:
-            return sorted(Path(entry.path) for entry in entries if entry.is_dir())
+            return sorted(Path(entry.path) for entry in entries if _may_be_folder(entry))
     except OSError:
         return []
+
+
+def _may_be_folder(entry: os.DirEntry[str]) -> bool:
+    """True for a folder, and for a link that cannot be followed, such as one to itself: listing it gives the error."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return True
 
 
 def _fingerprint(*folders: tuple[Path, str, int]) -> Fingerprint:

@@ -343,9 +343,9 @@ def _start(
 
 def main(arguments: list[str]) -> None:
     """Run the process."""
-    # Ignored: Ctrl-C and a service's SIGTERM reach the child as well, but the server ends it after the last response.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Ignored: Ctrl-C and a service's signals reach the child as well, but the server ends it after the last response.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     # A child that hangs in native code would not notice that the server was killed and its sockets closed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent, *descriptors = (int(word) for word in arguments)
