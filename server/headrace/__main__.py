@@ -166,7 +166,8 @@ def _add_administration(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     options = settings.from_arguments(args)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # a handler, because processes of models would inherit an ignored signal
+    # A handler, because processes of models would inherit an ignored signal.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     if not settings.configures_malloc():
         use_one_arena()

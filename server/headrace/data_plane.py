@@ -96,6 +96,7 @@ class DataPlane:
             verifier=open_verifier(settings.model_keys_file, state),
         )
         self.registry.sequences = loader.sequences
+        self.registry.sequences.by_client = bool(settings.api_keys_file or settings.jwks)
         control = ControlPolicy(
             mode=settings.model_control,
             allow_override=settings.allow_model_override,

@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2
 
 from tests.support.attacks import SERVICE, Attacked, attack, grpc_request, head, http_body, watched
 from tests.support.keys import Keys, until
+from tests.support.sequence_models import add_accumulator
 from tests.support.serving import HOST, Server
 from tests.support.waiting import at_rest
 
@@ -239,6 +240,33 @@ def test_errors_do_not_show_which_models_exist(case: tuple[Attacked, Keys]) -> N
                 seen.add((error.value.code(), error.value.details()))
             assert len(seen) == 1, name
             assert seen.pop()[0] is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("id_type", ["TYPE_UINT64", "TYPE_STRING"])
+def test_a_sequence_belongs_to_the_client_of_its_key(case: tuple[Attacked, Keys], id_type: str) -> None:
+    """Another key can use the same id, and neither reads, changes nor ends the sequence, also in the memory of the model."""
+    attacked, keys = case
+    add_accumulator(attacked.repository, id_type, id_type=id_type)
+    assert attacked.post(f"/v2/repository/models/{id_type}/load", b"{}", **keys.bearer("control")) == (200, "")
+    sequence_id: object = 42 if id_type == "TYPE_UINT64" else "42"
+
+    def send(client: str, value: int, **flags: bool) -> int | str:
+        tensor = {"name": "INPUT", "datatype": "INT32", "shape": [1, 1], "data": [value]}
+        flags_sent = {f"sequence_{name}": value for name, value in flags.items()}
+        body = http_body(tensor, parameters={"sequence_id": sequence_id, **flags_sent})
+        path = f"/v2/models/{id_type}/infer"
+        _, _, content = attacked.server.request("POST", path, body, keys.bearer(client))
+        response = json.loads(content)
+        return response["error"] if "error" in response else response["outputs"][0]["data"][0]
+
+    assert send("all", 1, start=True) == 1
+    for _ in range(2):
+        assert "must specify the START flag" in str(send("infer", 10))
+        assert send("infer", 10, start=True) == 10
+        assert (send("all", 2), send("infer", 20, end=True), send("all", -2)) == (3, 30, 1)
+    assert send("all", 4, end=True) == 5
+    assert attacked.post(f"/v2/repository/models/{id_type}/unload", b"{}", **keys.bearer("control")) == (200, "")
+    attacked.still_serves()
 
 
 @pytest.mark.parametrize("name", ["Authorization", "X-API-Key"])

@@ -12,9 +12,13 @@ class SequenceDirectory:
     """All versions with sequences, from load to close. Any thread may call.
 
     Ownership: `_lock` guards the changes of `_handles`, which is replaced as a whole and read without it.
+
+    Attributes:
+        by_client: an id belongs to the client that sends it: two clients may use the same id. For servers with keys.
     """
 
     def __init__(self) -> None:
+        self.by_client = False
         self._lock = threading.Lock()
         self._handles: dict[str, tuple[VersionHandle, ...]] = {}
 

@@ -91,8 +91,8 @@ class SequenceHandle(ModelHandle):
         if self.spec.decoupled and request.responses is None:
             raise decoupled_error(self.spec.name)
         correlation_id, is_start, is_end = self._checked(request)
-        if not is_start and self._directory.has_others(self) and not self._scheduler.accepts(correlation_id):
-            other = self._other(correlation_id)
+        if not is_start and self._directory.has_others(self):
+            other = self._other(request, correlation_id)
             if other is not None:
                 return other.compute(request)
         now_ns = self._clock()
@@ -148,7 +148,9 @@ class SequenceHandle(ModelHandle):
         if self._quotas is not None:
             self._quotas.charge(request.client, now_ns)
         objective_ns = self.policy.batch.objective_ns
-        entry = SequenceEntry(request, completion, now_ns, correlation_id, is_start, is_end, objective_ns)
+        entry = SequenceEntry(
+            request, completion, now_ns, correlation_id, is_start, is_end, objective_ns, self._client(request)
+        )
         if is_start and entry.due_ns != FAR_NS:
             self._admit_start(entry, now_ns)
         entry.remove = self._scheduler.discard
@@ -171,7 +173,7 @@ class SequenceHandle(ModelHandle):
             raise
         if is_start and self._directory.has_others(self):
             for other in self._replaced():
-                other._scheduler.supersede(correlation_id)
+                other._scheduler.supersede(entry.sequence_key)
         self.used_ns = now_ns
         if self._instance_group.evicted:  # after `enqueue`: a concurrent eviction sees the queued request
             self._request_restore()
@@ -183,7 +185,7 @@ class SequenceHandle(ModelHandle):
         Raises:
             WouldMiss: the predicted response is after the due time; it has the time until a slot should be free.
         """
-        wait_ns = self._scheduler.slot_wait_ns(entry.correlation_id, now_ns)
+        wait_ns = self._scheduler.slot_wait_ns(entry.sequence_key, now_ns)
         if not wait_ns:
             self._admission.admit([entry], now_ns)
             return
@@ -246,6 +248,10 @@ class SequenceHandle(ModelHandle):
                 f"the request has {request.rows} rows, a request of a sequence has one: send the rows one after the other"
             )
 
+    def _client(self, request: InferRequest) -> str:
+        """Return the client that the ids of a request belong to; "" for all clients."""
+        return request.client if self._directory.by_client else ""
+
     def _new_id(self) -> CorrelationId:
         """Return an id for a request of an iterative model that came without one."""
         return self._scheduler.new_id(self._max_id or MAX_ID, is_text=not self._max_id)
@@ -258,10 +264,13 @@ class SequenceHandle(ModelHandle):
             if other.closing or other.spec.version == self.spec.version:
                 yield other
 
-    def _other(self, correlation_id: CorrelationId) -> SequenceHandle | None:
+    def _other(self, request: InferRequest, correlation_id: CorrelationId) -> SequenceHandle | None:
         """Return the version that is being replaced by this one and has the live sequence; None if there is none."""
+        key = (request.client, correlation_id) if self._client(request) else correlation_id
+        if self._scheduler.accepts(key):
+            return None
         for other in self._replaced():
-            if other._scheduler.accepts(correlation_id):
+            if other._scheduler.accepts(key):
                 if (other.spec.inputs, other.spec.outputs) == (self.spec.inputs, self.spec.outputs):
                     return other
                 raise BadRequest(

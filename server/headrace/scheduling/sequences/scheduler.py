@@ -14,7 +14,13 @@ from headrace.scheduling.batching import WaitUntil
 from headrace.scheduling.policy import BatchPolicy, QueueLimits, SequencePolicy
 from headrace.scheduling.queue import FAR_NS, Entry
 from headrace.scheduling.scheduler import Batch, Scheduler
-from headrace.scheduling.sequences.table import FLAGS_PARAMETER, CorrelationId, SequenceEntry, SequenceTable
+from headrace.scheduling.sequences.table import (
+    FLAGS_PARAMETER,
+    CorrelationId,
+    SequenceEntry,
+    SequenceKey,
+    SequenceTable,
+)
 
 _UNLOADING = "the model is being unloaded and accepts no requests: retry once it is loaded"
 
@@ -48,18 +54,18 @@ class SequenceScheduler(Scheduler):
 
     # Called by front ends
 
-    def accepts(self, correlation_id: CorrelationId) -> bool:
+    def accepts(self, key: SequenceKey) -> bool:
         """Return True if a request without START may follow for this id."""
         with self._lock:
             self._table.expire(self._clock())
-            result = self._table.accepts(correlation_id)
+            result = self._table.accepts(key)
         self._settle()
         return result
 
-    def supersede(self, correlation_id: CorrelationId) -> None:
+    def supersede(self, key: SequenceKey) -> None:
         """End the live sequence of an id: another version has a new sequence of that id."""
         with self._lock:
-            self._table.supersede(correlation_id)
+            self._table.supersede(key)
         self._settle()
         self._wake_instances()
 
@@ -181,10 +187,10 @@ class SequenceScheduler(Scheduler):
             self._table.release(entry)
         self._wake_instances()
 
-    def slot_wait_ns(self, correlation_id: CorrelationId, now_ns: int) -> int:
+    def slot_wait_ns(self, key: SequenceKey, now_ns: int) -> int:
         """Predict the wait of a sequence that starts now for a slot; see `SequenceTable.slot_wait_ns`."""
         with self._lock:
-            wait_ns = self._table.slot_wait_ns(correlation_id, now_ns)
+            wait_ns = self._table.slot_wait_ns(key, now_ns)
         self._settle()
         return wait_ns
 

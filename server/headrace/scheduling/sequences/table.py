@@ -33,6 +33,8 @@ from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch, queue_full
 
 CorrelationId = int | str
+SequenceKey = CorrelationId | tuple[str, CorrelationId]
+"""A correlation id, or the name of a client and its correlation id."""
 
 # Parameters by which the code of a Python model gets the sequence of a request; clients cannot send these names.
 ID_PARAMETER = "headrace.sequence_id"
@@ -44,6 +46,8 @@ _MAX_REASONS = 4096
 _ENDED = "it has ended"
 # Weight of the latest sequence in the mean lifetime: one part in so many.
 _LIFETIME_PARTS = 8
+# Largest id that the server makes up; every CORRID input can hold it.
+_MAX_NEW_ID = 2**31 - 1
 # Predicted ends of the slots are used again for so long while no sequence starts or ends.
 _SLOT_ENDS_NS = 10 * NS_PER_MS
 
@@ -72,7 +76,8 @@ class SequenceEntry(Entry):
     """A request of a sequence, from its arrival to its outcome.
 
     Attributes:
-        correlation_id: id of the sequence.
+        sequence_key: id of the sequence, with the client that it belongs to.
+        correlation_id: id that the model gets; another one than the client sent while a sequence of another client has that.
         is_start, is_end: first and last request of its sequence.
         sequence: the sequence, once it is queued.
         slot: slot of the sequence on its instance while the request runs.
@@ -92,6 +97,7 @@ class SequenceEntry(Entry):
         "number",
         "ready_ns",
         "sequence",
+        "sequence_key",
         "slot",
         "steps",
     )
@@ -105,8 +111,10 @@ class SequenceEntry(Entry):
         is_start: bool = False,
         is_end: bool = False,
         objective_ns: int = 0,
+        client: str = "",
     ) -> None:
         super().__init__(request, completion, 0, enqueued_ns, objective_ns)
+        self.sequence_key: SequenceKey = (client, correlation_id) if client else correlation_id
         self.correlation_id = correlation_id
         self.is_start, self.is_end = is_start, is_end
         self.sequence: LiveSequence | None = None
@@ -119,7 +127,8 @@ class LiveSequence:
     """A sequence from its START to its end.
 
     Attributes:
-        correlation_id: id of the sequence.
+        key: its `sequence_key`.
+        correlation_id: see `SequenceEntry`.
         waiting: queued requests, in the order of arrival.
         running: the request in the running batch of the instance; None without one.
         instance: instance with its slot; None while it waits for one.
@@ -146,14 +155,15 @@ class LiveSequence:
         "is_closed",
         "is_over",
         "keeps_slot",
+        "key",
         "running",
         "slot",
         "started_ns",
         "waiting",
     )
 
-    def __init__(self, correlation_id: CorrelationId) -> None:
-        self.correlation_id = correlation_id
+    def __init__(self, key: SequenceKey, correlation_id: CorrelationId) -> None:
+        self.key, self.correlation_id = key, correlation_id
         self.waiting: deque[SequenceEntry] = deque()
         self.running: SequenceEntry | None = None
         self.instance: InstanceSlots | None = None
@@ -244,11 +254,12 @@ class SequenceTable:
         self.refused: list[tuple[SequenceEntry, HeadraceError]] = []
         self.touched: set[int] = set()
         self.is_draining = False
-        self._sequences: dict[CorrelationId, LiveSequence] = {}  # the latest sequence of each id
+        self._sequences: dict[SequenceKey, LiveSequence] = {}  # the latest sequence of each id
+        self._model_ids: set[CorrelationId] = set()  # ids of these sequences that the model gets
         self._instances: dict[int, InstanceSlots] = {}
         self._backlog: dict[LiveSequence, None] = {}
         self._idle: OrderedDict[LiveSequence, None] = OrderedDict()  # in the order of `idle_since_ns`
-        self._reasons: OrderedDict[CorrelationId, str] = OrderedDict()
+        self._reasons: OrderedDict[SequenceKey, str] = OrderedDict()
         self._numbers = self._ids = self._now_ns = 0
         self._lifetime_ns = 0.0  # mean time of the latest sequences on their slots; 0 before the first end
         self._slot_ends: list[int] = []  # cached result of `_predicted_ends`; [] after a change
@@ -256,9 +267,9 @@ class SequenceTable:
 
     # Requests
 
-    def accepts(self, correlation_id: CorrelationId) -> bool:
+    def accepts(self, key: SequenceKey) -> bool:
         """Return True if a request without START may follow for this id."""
-        sequence = self._sequences.get(correlation_id)
+        sequence = self._sequences.get(key)
         return sequence is not None and not sequence.is_closed
 
     def add(self, entry: SequenceEntry, now_ns: int) -> None:
@@ -272,7 +283,7 @@ class SequenceTable:
         self._now_ns = now_ns
         if self._idle:
             self.expire(now_ns)
-        sequence = self._sequences.get(entry.correlation_id)
+        sequence = self._sequences.get(entry.sequence_key)
         if entry.is_start:
             if self.is_draining:
                 self.refusals[RefusalReason.UNLOADING] += 1
@@ -281,7 +292,7 @@ class SequenceTable:
                 )
         elif sequence is None or sequence.is_closed:
             self.refusals[RefusalReason.NOT_LIVE] += 1
-            raise BadRequest(self._not_live(entry.correlation_id))
+            raise BadRequest(self._not_live(entry.sequence_key))
         limits = self.limits
         if self.count >= limits.max_count or (
             self.count and self.size_bytes + entry.size_bytes > limits.max_size_bytes
@@ -289,21 +300,26 @@ class SequenceTable:
             self.refusals[RefusalReason.QUEUE_FULL] += 1
             raise queue_full(self.count, self.size_bytes, limits.max_count, limits.max_size_bytes, self._retry_s())
         if entry.is_start or sequence is None:
-            sequence = self._begin(entry.correlation_id, sequence)
+            sequence = self._begin(entry, sequence)
+        if entry.correlation_id != sequence.correlation_id:
+            entry.correlation_id = sequence.correlation_id
+            if entry.member is not None and ID_PARAMETER in entry.member.parameters:
+                parameters = {**entry.member.parameters, ID_PARAMETER: entry.correlation_id}
+                entry.member = entry.member._replace(parameters=parameters)
         sequence.is_closed = entry.is_end or self.policy.is_iterative
         entry.sequence = sequence
         self._idle.pop(sequence, None)
         self._queue(sequence, entry)
 
-    def slot_wait_ns(self, correlation_id: CorrelationId, now_ns: int) -> int:
+    def slot_wait_ns(self, key: SequenceKey, now_ns: int) -> int:
         """Predict the time until a sequence that starts now has a slot, in nanoseconds; 0 if it gets one at once.
 
         Args:
-            correlation_id: its id; it takes over the slot of a live sequence of this id.
+            key: its id; it takes over the slot of a live sequence of this id.
             now_ns: monotonic.
         """
         self.expire(now_ns)
-        latest, ahead = self._sequences.get(correlation_id), len(self._backlog)
+        latest, ahead = self._sequences.get(key), len(self._backlog)
         if (latest is not None and not latest.is_closed) or not self._instances:
             return 0
         if not ahead and any(instance.has_free for instance in self._instances.values()):
@@ -351,7 +367,7 @@ class SequenceTable:
         while True:
             self._ids = self._ids % limit + 1
             correlation_id: CorrelationId = str(self._ids) if is_text else self._ids
-            if correlation_id not in self._sequences:
+            if correlation_id not in self._model_ids:
                 return correlation_id
 
     def discard(self, entry: SequenceEntry) -> None:
@@ -361,9 +377,9 @@ class SequenceTable:
             entry.sequence.end_reason = EndReason.CANCELLED
             self._abort(entry.sequence, "a queued request of it was cancelled or timed out", entry)
 
-    def supersede(self, correlation_id: CorrelationId) -> None:
+    def supersede(self, key: SequenceKey) -> None:
         """End the live sequence of an id once its queued requests have run: another version has a new sequence of that id."""
-        sequence = self._sequences.get(correlation_id)
+        sequence = self._sequences.get(key)
         if sequence is None or sequence.is_closed:
             return
         sequence.is_closed, sequence.end_reason = True, EndReason.RESTART
@@ -505,9 +521,15 @@ class SequenceTable:
 
     # Steps of a sequence
 
-    def _begin(self, correlation_id: CorrelationId, latest: LiveSequence | None) -> LiveSequence:
-        sequence = self._sequences[correlation_id] = LiveSequence(correlation_id)
-        self._reasons.pop(correlation_id, None)
+    def _begin(self, entry: SequenceEntry, latest: LiveSequence | None) -> LiveSequence:
+        key, correlation_id = entry.sequence_key, entry.correlation_id
+        if latest is not None:
+            correlation_id = latest.correlation_id
+        elif correlation_id in self._model_ids:  # of another client: the model must not mix both
+            correlation_id = self.new_id(_MAX_NEW_ID, isinstance(correlation_id, str))
+        self._model_ids.add(correlation_id)
+        sequence = self._sequences[key] = LiveSequence(key, correlation_id)
+        self._reasons.pop(key, None)
         self.live += 1
         if latest is None:
             self._backlog[sequence] = None
@@ -614,9 +636,10 @@ class SequenceTable:
         if heir is not None:
             heir.before = before
         elif before is not None:
-            self._sequences[sequence.correlation_id] = before
-        elif self._sequences.get(sequence.correlation_id) is sequence:
-            del self._sequences[sequence.correlation_id]
+            self._sequences[sequence.key] = before
+        elif self._sequences.get(sequence.key) is sequence:
+            del self._sequences[sequence.key]
+            self._model_ids.discard(sequence.correlation_id)
         if heir is not None and before is None:
             self._succeed(heir, instance)
         self._fill()
@@ -667,29 +690,29 @@ class SequenceTable:
     def _remember(self, sequence: LiveSequence, reason: str) -> None:
         if reason is _ENDED or sequence.heir is not None:
             return
-        self._reasons.setdefault(sequence.correlation_id, reason)
+        self._reasons.setdefault(sequence.key, reason)
         if len(self._reasons) > _MAX_REASONS:
             self._reasons.popitem(last=False)
 
     def _ended(self, sequence: LiveSequence, reason: str) -> Unavailable:
         is_iterative = self.policy.is_iterative
         cure = "send the request again" if is_iterative else "start it again with sequence_start"
-        text = f"sequence {_quoted(sequence.correlation_id)} has ended: {reason}; {cure}"
+        text = f"sequence {_quoted(sequence.key)} has ended: {reason}; {cure}"
         return Unavailable(text, can_retry=is_iterative)
 
-    def _not_live(self, correlation_id: CorrelationId) -> str:
+    def _not_live(self, key: SequenceKey) -> str:
         if self.policy.is_iterative:
             return (
-                f"inference request for sequence {_quoted(correlation_id)} must specify the START flag on the first request of "
+                f"inference request for sequence {_quoted(key)} must specify the START flag on the first request of "
                 "the sequence: the model is iterative, and each request is a sequence of its own; send it with sequence_start, "
                 "or without sequence_id"
             )
-        reason = self._reasons.get(correlation_id)
+        reason = self._reasons.get(key)
         detail = f" has ended: {reason}" if reason else " is not live: it was not started, or has ended"
         # The middle is Triton's text, which clients search for.
         return (
-            f"inference request for sequence {_quoted(correlation_id)} must specify the START flag on the first request of the "
-            f"sequence: sequence {_quoted(correlation_id)}{detail}; send its first request with sequence_start"
+            f"inference request for sequence {_quoted(key)} must specify the START flag on the first request of the "
+            f"sequence: sequence {_quoted(key)}{detail}; send its first request with sequence_start"
         )
 
 
@@ -697,5 +720,6 @@ def _head_number(sequence: LiveSequence) -> int:
     return sequence.waiting[0].number
 
 
-def _quoted(correlation_id: CorrelationId) -> str:
+def _quoted(key: SequenceKey) -> str:
+    correlation_id = key[1] if isinstance(key, tuple) else key
     return str(correlation_id) if isinstance(correlation_id, int) else repr(correlation_id[:128])
