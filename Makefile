@@ -83,8 +83,18 @@ test-ray: $(VENV)/.ray models ## install Ray and test headrace.ray on a cluster 
 screenshots: $(VENV)/.dev models ## take the pictures of the server's page anew
 	$(BIN)/python -m tests.support.screenshots docs/images
 
+# Each file in a process of its own, GPU_WORKERS at a time; what fills or measures the GPU runs last, one file at a time.
+GPU_WORKERS ?= 4
+GPU_FILES = $(wildcard tests/gpu/test_*.py tests/gpu/*/test_*.py)
 test-gpu: $(VENV)/.dev gpu-packages ## what needs an NVIDIA GPU
-	$(BIN)/python -m pytest -vv --durations=15 tests/gpu
+	@status=0; $(MAKE) -k -j $(GPU_WORKERS) --output-sync=target $(GPU_FILES:=.beside) || status=1; \
+	  $(MAKE) -k -j 1 $(patsubst %,%.alone,$(shell grep -lF mark.whole_gpu $(GPU_FILES))) || status=1; exit $$status
+
+# Status 5: all tests of the file have the other mark.
+tests/gpu/%.beside:
+	@$(BIN)/python -m pytest -v --durations=5 -m "not whole_gpu" tests/gpu/$* || [ $$? = 5 ]
+tests/gpu/%.alone:
+	@$(BIN)/python -m pytest -v --durations=5 -m whole_gpu tests/gpu/$*
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -27,7 +27,7 @@ from tests.support.gpu_process_memory import process_gpu_bytes
 from tests.support.models import add_model, affine
 from tests.support.waiting import until_async
 
-pytestmark = gpu_marks(180)
+pytestmark = [*gpu_marks(180), pytest.mark.whole_gpu]
 
 ALL = ControlPolicy("none")
 # An instance's berths are 8 MB then; what TensorRT and the driver take beside them is more (33 MB on an H200).

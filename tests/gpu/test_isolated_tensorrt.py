@@ -48,7 +48,7 @@ def right(result: dict[str, Any], x: np.ndarray[Any, Any]) -> bool:
 
 
 def free_bytes() -> int:
-    """Of the GPU, which must be the test's alone: memory of ended processes has no owner."""
+    """Of the GPU: memory of ended processes has no owner."""
     with current(0):
         return int(loaded().mem_get_info()[0])
 
@@ -69,6 +69,7 @@ def median_us(execution: Any, x: np.ndarray[Any, Any]) -> float:
     return float(np.median(times))
 
 
+@pytest.mark.whole_gpu
 def test_isolated_batches_overlap_and_survive_a_crash(plan: Path) -> None:
     before = free_bytes()
     ledger = Ledger()

@@ -29,7 +29,7 @@ from headrace.core.tensor import Array
 from tests.support.gpu_marks import gpu_marks
 from tests.support.serving import ROOT, Server, serving
 
-pytestmark = gpu_marks(560, "fastapi", "uvicorn")
+pytestmark = [*gpu_marks(560, "fastapi", "uvicorn"), pytest.mark.whole_gpu]
 
 MODEL = "resnet50"
 CLIENTS, IMAGES = 8, 8

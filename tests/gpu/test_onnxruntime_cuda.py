@@ -214,6 +214,7 @@ def _no_copy(address: int, size_bytes: int) -> Array:
     raise AssertionError("nothing is copied by the host")
 
 
+@pytest.mark.whole_gpu
 def test_memory_is_returned_and_booked(tmp_path: Path) -> None:
     path = saved(tmp_path, pictures())
     ledger = Ledger()

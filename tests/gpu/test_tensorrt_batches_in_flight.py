@@ -205,8 +205,8 @@ def test_batches_in_flight_have_separate_row_tables(plan: Path) -> None:
                 check(execution.finish(batch), sent[order])
 
 
+@pytest.mark.whole_gpu
 def test_every_bucket_is_measured_at_load(plan: Path) -> None:
-    """The GPU must be this test's alone."""
     with opened(plan) as execution:
         choice = execution._resources.tuning_result
         assert 1 in choice.one_graph | choice.one_graph_when_idle, (

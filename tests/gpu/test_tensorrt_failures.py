@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 from headrace.cuda.devices import describe
 from headrace.cuda.driver import CudaGraph, CudaStream, DeviceError, OutOfDeviceMemory, current
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download
@@ -59,6 +60,7 @@ def full_gpu(left_bytes: int) -> Iterator[None]:
                 block.free()
 
 
+@pytest.mark.whole_gpu
 def test_a_full_gpu_is_a_temporary_error(tmp_path: Path) -> None:
     path = tmp_path / "model.plan"
     # 32 KiB of FP32 a row behind each convolution.
