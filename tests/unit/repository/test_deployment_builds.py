@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace.scheduling.handle import ModelHandle
 
-from tests.support.control_thread import EXPLICIT, Check, at_rest, index, infer_values, put, run, same
+from tests.support.control_thread import EXPLICIT, at_rest, index, infer_values, put, running, same
 from tests.support.fake_builder import command
 from tests.support.models import add_model, affine
 from tests.support.waiting import until_async
@@ -52,17 +53,19 @@ class Workshop:
     def let_go(self) -> None:
         (self.orders / "hold").unlink()
 
-    def run(self, check: Check, control: ControlPolicy = EXPLICIT) -> None:
-        """The control thread with the fake builder."""
+    @asynccontextmanager
+    async def running(self, control: ControlPolicy = EXPLICIT) -> AsyncIterator[tuple[Reconciler, Registry]]:
         real = Loader.load
 
         def load(loader: Loader, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
             self.loads.append(chosen.file.name)
             return real(loader, folder, version, chosen)
 
+        names = None if control.mode == "poll" else frozenset({"m"})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Loader, "load", load)
-            run(self.repository, check, control, None if control.mode == "poll" else frozenset({"m"}), self.command)
+            async with running(self.repository, control, names, self.command) as server:
+                yield server
 
 
 @pytest.fixture
@@ -84,10 +87,10 @@ async def settled(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize("control", [EXPLICIT, POLL, ControlPolicy("none")], ids=lambda control: control.mode)
-def test_the_engine_serves_when_it_is_built(workshop: Workshop, control: ControlPolicy) -> None:
+async def test_the_engine_serves_when_it_is_built(workshop: Workshop, control: ControlPolicy) -> None:
     workshop.hold()
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with workshop.running(control) as (reconciler, registry):
         assert registry.ready()
         assert same(await infer_values(registry), 1)
         await until_async(lambda: workshop.calls() == ["started"])
@@ -103,26 +106,21 @@ def test_the_engine_serves_when_it_is_built(workshop: Workshop, control: Control
         assert reason_of(registry) == ""
         assert workshop.calls() == ["started"]
 
-    workshop.run(check, control)
 
-
-def test_the_next_start_finds_the_engine(workshop: Workshop) -> None:
-    async def check(_: Reconciler, registry: Registry) -> None:
+async def test_the_next_start_finds_the_engine(workshop: Workshop) -> None:
+    async with workshop.running() as (_, registry):
         await settled(registry)
 
-    workshop.run(check)
-
-    async def again(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         assert same(await infer_values(registry), 2)
-
-    workshop.run(again)
     assert workshop.calls() == ["started"]
 
 
-def test_a_failed_build_is_reported_and_not_retried(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_build_is_reported_and_not_retried(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
     (workshop.orders / "fail").write_text(f"{workshop.repository}/m: node 'x' cannot be quantised\n")
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    caplog.set_level(logging.ERROR, "headrace")
+    async with workshop.running() as (reconciler, registry):
         await settled(registry)
         expected = "none is built; building it failed: m: node 'x' cannot be quantised"
         assert reason_of(registry).endswith(expected)
@@ -137,18 +135,15 @@ def test_a_failed_build_is_reported_and_not_retried(workshop: Workshop, caplog: 
         await settled(registry)
         assert same(await infer_values(registry), 2)
         assert workshop.calls() == ["started", "started"]
-
-    with caplog.at_level(logging.ERROR, "headrace"):
-        workshop.run(check)
     assert [r.getMessage() for r in caplog.records] == [
         "model m version 1: building its engine failed: m: node 'x' cannot be quantised"
     ]
 
 
-def test_a_model_that_is_loaded_anew_may_try_again(workshop: Workshop) -> None:
+async def test_a_model_that_is_loaded_anew_may_try_again(workshop: Workshop) -> None:
     (workshop.orders / "fail").write_text("no\n")
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (reconciler, registry):
         await settled(registry)
         (workshop.orders / "fail").unlink()
         await reconciler.unload("m", False)
@@ -156,15 +151,13 @@ def test_a_model_that_is_loaded_anew_may_try_again(workshop: Workshop) -> None:
         await settled(registry)
         assert same(await infer_values(registry), 2)
 
-    workshop.run(check)
 
-
-def test_new_samples_are_a_new_attempt(workshop: Workshop) -> None:
+async def test_new_samples_are_a_new_attempt(workshop: Workshop) -> None:
     (workshop.orders / "fail").write_text("no samples\n")
     config_text = "optimization: {precision: int8, calibration: {data: samples.npz}}\nbuild_on_load: true\n"
     (workshop.repository / "m" / "config.yaml").write_text(config_text)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running(POLL) as (_, registry):
         await settled(registry)
         (workshop.orders / "fail").unlink()
         (workshop.repository / "m" / "samples.npz").write_bytes(b"x")
@@ -173,13 +166,11 @@ def test_new_samples_are_a_new_attempt(workshop: Workshop) -> None:
         assert same(await infer_values(registry), 2)
         assert len(workshop.calls()) == 2
 
-    workshop.run(check, POLL)
 
-
-def test_unloaded_models_are_not_built(workshop: Workshop) -> None:
+async def test_unloaded_models_are_not_built(workshop: Workshop) -> None:
     workshop.hold()
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (reconciler, registry):
         await until_async(lambda: workshop.calls() == ["started"])
         await reconciler.unload("m", False)
         await until_async(lambda: workshop.calls() == ["started", "stopped"])
@@ -191,13 +182,11 @@ def test_unloaded_models_are_not_built(workshop: Workshop) -> None:
         assert index(registry)["m", "1"][0] == "UNAVAILABLE"
         assert workshop.loads == ["model.onnx"]
 
-    workshop.run(check)
 
-
-def test_a_model_that_changes_while_it_is_built_gets_another_engine(workshop: Workshop) -> None:
+async def test_a_model_that_changes_while_it_is_built_gets_another_engine(workshop: Workshop) -> None:
     workshop.hold()
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (reconciler, registry):
         await until_async(lambda: workshop.calls() == ["started"])
         put(workshop.repository, 3)
         await reconciler.load("m", None, {})
@@ -207,13 +196,11 @@ def test_a_model_that_changes_while_it_is_built_gets_another_engine(workshop: Wo
         await settled(registry)
         assert same(await infer_values(registry), 2)
 
-    workshop.run(check)
 
-
-def test_the_end_of_a_build_loads_no_other_changed_files(workshop: Workshop) -> None:
+async def test_the_end_of_a_build_loads_no_other_changed_files(workshop: Workshop) -> None:
     workshop.hold()
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (reconciler, registry):
         await until_async(lambda: workshop.calls() == ["started"])
         # The folder is being changed; the watcher, or a load request, signals the end of the change.
         put(workshop.repository, 3)
@@ -224,14 +211,12 @@ def test_the_end_of_a_build_loads_no_other_changed_files(workshop: Workshop) -> 
         await reconciler.load("m", None, {})
         assert same(await infer_values(registry), 2), "the engine was built from the new file"
 
-    workshop.run(check)
 
-
-def test_uploaded_models_are_not_built(workshop: Workshop) -> None:
+async def test_uploaded_models_are_not_built(workshop: Workshop) -> None:
     content = affine(seed=4).SerializeToString()
     text = '{"parameters": {"headrace.build_on_load": {"string_value": "true"}}}'
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (reconciler, registry):
         await settled(registry)
         await reconciler.load("m", text, {"1/model.onnx": content})
         assert same(await infer_values(registry), 4)
@@ -241,13 +226,11 @@ def test_uploaded_models_are_not_built(workshop: Workshop) -> None:
         await until_async(lambda: reconciler._builds._current is None and not reconciler._builds._waiting)
         assert workshop.calls() == ["started"]
 
-    workshop.run(check)
 
-
-def test_an_engine_that_does_not_load_is_not_built_again(workshop: Workshop) -> None:
+async def test_an_engine_that_does_not_load_is_not_built_again(workshop: Workshop) -> None:
     (workshop.orders / "engine.onnx").write_bytes(b"no engine")
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (reconciler, registry):
         await settled(registry)
         assert "which cannot be loaded" in reason_of(registry)
         assert same(await infer_values(registry), 1)
@@ -255,13 +238,11 @@ def test_an_engine_that_does_not_load_is_not_built_again(workshop: Workshop) -> 
         assert same(await infer_values(registry), 1)
         assert workshop.calls() == ["started"]
 
-    workshop.run(check)
 
-
-def test_a_builder_that_publishes_nothing_is_not_started_again(workshop: Workshop) -> None:
+async def test_a_builder_that_publishes_nothing_is_not_started_again(workshop: Workshop) -> None:
     workshop.command = ("true",)
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (reconciler, registry):
         await settled(registry)
         expected = (
             "model.onnx serves in place of the int8 engine: none is built (headrace build m --target onnxruntime)"
@@ -270,42 +251,35 @@ def test_a_builder_that_publishes_nothing_is_not_started_again(workshop: Worksho
         await reconciler.load("m", None, {})
         assert reason_of(registry) == expected
 
-    workshop.run(check)
 
-
-def test_the_server_stops_while_something_is_built(workshop: Workshop) -> None:
+async def test_the_server_stops_while_something_is_built(workshop: Workshop) -> None:
     workshop.hold()
-
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         await until_async(lambda: workshop.calls() == ["started"])
         assert same(await infer_values(registry), 1)
-
-    started = time.monotonic()
-    workshop.run(check)
+        started = time.monotonic()
     assert time.monotonic() - started < 60, "the build would never have ended"
     assert workshop.calls() == ["started", "stopped"]
     assert [path.name for path in (workshop.repository / "m" / "1").iterdir()] == ["model.onnx"]
 
 
-def test_models_come_first_engines_second(workshop: Workshop) -> None:
+async def test_models_come_first_engines_second(workshop: Workshop) -> None:
     for name in ("a", "z"):
         add_model(workshop.repository, name, affine(seed=1), files={"config.yaml": BUILT})
     seen: list[int] = []
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running(POLL) as (_, registry):
         assert workshop.loads[:3] == ["model.onnx"] * 3
         await until_async(lambda: all(reason == "" for _, reason in index(registry).values()))
         seen.append(len(workshop.calls()))
-
-    workshop.run(check, POLL)
     assert seen == [3]
 
 
-def test_no_request_is_lost_during_the_swap_to_the_engine(workshop: Workshop) -> None:
+async def test_no_request_is_lost_during_the_swap_to_the_engine(workshop: Workshop) -> None:
     answers: list[int] = []
     errors: list[BaseException] = []
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         going = True
 
         async def client() -> None:
@@ -324,8 +298,6 @@ def test_no_request_is_lost_during_the_swap_to_the_engine(workshop: Workshop) ->
         await until_async(lambda: len(answers) > seen + 4 * len(clients))
         going = False
         await asyncio.gather(*clients)
-
-    workshop.run(check)
     assert errors == []
     assert set(answers) == {1, 2}
     assert answers[-1] == 2
@@ -347,8 +319,8 @@ def moment(workshop: Workshop, reconciler: Reconciler, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["load", "process", "builder", "engine", "end"])
-def test_loads_and_unloads_at_any_moment_of_a_build_leave_it_sane(workshop: Workshop, name: str) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+async def test_loads_and_unloads_at_any_moment_of_a_build_leave_it_sane(workshop: Workshop, name: str) -> None:
+    async with workshop.running() as (reconciler, registry):
         await until_async(lambda: moment(workshop, reconciler, name))
         await reconciler.load("m", None, {})
         await reconciler.unload("m", False)
@@ -356,5 +328,3 @@ def test_loads_and_unloads_at_any_moment_of_a_build_leave_it_sane(workshop: Work
         await settled(registry)
         assert same(await infer_values(registry), 2)
         assert reason_of(registry) == ""
-
-    workshop.run(check)

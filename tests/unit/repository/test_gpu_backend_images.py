@@ -17,14 +17,13 @@ from headrace.pipelines import image
 from headrace.pipelines.execution import Ranking, softmax
 from headrace.pipelines.image import PixelSteps
 from headrace.pipelines.recipe import ImageRecipe
-from headrace.repository.reconciler import ControlPolicy, Reconciler
-from headrace.repository.registry import Registry
+from headrace.repository.reconciler import ControlPolicy
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from onnx import TensorProto, helper, numpy_helper
 
-from tests.support.control_thread import run
+from tests.support.control_thread import running
 from tests.support.fake_streams import LateCuda
 from tests.support.kernels_on_host import install_host_kernels
 
@@ -113,22 +112,17 @@ def put(folder: Path, rows: int = 6, top_k: int = 2, labels: bool = True, tail: 
     return folder / "repository"
 
 
-def answers(repository: Path, sent: np.ndarray) -> dict[str, Array]:
+async def answers(repository: Path, sent: np.ndarray) -> dict[str, Array]:
     """Return the response of the model to one request."""
-    result: list[dict[str, Array]] = []
-
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ControlPolicy("none")) as (_, registry):
         states = {(str(r["name"]), str(r["state"]), str(r["reason"])) for r in registry.index()}
         assert states == {("m", "READY", "")}
         handle = registry.lease("m", "")
         try:
             request = InferRequest(inputs={"x": sent}, rows=len(sent), shape_key=sent.shape[1:], received_ns=0)
-            result.append((await handle.infer(request)).outputs)
+            return (await handle.infer(request)).outputs
         finally:
             handle.release()
-
-    run(repository, check, ControlPolicy("none"))
-    return result[0]
 
 
 def check(result: dict[str, Array], sent: np.ndarray, names: list[str]) -> None:
@@ -153,10 +147,10 @@ def pictures(rows: int) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("trt", "kernels", "no_cpu")
-def test_the_gpu_prepares_and_ranks(tmp_path: Path, cuda: LateCuda, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_gpu_prepares_and_ranks(tmp_path: Path, cuda: LateCuda, caplog: pytest.LogCaptureFixture) -> None:
     sent = pictures(5)
     with caplog.at_level(logging.WARNING, "headrace"):
-        result = answers(put(tmp_path), sent)
+        result = await answers(put(tmp_path), sent)
     check(result, sent, ["other", "scores", "classes", "labels"])
     assert not caplog.records
 
@@ -171,24 +165,24 @@ def test_the_gpu_prepares_and_ranks(tmp_path: Path, cuda: LateCuda, caplog: pyte
         ({"tail": (6, 1, 1), "top_k": 0, "labels": False}, ["other", "y"]),
     ],
 )
-def test_every_kind_of_class_ranking(tmp_path: Path, arguments: dict[str, Any], names: list[str]) -> None:
+async def test_every_kind_of_class_ranking(tmp_path: Path, arguments: dict[str, Any], names: list[str]) -> None:
     sent = pictures(3)
-    check(answers(put(tmp_path, **arguments), sent), sent, names)
+    check(await answers(put(tmp_path, **arguments), sent), sent, names)
 
 
 @pytest.mark.usefixtures("trt", "kernels", "no_cpu")
-def test_a_model_without_a_batch_dimension(tmp_path: Path) -> None:
+async def test_a_model_without_a_batch_dimension(tmp_path: Path) -> None:
     sent = pictures(1)
-    check(answers(put(tmp_path, rows=0), sent), sent, ["other", "scores", "classes", "labels"])
+    check(await answers(put(tmp_path, rows=0), sent), sent, ["other", "scores", "classes", "labels"])
 
 
 @pytest.mark.usefixtures("trt", "no_compiler")
-def test_without_a_compiler_the_cpu_is_used_and_logged_once(
+async def test_without_a_compiler_the_cpu_is_used_and_logged_once(
     tmp_path: Path, cuda: LateCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
     sent = pictures(5)
     with caplog.at_level(logging.WARNING, "headrace"):
-        result = answers(put(tmp_path), sent)
+        result = await answers(put(tmp_path), sent)
     check(result, sent, ["other", "scores", "classes", "labels"])
     (line,) = [record.getMessage() for record in caplog.records]
     assert "model m: the CPU prepares its pictures and ranks its classes: NVRTC is not there" in line

@@ -58,10 +58,8 @@ def with_plan(tmp_path: Path, config: str = "", plan: bytes | None = None) -> Pa
 
 
 async def test_it_serves_from_there_and_again_after_a_crash(tmp_path: Path) -> None:
-    async with running(with_plan(tmp_path, "dynamic_batching: {}\ninstance_group: [{kind: gpu, count: 2}]\n"), ALL) as (
-        _,
-        registry,
-    ):
+    repository = with_plan(tmp_path, "dynamic_batching: {}\ninstance_group: [{kind: gpu, count: 2}]\n")
+    async with running(repository, ALL) as (_, registry):
         handle = registry.lease("m", "")
         assert handle.spec.resident_devices == frozenset(), "that process does not read our memory"
         assert handle.policy.instances == 2

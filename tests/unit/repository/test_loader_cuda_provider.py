@@ -14,7 +14,6 @@ from headrace.config.model_folder import read_model_folder
 from headrace.config.serving_plan import CUDA_RUNTIME, GpuRuntime, ServingPlan, serving_plan
 from headrace.core.errors import ConfigError, Finding, Unavailable, Unsupported
 from headrace.repository.explanation import explain
-from headrace.repository.reconciler import Reconciler
 from headrace.repository.registry import Registry
 
 from tests.support.control_thread import index, infer_values, put, running, same
@@ -48,13 +47,13 @@ def facts(registry: Registry) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("config", [BATCHES + FP16, KIND_GPU + FP16, BATCHES + "backend: tensorrt\n"])
-def test_the_provider_serves_on_the_gpu_until_the_engine_is_built(
+async def test_the_provider_serves_on_the_gpu_until_the_engine_is_built(
     trt: Any, provider: FakeProvider, tmp_path: Path, config: str
 ) -> None:
     workshop = GpuWorkshop(tmp_path, config)
     (workshop.orders / "hold").touch()
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         assert same(await infer_values(registry), 1)
         await until_async(lambda: workshop.calls() == ["started m 1 tensorrt"])
         state, reason = index(registry)["m", "1"]
@@ -67,17 +66,15 @@ def test_the_provider_serves_on_the_gpu_until_the_engine_is_built(
         assert same(await infer_values(registry), 2)
         assert facts(registry) == {"runtime": "tensorrt", "device": "GPU 0"}
 
-    workshop.run(check)
-
 
 @pytest.mark.parametrize("config", [KIND_GPU, KIND_GPU + "fallback: onnxruntime\n", BATCHES + FP16])
-def test_the_provider_goes_on_serving_a_model_that_tensorrt_refuses(
+async def test_the_provider_goes_on_serving_a_model_that_tensorrt_refuses(
     trt: Any, provider: FakeProvider, tmp_path: Path, config: str
 ) -> None:
     workshop = GpuWorkshop(tmp_path, config)
     (workshop.orders / "fail").write_text(FAILED)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         await until_async(lambda: "failed" in index(registry)["m", "1"][1])
         assert same(await infer_values(registry), 1)
         assert index(registry)["m", "1"][0] == "READY"
@@ -90,35 +87,31 @@ def test_the_provider_goes_on_serving_a_model_that_tensorrt_refuses(
         handle = registry.lease("m", "")
         assert handle.policy.instances == (1 if "count: 1" in config else 2)
         handle.release()
-
-    workshop.run(check)
     assert {options["device_id"] for options in provider.options} == {"0"}
 
 
-def test_a_file_that_the_provider_refuses_is_served_as_without_it(
+async def test_a_file_that_the_provider_refuses_is_served_as_without_it(
     trt: Any, provider: FakeProvider, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     provider.failure = ConfigError([Finding("model.onnx", None, "no kernel for Unique")])
     workshop = GpuWorkshop(tmp_path, BATCHES + FP16)
     (workshop.orders / "fail").write_text("no")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         await until_async(lambda: "building it failed" in index(registry)["m", "1"][1])
         assert same(await infer_values(registry), 1)
         assert facts(registry)["runtime"] == "onnxruntime"
         assert "no kernel for Unique" in index(registry)["m", "1"][1]
 
-    workshop.run(check)
 
-
-def test_kind_gpu_that_the_provider_refuses_waits_for_its_engine(
+async def test_kind_gpu_that_the_provider_refuses_waits_for_its_engine(
     trt: Any, provider: FakeProvider, tmp_path: Path
 ) -> None:
     provider.failure = ConfigError([Finding("model.onnx", None, "no kernel for Unique")])
     workshop = GpuWorkshop(tmp_path, KIND_GPU)
     (workshop.orders / "hold").touch()
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         await until_async(lambda: workshop.calls() == ["started m 1 tensorrt"])
         assert index(registry)["m", "1"][0] == "LOADING"
         with pytest.raises(Unavailable):
@@ -127,10 +120,8 @@ def test_kind_gpu_that_the_provider_refuses_waits_for_its_engine(
         await until_async(lambda: index(registry)["m", "1"] == ("READY", ""))
         assert same(await infer_values(registry), 2)
 
-    workshop.run(check)
 
-
-def test_without_the_package_the_failed_build_names_the_extra(
+async def test_without_the_package_the_failed_build_names_the_extra(
     trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     problem = f"the installed onnxruntime has no CUDA provider: {onnxruntime_cuda.EXTRA}"
@@ -138,11 +129,9 @@ def test_without_the_package_the_failed_build_names_the_extra(
     workshop = GpuWorkshop(tmp_path, KIND_GPU)
     (workshop.orders / "fail").write_text(FAILED)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    caplog.set_level(logging.ERROR)
+    async with workshop.running() as (_, registry):
         await until_async(lambda: index(registry)["m", "1"][0] == "UNAVAILABLE")
-
-    with caplog.at_level(logging.ERROR):
-        workshop.run(check)
     (line,) = [record.getMessage() for record in caplog.records if "building its engine" in record.getMessage()]
     assert line.endswith(f"{FAILED}; the second GPU runtime does not serve the model: {problem}")
     assert "gpu-onnx" in line
@@ -159,29 +148,25 @@ async def test_without_tensorrt_the_provider_serves(provider: FakeProvider, tmp_
         assert "ONNX Runtime's CUDA provider serves model.onnx: TensorRT" in index(registry)["m", "1"][1]
 
 
-def test_the_accelerator_cuda_selects_the_provider(trt: Any, provider: FakeProvider, tmp_path: Path) -> None:
+async def test_the_accelerator_cuda_selects_the_provider(trt: Any, provider: FakeProvider, tmp_path: Path) -> None:
     pairs = "cudnn_conv_algo_search: '0', gpu_mem_limit: '70000000'"
     workshop = GpuWorkshop(tmp_path, KIND_GPU + CUDA_ACCELERATOR.replace("PAIRS", pairs))
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         assert same(await infer_values(registry), 1)
         assert facts(registry) == {"runtime": CUDA_RUNTIME, "device": "GPU 0"}
         assert index(registry)["m", "1"] == ("READY", "")
-
-    workshop.run(check)
     assert workshop.calls() == [], "no engine is built"
     (options,) = provider.options
     assert (options["cudnn_conv_algo_search"], options["gpu_mem_limit"]) == ("EXHAUSTIVE", "70000000")
 
 
-def test_an_engine_that_fits_is_preferred(trt: Any, provider: FakeProvider, tmp_path: Path) -> None:
+async def test_an_engine_that_fits_is_preferred(trt: Any, provider: FakeProvider, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, KIND_GPU)
     workshop.publish()
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         assert same(await infer_values(registry), 2)
-
-    workshop.run(check)
     assert provider.options == []
 
 

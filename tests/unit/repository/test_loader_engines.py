@@ -13,10 +13,10 @@ import onnx
 import pytest
 from headrace.core.model_config import ModelConfig
 from headrace.core.optimization_config import requested_precision
-from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.reconciler import ControlPolicy
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import index, infer_values, put, run, running, same
+from tests.support.control_thread import index, infer_values, put, running, same
 from tests.support.fake_builder import publish
 from tests.support.models import add_model, affine, sum_difference
 
@@ -44,23 +44,22 @@ def reason_of(registry: Registry, name: str = "m") -> str:
     return reason
 
 
-def serves(repository: Path, seed: int) -> str:
+async def serves(repository: Path, seed: int) -> str:
     """Load the repository, see that the answers are those of a seed; what the index says beside READY."""
-    reasons: list[str] = []
-
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL) as (_, registry):
         assert same(await infer_values(registry), seed)
-        reasons.append(reason_of(registry))
-
-    run(repository, check, ALL)
-    assert str(repository.parent) not in reasons[0]
-    return reasons[0]
+        reason = reason_of(registry)
+    assert str(repository.parent) not in reason
+    return reason
 
 
-def test_a_matching_engine_serves_instead_of_the_model(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_matching_engine_serves_instead_of_the_model(
+    repository: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = publish(repository / "m", 1, ENGINE)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    caplog.set_level(logging.INFO, "headrace")
+    async with running(repository, ALL) as (_, registry):
         assert same(await infer_values(registry), 2)
         assert reason_of(registry) == ""
         handle = registry.lease("m", "")
@@ -76,16 +75,13 @@ def test_a_matching_engine_serves_instead_of_the_model(repository: Path, caplog:
             "engine.cosine": 0.999,
         }
         handle.release()
-
-    with caplog.at_level(logging.INFO, "headrace"):
-        run(repository, check, ALL)
     lines = [record.getMessage() for record in caplog.records if "runs the engine" in record.getMessage()]
     assert lines == [f"model m version 1 runs the engine {path.name}: int8, top-1 agreement with FP32 98.8 %"]
 
 
-def test_an_engine_below_its_bar_serves_with_a_mark(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_below_its_bar_serves_with_a_mark(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
     publish(repository / "m", 1, ENGINE, forced=True, refusal=["top-1 agreement is 71.0 %, wanted are 90 %"])
-    reason = serves(repository, 2)
+    reason = await serves(repository, 2)
     assert reason == "the int8 engine is below its accuracy bar: top-1 agreement is 71.0 %, wanted are 90 %"
     assert any(r.levelno == logging.WARNING and "below its accuracy bar" in r.getMessage() for r in caplog.records)
 
@@ -157,28 +153,28 @@ async def test_an_engine_that_does_not_fit_is_passed_over_with_the_reason_and_a_
 
 
 @pytest.mark.parametrize(("overridden", "option"), [(True, " --precision int8"), (False, "")])
-def test_the_remedy_names_the_requested_precision(tmp_path: Path, overridden: bool, option: str) -> None:
+async def test_the_remedy_names_the_requested_precision(tmp_path: Path, overridden: bool, option: str) -> None:
     """Without a configured precision, `headrace build m` alone would build FP32."""
     repository = tmp_path / "repository"
     put(repository, 1)
     publish(repository / "m", 1, ENGINE, overridden=overridden)
     change_model(repository / "m")
-    assert serves(repository, 1).endswith(f" (headrace build m --target onnxruntime{option})")
+    assert (await serves(repository, 1)).endswith(f" (headrace build m --target onnxruntime{option})")
 
 
-def test_an_engine_of_another_machine_stays_aside(repository: Path) -> None:
+async def test_an_engine_of_another_machine_stays_aside(repository: Path) -> None:
     publish(repository / "m", 1, ENGINE, machine=OTHER_MACHINE)
-    assert "built for cpu abacus with ONNX Runtime 1.2; this is " in serves(repository, 1)
+    assert "built for cpu abacus with ONNX Runtime 1.2; this is " in await serves(repository, 1)
 
 
-def test_only_requested_engines_are_reported_missing(repository: Path) -> None:
+async def test_only_requested_engines_are_reported_missing(repository: Path) -> None:
     expected = "model.onnx serves in place of the int8 engine: none is built (headrace build m --target onnxruntime)"
-    assert serves(repository, 1) == expected
+    assert await serves(repository, 1) == expected
     (repository / "m" / "config.yaml").unlink()
-    assert serves(repository, 1) == ""
+    assert await serves(repository, 1) == ""
     # A demo model's own stamp is none of an engine.
     (repository / "m" / "1" / "build.json").write_text(json.dumps({"recipe": 1}))
-    assert serves(repository, 1) == ""
+    assert await serves(repository, 1) == ""
 
 
 def external_data(location: str) -> bytes:
@@ -202,17 +198,17 @@ def poisoned() -> bytes:
     [b"", b"\x00" * 64, ENGINE[: len(ENGINE) // 2], poisoned(), sum_difference().SerializeToString()],
     ids=["empty", "garbage", "truncated", "unknown operator", "another model"],
 )
-def test_the_model_serves_if_its_engine_is_broken(repository: Path, engine: bytes) -> None:
+async def test_the_model_serves_if_its_engine_is_broken(repository: Path, engine: bytes) -> None:
     """Attack 20: what was stamped so does not load; the stamp's digests are right."""
     path = publish(repository / "m", 1, engine)
-    reason = serves(repository, 1)
+    reason = await serves(repository, 1)
     assert reason.startswith(f"model.onnx serves in place of the int8 engine, which cannot be loaded: {path.name}")
     assert reason.endswith("(headrace build m --target onnxruntime --rebuild)")
     assert "export the model again" not in reason, "it is the engine that is broken"
 
 
 @pytest.mark.parametrize("location", ["../../../secret", "link"])
-def test_an_engine_reads_nothing_outside_of_its_folder(repository: Path, location: str) -> None:
+async def test_an_engine_reads_nothing_outside_of_its_folder(repository: Path, location: str) -> None:
     """Attack 20: weights that lie elsewhere."""
     secret = repository.parent / "secret"
     secret.write_bytes(bytes(4096))
@@ -223,7 +219,7 @@ def test_an_engine_reads_nothing_outside_of_its_folder(repository: Path, locatio
     engine_file.write_bytes(external_data(location))
     stamps["builds"][0] |= {"size_bytes": engine_file.stat().st_size}
     (folder / "build.json").write_text(json.dumps(stamps))
-    assert f'are stored in "{location}", which ' in serves(repository, 1)
+    assert f'are stored in "{location}", which ' in await serves(repository, 1)
 
 
 async def test_an_engine_published_for_this_machine_reloads_only_its_model(repository: Path) -> None:

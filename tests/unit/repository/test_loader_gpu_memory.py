@@ -13,11 +13,11 @@ from headrace.core.errors import ConfigError, DeadlineExceeded, Unavailable
 from headrace.core.request import InferRequest
 from headrace.observability.metrics import MemoryCollector
 from headrace.repository.gpu_model_cache import GpuModelCache
-from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.reconciler import ControlPolicy
 from headrace.repository.registry import Registry
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tests.support.control_thread import EXPLICIT, X, index, infer_values, run, running, same
+from tests.support.control_thread import EXPLICIT, X, index, infer_values, running, same
 from tests.support.fake_streams import LateCuda
 from tests.support.models import add_model, affine
 from tests.support.waiting import until_async
@@ -45,9 +45,9 @@ def add(tmp_path: Path, name: str, seed: int, config: str = "") -> None:
 
 async def need(repository: Path) -> int:
     """Bytes of GPU memory that one of the models takes; all take the same."""
-    gpu_model_cache = GpuModelCache()
-    async with running(repository, names=frozenset({"a"}), gpu_model_cache=gpu_model_cache):
-        size = gpu_model_cache.ledger.reserved_bytes(0)
+    models = GpuModelCache()
+    async with running(repository, names=frozenset({"a"}), gpu_model_cache=models):
+        size = models.ledger.reserved_bytes(0)
     assert size > 4096
     return size
 
@@ -63,39 +63,33 @@ async def infer_value(registry: Registry, name: str, seed: int) -> None:
 
 async def test_all_models_are_ready_and_evicted_ones_load_on_request(repository: Path) -> None:
     size = await need(repository)
-    gpu_model_cache = GpuModelCache()
+    models = GpuModelCache()
 
-    async with running(repository, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size)) as (
-        _,
-        registry,
-    ):
+    async with running(repository, ALL, gpu_model_cache=models, gpu_memory_fraction=room(2 * size)) as (_, registry):
         assert index(registry) == {("a", "1"): EVICTED, ("b", "1"): READY, ("c", "1"): READY}
         assert registry.ready()
-        assert gpu_model_cache.ledger.reserved_bytes(0) == 2 * size
+        assert models.ledger.reserved_bytes(0) == 2 * size
         await infer_value(registry, "c", 3)
         await infer_value(registry, "a", 1)
         # b had not been used for longest.
         await until_async(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): EVICTED, ("c", "1"): READY})
         await infer_value(registry, "b", 2)
         await until_async(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): EVICTED})
-        await until_async(lambda: sum(loads.on_demand for _, _, loads in gpu_model_cache.loads()) == 2)
-        assert gpu_model_cache.ledger.reserved_bytes(0) == 2 * size
-        counts = {name: (loads.count, loads.on_demand, loads.evictions) for name, _, loads in gpu_model_cache.loads()}
+        await until_async(lambda: sum(loads.on_demand for _, _, loads in models.loads()) == 2)
+        assert models.ledger.reserved_bytes(0) == 2 * size
+        counts = {name: (loads.count, loads.on_demand, loads.evictions) for name, _, loads in models.loads()}
         assert counts == {"a": (2, 1, 1), "b": (2, 1, 1), "c": (1, 0, 1)}
-        assert all(loads.time_ns > 0 for _, _, loads in gpu_model_cache.loads())
-    assert gpu_model_cache.ledger.reserved_bytes(0) == 0
+        assert all(loads.time_ns > 0 for _, _, loads in models.loads())
+    assert models.ledger.reserved_bytes(0) == 0
 
 
 @pytest.mark.slow
 async def test_requests_wait_together_and_all_are_answered(repository: Path) -> None:
     """Three models share room for one; none starves, no response is another model's."""
     size = await need(repository)
-    gpu_model_cache = GpuModelCache()
+    models = GpuModelCache()
 
-    async with running(repository, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(size)) as (
-        _,
-        registry,
-    ):
+    async with running(repository, ALL, gpu_model_cache=models, gpu_memory_fraction=room(size)) as (_, registry):
 
         async def caller(name: str, seed: int) -> int:
             count, until = 0, time.monotonic() + 4
@@ -107,19 +101,16 @@ async def test_requests_wait_together_and_all_are_answered(repository: Path) -> 
         counts = await asyncio.gather(*[caller(n, s) for s, n in enumerate("abc", 1) for _ in range(2)])
         assert min(counts) > 3, counts
         # Each stays for a second once it is loaded while it is used, so there are about as many loads as seconds.
-        loads = sum(loads.on_demand for _, _, loads in gpu_model_cache.loads())
+        loads = sum(loads.on_demand for _, _, loads in models.loads())
         assert 3 <= loads <= 10
 
 
 async def test_a_model_too_large_for_the_gpu_is_refused_and_the_others_serve_on(repository: Path) -> None:
     size = await need(repository)
     (repository / "b" / "config.yaml").write_text(TENSORRT + "instance_group: [{kind: gpu, count: 9}]\n")
-    gpu_model_cache = GpuModelCache()
+    models = GpuModelCache()
 
-    async with running(repository, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size)) as (
-        _,
-        registry,
-    ):
+    async with running(repository, ALL, gpu_model_cache=models, gpu_memory_fraction=room(2 * size)) as (_, registry):
         states = index(registry)
         assert states["c", "1"] == READY
         state, reason = states["b", "1"]
@@ -129,7 +120,7 @@ async def test_a_model_too_large_for_the_gpu_is_refused_and_the_others_serve_on(
         await infer_value(registry, "a", 1)
         await infer_value(registry, "c", 3)
         # Who made room for the attempt comes back by its first instance, which answers while the second opens.
-        await until_async(lambda: gpu_model_cache.ledger.reserved_bytes(0) == 2 * size)
+        await until_async(lambda: models.ledger.reserved_bytes(0) == 2 * size)
 
 
 async def test_a_separate_budget_does_not_affect_others(repository: Path) -> None:
@@ -144,18 +135,16 @@ async def test_a_separate_budget_does_not_affect_others(repository: Path) -> Non
         await infer_value(registry, "c", 3)
 
 
-def test_a_model_that_is_to_stay_stays(repository: Path) -> None:
-    size = asyncio.run(need(repository))
+async def test_a_model_that_is_to_stay_stays(repository: Path) -> None:
+    size = await need(repository)
     (repository / "a" / "config.yaml").write_text(TENSORRT + "keep_loaded: true\n")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, gpu_memory_fraction=room(2 * size)) as (_, registry):
         assert index(registry) == {("a", "1"): READY, ("b", "1"): EVICTED, ("c", "1"): READY}
         await infer_value(registry, "b", 2)
         await until_async(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): EVICTED})
 
-    run(repository, check, ALL, gpu_memory_fraction=room(2 * size))
-
-    async def alone(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, gpu_memory_fraction=room(size)) as (_, registry):
         states = index(registry)
         assert states["a", "1"] == READY
         for name in "bc":
@@ -163,16 +152,15 @@ def test_a_model_that_is_to_stay_stays(repository: Path) -> None:
             assert "a/1" in states[name, "1"][1], "the holder is named"
         await infer_value(registry, "a", 1)
 
-    run(repository, alone, ALL, gpu_memory_fraction=room(size))
-
 
 async def test_loading_and_unloading_move_memory(repository: Path) -> None:
     size = await need(repository)
-    gpu_model_cache = GpuModelCache()
+    models = GpuModelCache()
 
-    async with running(
-        repository, EXPLICIT, frozenset(), gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(size)
-    ) as (reconciler, registry):
+    async with running(repository, EXPLICIT, frozenset(), gpu_model_cache=models, gpu_memory_fraction=room(size)) as (
+        reconciler,
+        registry,
+    ):
         for name in "abc":
             await reconciler.load(name, None, {})
         assert index(registry)["b", "1"] == EVICTED
@@ -184,8 +172,8 @@ async def test_loading_and_unloading_move_memory(repository: Path) -> None:
         await reconciler.load("a", None, {})
         await infer_value(registry, "a", 1)
         await reconciler.unload("a", False)
-        await until_async(lambda: gpu_model_cache.ledger.reserved_bytes(0) == 0)
-        assert gpu_model_cache.loads() == []
+        await until_async(lambda: models.ledger.reserved_bytes(0) == 0)
+        assert models.loads() == []
 
 
 async def test_an_evicted_model_with_requests_is_unloaded_once_they_are_answered(repository: Path) -> None:
@@ -222,11 +210,10 @@ async def test_a_failed_reload_is_reported_and_retried_later(repository: Path) -
         await until_async(lambda: index(registry)["a", "1"] == READY)
 
 
-def test_deadlines_apply_to_waiting_requests_and_shutdown_answers_them(repository: Path) -> None:
-    size = asyncio.run(need(repository))
+async def test_deadlines_apply_to_waiting_requests_and_shutdown_answers_them(repository: Path) -> None:
+    size = await need(repository)
     waiting: list[Any] = []
-
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(repository, ALL, frozenset("a"), gpu_memory_fraction=room(size)) as (_, registry):
         handle = registry.lease("a", "")
         assert handle.evict(5)
         now = time.monotonic_ns()
@@ -237,19 +224,8 @@ def test_deadlines_apply_to_waiting_requests_and_shutdown_answers_them(repositor
         with pytest.raises(DeadlineExceeded):
             await waiting[0]
         handle.release()
-
-    async def main() -> None:
-        with pytest.raises(Unavailable, match="stopping"):
-            await waiting[1]
-
-    async def both(reconciler: Reconciler, registry: Registry) -> None:
-        await check(reconciler, registry)
-        waiting.append(asyncio.create_task(main()))
-        await asyncio.sleep(0)
-
-    run(repository, both, ALL, frozenset("a"), gpu_memory_fraction=room(size))
-    assert waiting[2].done()
-    assert waiting[2].exception() is None
+    with pytest.raises(Unavailable, match="stopping"):
+        await waiting[1]
 
 
 async def test_a_full_gpu_counts_like_a_full_budget(cuda: LateCuda, repository: Path) -> None:
@@ -272,17 +248,14 @@ async def test_a_full_gpu_counts_like_a_full_budget(cuda: LateCuda, repository: 
 
 async def test_metrics_report_the_memory_of_each_model(repository: Path) -> None:
     size = await need(repository)
-    gpu_model_cache = GpuModelCache()
+    models = GpuModelCache()
     pages: list[str] = []
 
-    async with running(repository, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size)) as (
-        _,
-        registry,
-    ):
+    async with running(repository, ALL, gpu_model_cache=models, gpu_memory_fraction=room(2 * size)) as (_, registry):
         await infer_value(registry, "a", 1)
         await until_async(lambda: index(registry)["a", "1"] == READY)
         prometheus = CollectorRegistry()
-        prometheus.register(MemoryCollector(gpu_model_cache))
+        prometheus.register(MemoryCollector(models))
         pages.append(generate_latest(prometheus).decode())
     page = pages[0]
     assert 'headrace_gpu_memory_bytes{gpu="0",kind="scratch",model="a",version="1"} 8192.0' in page

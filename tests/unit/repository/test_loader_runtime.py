@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from headrace.repository.gpu_backend import tensorrt_machine
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import Check, index, infer_values, put, run, running, same
+from tests.support.control_thread import EXPLICIT, index, infer_values, put, running, same
 from tests.support.fake_builder import command, publish
 from tests.support.fake_tensorrt_runtime import MAGIC
 from tests.support.models import affine, read_config_text
@@ -26,6 +27,7 @@ from tests.unit.repository.test_gpu_backend import plan_of
 # Each of these starts processes of its own; together they take most of a minute.
 pytestmark = pytest.mark.slow
 
+NO_CONTROL = ControlPolicy("none")
 FP16 = "optimization: {precision: fp16}\n"
 BATCHES = "max_batch_size: 8\n"
 TRITON_FP16 = """
@@ -63,8 +65,10 @@ class GpuWorkshop:
         path = self.orders / "calls"
         return [" ".join(line.split()[:4]) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def run(self, check: Check) -> None:
-        run(self.repository, check, ControlPolicy("none"), None, self.command)
+    def running(
+        self, control: ControlPolicy = NO_CONTROL, names: frozenset[str] | None = None, **loading: Any
+    ) -> AbstractAsyncContextManager[tuple[Reconciler, Registry]]:
+        return running(self.repository, control, names, self.command, **loading)
 
 
 def facts(registry: Registry) -> dict[str, object]:
@@ -95,13 +99,13 @@ ON_GPU = {"runtime": "tensorrt", "device": "GPU 0", "precision": "fp16"}
         ),
     ],
 )
-def test_the_cpu_serves_until_the_engine_is_built_then_the_gpu(
+async def test_the_cpu_serves_until_the_engine_is_built_then_the_gpu(
     trt: Any, tmp_path: Path, config: str, file: str
 ) -> None:
     workshop = GpuWorkshop(tmp_path, config, file)
     (workshop.orders / "hold").touch()
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         assert same(await infer_values(registry), 1)
         await until_async(lambda: workshop.calls() == ["started m 1 tensorrt"])
         precision = "FP16" if "FP16" in config or "fp16" in config else "FP32"
@@ -122,41 +126,35 @@ def test_the_cpu_serves_until_the_engine_is_built_then_the_gpu(
         assert same(await infer_values(registry), 2)
         assert facts(registry) == ON_GPU
 
-    workshop.run(check)
-
-    async def again(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         assert same(await infer_values(registry), 2)
-
-    workshop.run(again)
     assert workshop.calls() == ["started m 1 tensorrt"], "the next start builds nothing"
 
 
-def test_after_a_failed_build_the_cpu_serves_and_the_reason_is_shown(trt: Any, tmp_path: Path) -> None:
+async def test_after_a_failed_build_the_cpu_serves_and_the_reason_is_shown(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES + FP16)
     (workshop.orders / "fail").write_text("no room on the disk")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         await until_async(lambda: "failed" in index(registry)["m", "1"][1])
         assert same(await infer_values(registry), 1)
         assert facts(registry)["not_on_gpu"] == "building its engine failed: no room on the disk"
         assert index(registry)["m", "1"][1].endswith("building it failed: no room on the disk")
 
-    workshop.run(check)
-
 
 @pytest.mark.parametrize("precision", ["", FP16])
-def test_an_engine_that_was_built_by_hand_serves_whatever_the_backend(trt: Any, tmp_path: Path, precision: str) -> None:
+async def test_an_engine_that_was_built_by_hand_serves_whatever_the_backend(
+    trt: Any, tmp_path: Path, precision: str
+) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES + precision + "backend: onnxruntime\n")
     workshop.publish(overridden=not precision)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         assert same(await infer_values(registry), 2)
         assert facts(registry) == ON_GPU
         handle = registry.lease("m", "")
         assert handle.policy.instances == 2, "two on each GPU where no group is written"
         handle.release()
-
-    workshop.run(check)
     assert workshop.calls() == []
 
 
@@ -164,52 +162,46 @@ def test_an_engine_that_was_built_by_hand_serves_whatever_the_backend(trt: Any, 
     ("fallback", "reason"),
     [("instance_group: [{kind: cpu, count: 3}]\n", "KIND_CPU"), ("runtime: onnxruntime\n", "runtime: onnxruntime")],
 )
-def test_only_kind_cpu_and_runtime_keep_a_model_on_the_cpu(
+async def test_only_kind_cpu_and_runtime_keep_a_model_on_the_cpu(
     trt: Any, tmp_path: Path, fallback: str, reason: str
 ) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES + FP16 + fallback)
     workshop.publish()
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         assert same(await infer_values(registry), 1)
         assert {"runtime": "onnxruntime", "device": "CPU"}.items() <= facts(registry).items()
         assert reason in str(facts(registry)["not_on_gpu"])
-
-    workshop.run(check)
     assert workshop.calls() == []
 
 
-def test_models_without_gpu_settings_stay_on_the_cpu_with_a_hint(trt: Any, tmp_path: Path) -> None:
+async def test_models_without_gpu_settings_stay_on_the_cpu_with_a_hint(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         assert same(await infer_values(registry), 1)
         assert index(registry)["m", "1"] == ("READY", "")
         assert "write optimization: {precision: fp16}" in str(facts(registry)["not_on_gpu"])
-
-    workshop.run(check)
     assert workshop.calls() == []
 
 
-def test_build_on_load_false_is_obeyed(trt: Any, tmp_path: Path) -> None:
+async def test_build_on_load_false_is_obeyed(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES + FP16 + "build_on_load: false\n")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         assert same(await infer_values(registry), 1)
         assert "not_on_gpu" in facts(registry)
-
-    workshop.run(check)
     assert workshop.calls() == []
 
 
 KIND_GPU = BATCHES + "instance_group: [{kind: gpu, count: 1}]\n"
 
 
-def test_kind_gpu_is_not_ready_until_the_gpu_serves(trt: Any, tmp_path: Path) -> None:
+async def test_kind_gpu_is_not_ready_until_the_gpu_serves(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, KIND_GPU + FP16)
     (workshop.orders / "hold").touch()
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         await until_async(lambda: workshop.calls() == ["started m 1 tensorrt"])
         state, reason = index(registry)["m", "1"]
         assert state == "LOADING"
@@ -221,41 +213,32 @@ def test_kind_gpu_is_not_ready_until_the_gpu_serves(trt: Any, tmp_path: Path) ->
         assert same(await infer_values(registry), 2)
         assert facts(registry) == ON_GPU
 
-    workshop.run(check)
 
-
-def test_kind_gpu_is_an_error_if_no_gpu_runtime_can_serve_it(trt: Any, tmp_path: Path) -> None:
+async def test_kind_gpu_is_an_error_if_no_gpu_runtime_can_serve_it(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, KIND_GPU)
     (workshop.orders / "fail").write_text("node 'x' has no kernel")
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         await until_async(lambda: index(registry)["m", "1"][0] == "UNAVAILABLE")
         with pytest.raises(Unavailable, match=r"cannot be served: .*node 'x' has no kernel"):
             registry.lease("m", "")
         assert registry.failures()
 
-    workshop.run(check)
 
-
-def test_kind_gpu_with_a_fallback_is_served_by_the_cpu_if_the_build_fails(trt: Any, tmp_path: Path) -> None:
+async def test_kind_gpu_with_a_fallback_is_served_by_the_cpu_if_the_build_fails(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, KIND_GPU + "fallback: onnxruntime\n")
     (workshop.orders / "fail").write_text("no")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         await until_async(lambda: "failed" in index(registry)["m", "1"][1])
         assert same(await infer_values(registry), 1)
-
-    workshop.run(check)
 
 
 async def test_a_reload_for_kind_gpu_serves_the_old_version_until_the_gpu_is_ready(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES)
     (workshop.orders / "hold").touch()
 
-    async with running(workshop.repository, ControlPolicy("explicit"), frozenset({"m"}), workshop.command) as (
-        reconciler,
-        registry,
-    ):
+    async with workshop.running(EXPLICIT, frozenset({"m"})) as (reconciler, registry):
         assert same(await infer_values(registry), 1)
         (workshop.repository / "m" / "config.yaml").write_text(KIND_GPU)
         await reconciler.load("m", None, {})
@@ -270,10 +253,7 @@ async def test_a_model_that_waits_for_its_engine_can_be_unloaded(trt: Any, tmp_p
     workshop = GpuWorkshop(tmp_path, KIND_GPU)
     (workshop.orders / "hold").touch()
 
-    async with running(workshop.repository, ControlPolicy("explicit"), frozenset({"m"}), workshop.command) as (
-        reconciler,
-        registry,
-    ):
+    async with workshop.running(EXPLICIT, frozenset({"m"})) as (reconciler, registry):
         await until_async(lambda: workshop.calls() == ["started m 1 tensorrt"])
         await reconciler.unload("m", False)
         assert index(registry)["m", "1"] == ("UNAVAILABLE", "unloaded")
@@ -361,18 +341,15 @@ def test_a_precision_written_after_the_build_finds_the_engine(tmp_path: Path) ->
     assert planned(tmp_path, "max_batch_size: 4\noptimization: {precision: int8}\n").stamp is None
 
 
-def test_engines_of_a_read_only_folder_are_loaded_from_the_state_folder(trt: Any, tmp_path: Path) -> None:
+async def test_engines_of_a_read_only_folder_are_loaded_from_the_state_folder(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES + FP16)
     (workshop.orders / "readonly").touch()
     before = sorted(path.name for path in (workshop.repository / "m" / "1").iterdir())
-
-    async def check(_: Reconciler, registry: Registry) -> None:
-        await until_async(lambda: index(registry)["m", "1"] == ("READY", ""))
-        assert same(await infer_values(registry), 2)
-        assert facts(registry) == ON_GPU
-
     for _ in range(2):
-        run(workshop.repository, check, ControlPolicy("none"), None, workshop.command, state=tmp_path / "state")
+        async with workshop.running(state=tmp_path / "state") as (_reconciler, registry):
+            await until_async(lambda: index(registry)["m", "1"] == ("READY", ""))
+            assert same(await infer_values(registry), 2)
+            assert facts(registry) == ON_GPU
     assert workshop.calls() == ["started m 1 tensorrt"], "a restart builds nothing"
     assert sorted(path.name for path in (workshop.repository / "m" / "1").iterdir()) == before
 
@@ -386,19 +363,19 @@ def earlier(workshop: GpuWorkshop, version: str) -> None:
 
 
 @pytest.mark.parametrize("is_stamped", [True, False])
-def test_version_compatible_engines_of_an_earlier_tensorrt_serve(trt: Any, tmp_path: Path, is_stamped: bool) -> None:
+async def test_version_compatible_engines_of_an_earlier_tensorrt_serve(
+    trt: Any, tmp_path: Path, is_stamped: bool
+) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES + FP16 + "build_on_load: false\n")
     earlier(workshop, "10.2.0")
     workshop.publish(**({"version_compatible": True} if is_stamped else {}))
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         assert same(await infer_values(registry), 2 if is_stamped else 1)
         assert (facts(registry) == ON_GPU) is is_stamped
 
-    workshop.run(check)
 
-
-def test_a_plan_runs_no_code_unless_its_stamp_says_that_it_holds_some(trt: Any, tmp_path: Path) -> None:
+async def test_a_plan_runs_no_code_unless_its_stamp_says_that_it_holds_some(trt: Any, tmp_path: Path) -> None:
     version = trt.__version__
     workshop = GpuWorkshop(tmp_path, BATCHES + FP16 + "build_on_load: false\n")
     earlier(workshop, version)
@@ -407,8 +384,6 @@ def test_a_plan_runs_no_code_unless_its_stamp_says_that_it_holds_some(trt: Any, 
     _, findings = read_config_text(f"parameters: {{{HOST_CODE}: 1}}", "m/config.yaml")
     assert any(f'unknown parameter "{HOST_CODE}"' in str(finding) for finding in findings)
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with workshop.running() as (_, registry):
         assert same(await infer_values(registry), 1)
         assert "cannot be loaded" in index(registry)["m", "1"][1]
-
-    workshop.run(check)

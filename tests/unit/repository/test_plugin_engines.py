@@ -18,7 +18,7 @@ from headrace.cuda.convolution_plugin import plugin_digest
 from headrace.cuda.kernels import loading
 from headrace.cuda.kernels.convolution import algorithms
 from headrace.cuda.kernels.convolution.direct import DirectAlgorithm
-from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.reconciler import ControlPolicy
 from headrace.repository.registry import Registry
 from headrace_engines import build
 from headrace_engines.__main__ import main
@@ -28,7 +28,7 @@ from headrace_engines.targets.tensorrt import plugin_choice
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from onnx import TensorProto
 
-from tests.support.control_thread import index, run, running
+from tests.support.control_thread import index, running
 from tests.support.fake_streams import LateCuda
 from tests.support.fake_tensorrt_runtime import FakeRuntime
 from tests.support.kernels_on_host import install_host_kernels
@@ -84,15 +84,10 @@ def change_plugin(repository: Path, **values: object) -> None:
     (repository / "m" / "1" / "build.json").write_text(json.dumps({"format": 1, "builds": [stamp]}))
 
 
-def state_of(repository: Path) -> tuple[str, str]:
+async def state_of(repository: Path) -> tuple[str, str]:
     """Return state and reason of the model."""
-    states: list[tuple[str, str]] = []
-
-    async def check(_: Reconciler, registry: Registry) -> None:
-        states.append(index(registry)["m", "1"])
-
-    run(repository, check, ALL)
-    return states[0]
+    async with running(repository, ALL) as (_, registry):
+        return index(registry)["m", "1"]
 
 
 async def test_a_server_answers_with_the_plugin(repository: Path) -> None:
@@ -132,7 +127,7 @@ def test_the_stamp_names_plugin_version_digest_and_layers(repository: Path) -> N
         ({"layers": {"conv1": "direct"}}, "built with other kernels of the plug-in HeadraceConvolution (digest "),
     ],
 )
-def test_an_engine_with_another_plugin_is_refused_before_it_is_read(
+async def test_an_engine_with_another_plugin_is_refused_before_it_is_read(
     repository: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, object], reason: str
 ) -> None:
     def read(*_: object) -> None:
@@ -140,16 +135,16 @@ def test_an_engine_with_another_plugin_is_refused_before_it_is_read(
 
     change_plugin(repository, **values)
     monkeypatch.setattr(FakeRuntime, "deserialize_cuda_engine", read)
-    state, text = state_of(repository)
+    state, text = await state_of(repository)
     assert state == "UNAVAILABLE"
     assert reason in text
     assert "headrace build m --target tensorrt" in text
 
 
-def test_the_onnx_file_replaces_such_an_engine_if_allowed(repository: Path) -> None:
+async def test_the_onnx_file_replaces_such_an_engine_if_allowed(repository: Path) -> None:
     change_plugin(repository, version="9")
     (repository / "m" / "config.yaml").write_text(CONFIG + "fallback: onnxruntime\n")
-    state, text = state_of(repository)
+    state, text = await state_of(repository)
     assert state == "READY"
     assert "model.onnx serves in place of the fp16 engine: built with version '9' of the plug-in" in text
 

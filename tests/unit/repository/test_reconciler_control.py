@@ -12,11 +12,11 @@ import pytest
 from headrace.core.errors import BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Unavailable
 from headrace.core.request import InferRequest
 from headrace.repository.loader import Loader
-from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.reconciler import ControlPolicy
 from headrace.repository.registry import Registry
 from headrace.scheduling.handle import ModelHandle
 
-from tests.support.control_thread import index, infer_values, put, run, running, same
+from tests.support.control_thread import index, infer_values, put, running, same
 from tests.support.models import add_model, affine, busy, table_lookup
 from tests.support.waiting import until_async
 
@@ -32,15 +32,13 @@ def handles(registry: Registry) -> dict[str, ModelHandle]:
     return {version: handle for name, version, handle in registry.sources() if name == "m"}
 
 
-def test_clients_may_load_only_in_explicit_mode(repository: Path) -> None:
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+@pytest.mark.parametrize("control", [ControlPolicy("none", True), ControlPolicy("poll", True)], ids=["none", "poll"])
+async def test_clients_may_load_only_in_explicit_mode(repository: Path, control: ControlPolicy) -> None:
+    async with running(repository, control) as (reconciler, registry):
         for act in (reconciler.load("m", None, {}), reconciler.unload("m", False)):
             with pytest.raises(Forbidden, match="--model-control explicit"):
                 await act
         assert same(await infer_values(registry), 1)
-
-    run(repository, check, ControlPolicy("none", allow_override=True))
-    run(repository, check, ControlPolicy("poll", allow_override=True, settle_s=0.01))
 
 
 async def test_overrides_only_where_the_operator_allows_them(repository: Path) -> None:
@@ -193,14 +191,20 @@ async def test_a_failed_reload_changes_nothing(repository: Path, how: str) -> No
         assert same(await infer_values(registry), 3)
 
 
-def test_one_broken_version_does_not_affect_the_others(repository: Path) -> None:
+async def test_one_broken_version_does_not_affect_the_others(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_model(
         repository, "half", affine(seed=4), files={"config.yaml": "version_policy: {all: {}}\nbackend: onnxruntime\n"}
     )
     add_model(repository, "half", affine(seed=4), version=2)
-    failing = {2}
+    failing, real = {2}, Loader.load
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    def load(self: Loader, folder: Any, version: int, chosen: Any) -> Any:
+        if folder.name == "half" and version in failing:
+            raise RuntimeError("/secret/path")
+        return real(self, folder, version, chosen)
+
+    monkeypatch.setattr(Loader, "load", load)
+    async with running(repository, names=frozenset({"m"})) as (reconciler, registry):
         with pytest.raises(ConfigError, match="half version 2"):
             await reconciler.load("half", None, {})
         assert same(await infer_values(registry, "half"), 4)
@@ -210,17 +214,6 @@ def test_one_broken_version_does_not_affect_the_others(repository: Path) -> None
         failing.clear()
         await reconciler.load("half", None, {})
         assert list(registry.versions("half")) == ["1", "2"]
-
-    real = Loader.load
-
-    def load(self: Loader, folder: Any, version: int, chosen: Any) -> Any:
-        if folder.name == "half" and version in failing:
-            raise RuntimeError("/secret/path")
-        return real(self, folder, version, chosen)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loader, "load", load)
-        run(repository, check, names=frozenset({"m"}))
 
 
 async def test_concurrent_loads_of_one_model_each_get_their_outcome(repository: Path) -> None:

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 from headrace.core.errors import BadRequest, ConfigError, NotFound
-from headrace.repository.reconciler import Reconciler
-from headrace.repository.registry import Registry
 
-from tests.support.control_thread import everything, infer_values, put, run, running, same
+from tests.support.control_thread import everything, infer_values, put, running, same
 from tests.support.models import affine
 from tests.support.waiting import until_async
 
@@ -41,10 +39,18 @@ async def test_a_configuration_sent_by_the_client(repository: Path) -> None:
         assert same(await infer_values(registry), 2)
 
 
-def test_files_sent_by_the_client_are_stored_in_a_private_folder(repository: Path, tmp_path: Path) -> None:
+async def test_files_sent_by_the_client_are_stored_in_a_private_folder(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = affine(seed=7).SerializeToString()
+    folder = tmp_path.parent / f"{tmp_path.name}-private"
+    folder.mkdir()
 
-    async def check(reconciler: Reconciler, registry: Registry) -> None:
+    def folders() -> list[Path]:
+        return list(folder.iterdir())
+
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    async with running(repository) as (reconciler, registry):
         before = everything(tmp_path)
         with pytest.raises(BadRequest, match="config"):
             await reconciler.load("m", None, {"1/model.onnx": content})
@@ -69,14 +75,4 @@ def test_files_sent_by_the_client_are_stored_in_a_private_folder(repository: Pat
             await reconciler.load("new", None, {})
         assert everything(tmp_path) == before, "nothing was written anywhere else"
         await reconciler.load("new", "{}", {"1/model.onnx": content})
-
-    folder = tmp_path.parent / f"{tmp_path.name}-private"
-    folder.mkdir()
-
-    def folders() -> list[Path]:
-        return list(folder.iterdir())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(folder))
-        run(repository, check)
-        assert folders() == [], "the end of the server removes it too"
+    assert folders() == [], "the end of the server removes it too"

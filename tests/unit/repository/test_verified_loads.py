@@ -13,10 +13,10 @@ from headrace.integrity.signatures import create_key_pair, read_secret_key, sign
 from headrace.integrity.verified_copy import ModelVerifier, open_verifier
 from headrace.repository.folders import open_paths
 from headrace.repository.gpu_model_cache import GpuModelCache
-from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.reconciler import ControlPolicy
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import index, infer_values, put, run, running, same
+from tests.support.control_thread import index, infer_values, put, running, same
 from tests.support.fake_builder import command
 from tests.support.models import add_model, affine
 from tests.support.waiting import until_async
@@ -67,12 +67,12 @@ async def test_a_signed_model_is_served_from_its_copy(signed: Signed) -> None:
     assert list(signed.state.iterdir()) == []
 
 
-def test_only_signed_models_are_served_with_keys(signed: Signed) -> None:
+async def test_only_signed_models_are_served_with_keys(signed: Signed) -> None:
     add_model(signed.repository, "plain", affine(seed=3))
     add_model(signed.repository, "listed", affine(seed=3))
     write_checksums(signed.repository / "listed")
 
-    async def check(_: Reconciler, registry: Registry) -> None:
+    async with running(signed.repository, ALL, verifier=signed.verifier()) as (_, registry):
         rows = index(registry)
         assert rows["m", "1"] == ("READY", "")
         assert "has no SHA256SUMS: only signed models are served" in rows["plain", ""][1]
@@ -80,12 +80,8 @@ def test_only_signed_models_are_served_with_keys(signed: Signed) -> None:
         assert not registry.serving("plain", "")
         assert not registry.serving("listed", "")
 
-    run(signed.repository, check, ALL, verifier=signed.verifier())
-
-    async def check_without_keys(_: Reconciler, registry: Registry) -> None:
+    async with running(signed.repository, ALL, verifier=signed.verifier(keys=False)) as (_, registry):
         assert {state for state, _ in index(registry).values()} == {"READY"}
-
-    run(signed.repository, check_without_keys, ALL, verifier=signed.verifier(keys=False))
 
 
 async def test_a_changed_file_is_refused_at_start_and_served_once_it_is_right(signed: Signed) -> None:
