@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from headrace import data_plane
 from headrace.__main__ import main
-from headrace.backends.tensorrt import backend as tensorrt_backend
+from headrace.backends.tensorrt import buffers
 from headrace.core.tensor import Array
 from headrace.cuda import devices
 from headrace.front_ends import __main__ as child_program
@@ -98,7 +98,7 @@ if __name__ == "__main__":
     cuda.devices = int(os.environ.get(GPUS, "1"))
     cuda.exported = Exported()
     memory = Memory()
-    patch.setattr(tensorrt_backend, "RowGather", lambda device: FakeGather(cuda, memory, device))
+    patch.setattr(buffers, "RowGather", lambda device: FakeGather(cuda, memory, device))
     fake_nvml.install(patch, fake_nvml.FakeNvml())
     patch.setattr(devices, "pci_addresses", lambda: [f"0000:0{gpu}:00.0" for gpu in range(1, cuda.devices + 1)])
     patch.setattr(children, "_PROGRAM", (sys.executable, "-m", "tests.support.fake_gpu_server", CHILD))

@@ -39,7 +39,14 @@ from headrace.backends.base import ExecutionLost, InFlightBatch, ResidentInput
 from headrace.backends.current_device import CurrentDevice
 from headrace.backends.onnxruntime import load_finding, session_options
 from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE
-from headrace.backends.tensorrt.buffers import SHARED_BLOCKS, RowTable, TensorBuffer, fetch_from_peers, gather
+from headrace.backends.tensorrt.buffers import (
+    SHARED_BLOCKS,
+    RowGathers,
+    RowTable,
+    TensorBuffer,
+    fetch_from_peers,
+    gather,
+)
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom
 from headrace.core.tensor import BY_ORT_NAME, BYTES, Array, Datatype, is_resident
@@ -253,8 +260,7 @@ class CudaModel:
         self._session = session
         self._devices = devices
         self._account = account
-        self._gathers: dict[int, RowGather] = {}
-        self._open_gathers()
+        self._gathers = RowGathers(sorted(set(devices)), session.file.name)
 
     def execution(self, index: int) -> CudaExecution:
         """Open the session of instance `index` on its GPU.
@@ -283,16 +289,7 @@ class CudaModel:
 
     def close(self) -> None:
         """Unload the kernels; the instances have closed their sessions."""
-        while self._gathers:
-            self._gathers.popitem()[1].close()
-
-    def _open_gathers(self) -> None:
-        try:
-            for device in sorted(set(self._devices)):
-                self._gathers[device] = RowGather(device)
-        except (Unsupported, DeviceError) as error:
-            self.close()
-            logger.debug("%s does not read resident rows: %s", self._session.file.name, error)
+        self._gathers.close()
 
 
 class _CurrentGpu(CurrentDevice):

@@ -15,8 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,12 @@ from blake3 import blake3
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from headrace.caching.local import memory_bytes
 from headrace.caching.redis_tls import handshake, tls_context, tls_problem, tls_text
-from headrace.caching.values import MAX_VALUE_BYTES, RemoteTotals, StoredResponse, ValueRefused, decode, encode
+from headrace.caching.values import MAX_VALUE_BYTES, Lookup, RemoteWrite, StoredResponse, ValueRefused, decode, encode
 from headrace.core.cache_options import RedisOptions
 from headrace.core.clock import NS_PER_MS, monotonic_ns
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.request import InferRequest
-from headrace.core.tensor import Array, ModelSpec
 
 logger = logging.getLogger("headrace.cache")
 
@@ -49,44 +46,6 @@ _STABLE_S = 10.0
 # Bytes of an answer besides its value.
 _ANSWER_BYTES = 4096
 _IDLE_S = 1.0
-
-Resume = Callable[[StoredResponse | None], bool]
-"""Called with the response or None; returns True if the request still waited."""
-
-
-@dataclass(slots=True, eq=False)
-class Lookup:
-    """A lookup of a key.
-
-    Attributes:
-        key: the key.
-        spec: tensor specs of the model.
-        rows, outputs: rows and requested outputs of the request; () for all outputs.
-        totals: of the model.
-        resume: called on the event loop with the response.
-        response: of Redis; None for none.
-        is_answered: True once `response` is set; before the event loop calls `resume`.
-    """
-
-    key: bytes
-    spec: ModelSpec
-    rows: int
-    outputs: tuple[str, ...]
-    totals: RemoteTotals
-    resume: Resume
-    response: StoredResponse | None = None
-    is_answered: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Write:
-    key: bytes
-    outputs: dict[str, Array]
-    spec: ModelSpec
-    compute_ns: int
-    ttl_ms: int
-    size_bytes: int
-    totals: RemoteTotals
 
 
 class RedisStore:
@@ -123,7 +82,7 @@ class RedisStore:
         self._wait_ns = options.wait_timeout_ms * NS_PER_MS
         self._late = 0
         self._lookups: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
-        self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[RemoteWrite | None] = queue.SimpleQueue()
         self._write_bytes = 0
         self._write_lock = threading.Lock()
         self._closing = threading.Event()
@@ -150,19 +109,9 @@ class RedisStore:
             return max(min(self._wait_ns, (request.deadline_ns - now_ns) // 4), 0)
         return self._wait_ns
 
-    def read(
-        self,
-        key: bytes,
-        spec: ModelSpec,
-        rows: int,
-        outputs: tuple[str, ...],
-        totals: RemoteTotals,
-        resume: Resume,
-    ) -> Lookup:
-        """Look a key up; `resume` is called on the event loop with the response or None, at any time. See `Lookup`."""
-        lookup = Lookup(key, spec, rows, outputs, totals, resume)
+    def read(self, lookup: Lookup) -> None:
+        """Look a key up; `resume` is called on the event loop with the response or None, at any time."""
         self._lookups.put(lookup)
-        return lookup
 
     def report_late(self) -> None:
         """Count a request that did not get its answer in time; several in a row stop lookups."""
@@ -179,33 +128,16 @@ class RedisStore:
 
     # On any thread
 
-    def write(
-        self,
-        key: bytes,
-        outputs: dict[str, Array],
-        spec: ModelSpec,
-        compute_ns: int,
-        ttl_ms: int,
-        totals: RemoteTotals,
-    ) -> None:
-        """Store a response in the background.
-
-        Args:
-            key: its key.
-            outputs: arrays that no other code changes.
-            spec: tensor specs of the model.
-            compute_ns: time that a hit saves.
-            ttl_ms: time to live in milliseconds; 0 for no limit.
-            totals: of the model.
-        """
-        size_bytes = memory_bytes(outputs)
+    def write(self, write: RemoteWrite) -> None:
+        """Store a response in the background."""
+        size_bytes = write.size_bytes
         with self._write_lock:
             fits = self._write_bytes + size_bytes <= _MAX_WRITE_BYTES and self._writes.qsize() < _MAX_WRITES
             if not self.is_up or size_bytes > MAX_VALUE_BYTES or not fits:
-                totals.dropped += 1
+                write.totals.dropped += 1
                 return
             self._write_bytes += size_bytes
-        self._writes.put(_Write(key, outputs, spec, compute_ns, ttl_ms, size_bytes, totals))
+        self._writes.put(write)
 
     def close(self) -> None:
         """End the threads; responses that are not written yet are dropped."""
@@ -368,7 +300,7 @@ class RedisStore:
                 connection = None
         _disconnect(connection)
 
-    def _command(self, write: _Write) -> tuple[Any, ...] | None:
+    def _command(self, write: RemoteWrite) -> tuple[Any, ...] | None:
         expires_ms = int(time.time() * 1000) + write.ttl_ms if write.ttl_ms else 0
         value = encode(write.key, write.outputs, write.spec, write.compute_ns, expires_ms, self._value_secret)
         if value is None:

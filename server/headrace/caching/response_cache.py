@@ -25,9 +25,9 @@ from blake3 import blake3
 
 from headrace.caching.benefit import QUEUE_NS, CacheBenefit
 from headrace.caching.key import KEY_BYTES, KeyFactory
-from headrace.caching.local import LocalStore, VersionEntries, frozen
+from headrace.caching.local import LocalStore, VersionEntries, frozen, memory_bytes
 from headrace.caching.policy import CacheEntry
-from headrace.caching.values import RemoteTotals, StoredResponse
+from headrace.caching.values import Lookup, RemoteTotals, RemoteWrite, StoredResponse
 from headrace.core.cache_config import CacheLimits
 from headrace.core.cache_options import CacheOptions, RedisOptions
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
@@ -39,7 +39,7 @@ from headrace.core.tensor import Array, ModelSpec
 from headrace.scheduling.version_handle import VersionHandle
 
 if TYPE_CHECKING:
-    from headrace.caching.redis_store import Lookup, RedisStore
+    from headrace.caching.redis_store import RedisStore
 
 logger = logging.getLogger("headrace.cache")
 
@@ -402,7 +402,8 @@ class VersionCache:
         lookup = RemoteLookup(self, remote, pending, request, compute, completion, self._clock())
         lookup.timer = self._mailbox.loop.call_later(wait_ns / NS_PER_S, lookup.give_up)
         spec, outputs = self._handle.spec, request.outputs
-        lookup.answer = remote.store.read(pending.key, spec, request.rows, outputs, remote.totals, lookup.resume)
+        lookup.answer = Lookup(pending.key, spec, request.rows, outputs, remote.totals, lookup.resume)
+        remote.store.read(lookup.answer)
         return completion
 
     def proceed(
@@ -617,7 +618,8 @@ class RemoteEntries:
 
     def put(self, key: bytes, outputs: dict[str, Array], compute_ns: int) -> None:
         """Write a response in the background; any thread may call."""
-        self.store.write(key, outputs, self._spec, compute_ns, self._ttl_ms, self.totals)
+        size_bytes = memory_bytes(outputs)
+        self.store.write(RemoteWrite(key, outputs, self._spec, compute_ns, self._ttl_ms, size_bytes, self.totals))
 
     def report(self) -> dict[str, object]:
         """Return the state of the connection, and the counts."""

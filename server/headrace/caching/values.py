@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,6 +72,57 @@ class StoredResponse(NamedTuple):
     outputs: dict[str, Array]
     compute_ns: int
     expires_ms: int
+
+
+Resume = Callable[[StoredResponse | None], bool]
+"""Called with the response or None; returns True if the request still waited."""
+
+
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """A lookup of a key.
+
+    Attributes:
+        key: the key.
+        spec: tensor specs of the model.
+        rows, outputs: rows and requested outputs of the request; () for all outputs.
+        totals: of the model.
+        resume: called on the event loop with the response.
+        response: of Redis; None for none.
+        is_answered: True once `response` is set; before the event loop calls `resume`.
+    """
+
+    key: bytes
+    spec: ModelSpec
+    rows: int
+    outputs: tuple[str, ...]
+    totals: RemoteTotals
+    resume: Resume
+    response: StoredResponse | None = None
+    is_answered: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RemoteWrite:
+    """A response to be stored.
+
+    Attributes:
+        key: its key.
+        outputs: arrays that no other code changes.
+        spec: tensor specs of the model.
+        compute_ns: time that a hit saves.
+        ttl_ms: time to live in milliseconds; 0 for no limit.
+        size_bytes: memory of the outputs.
+        totals: of the model.
+    """
+
+    key: bytes
+    outputs: dict[str, Array]
+    spec: ModelSpec
+    compute_ns: int
+    ttl_ms: int
+    size_bytes: int
+    totals: RemoteTotals
 
 
 def encode(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
-from headrace.backends.base import LoadedModel, ProcessStatus
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion
 from headrace.core.config_base import Problem
@@ -42,7 +42,6 @@ from headrace.pipelines.run import (
 from headrace.pipelines.step_totals import StepTotals
 from headrace.scheduling.admission import Quotas, SafetyMargins
 from headrace.scheduling.handle import set_deadline
-from headrace.scheduling.instance import WarmUp
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import HandlePolicy
 from headrace.scheduling.queue import FAR_NS
@@ -117,6 +116,7 @@ class PipelineHandle(VersionHandle):
         self._fallbacks: dict[int, BoundStep] = {}
         self._has_fallbacks = any(step.fallback for step in graph.steps)
         self._limits = [StepLimit(graph.max_inflight) for _ in graph.steps] if graph.max_inflight else []
+        self._create_run = self._run_factory()
         self.step_totals = StepTotals()
         self._probed_ns = -NS_PER_S
         self._margins, self._cycle_ns = SafetyMargins(), 0  # compute time of the slowest step, the unit of the margins
@@ -172,20 +172,7 @@ class PipelineHandle(VersionHandle):
             elif self.graph.rows_run_alone:
                 run = self._row_runs(request, completion, route, members, due_ns)
             else:
-                run = PipelineRun(
-                    self.graph,
-                    route,
-                    self._steps,
-                    members,
-                    request,
-                    completion,
-                    due_ns,
-                    self._limits,
-                    self._fits,
-                    self._clock,
-                    self._end,
-                    self._bind_fallback,
-                )
+                run = self._create_run(members, route, self._fits, due_ns, self._end, request, completion)
         except BaseException:
             _release(members)
             raise
@@ -196,6 +183,10 @@ class PipelineHandle(VersionHandle):
             set_deadline(request, completion, now_ns)
         return completion
 
+    def _run_factory(self) -> Callable[..., PipelineRun]:
+        """Return a function that creates runs on the models as they are bound now."""
+        return partial(PipelineRun, self.graph, self._limits, self._clock, self._bind_fallback, self._steps)
+
     def _row_runs(
         self,
         request: InferRequest,
@@ -205,25 +196,8 @@ class PipelineHandle(VersionHandle):
         due_ns: Mapping[int, int],
     ) -> RowRuns:
         """Return the runs of a request whose rows run alone; all have the same leases, bound steps and due times."""
-        steps, fits = self._steps, self._fits  # replaced with the models, perhaps before the last row starts
-
-        def create(alone: InferRequest, inner: LoopCompletion, each_rows: dict[int, int]) -> PipelineRun:
-            return PipelineRun(
-                self.graph,
-                route,
-                steps,
-                members,
-                alone,
-                inner,
-                due_ns,
-                self._limits,
-                fits,
-                self._clock,
-                lambda _run: None,
-                self._bind_fallback,
-                each_rows,
-            )
-
+        # With the models of now, which may be replaced before the last row starts.
+        create = partial(self._create_run, members, route, self._fits, due_ns, _ignore_end)
         where = f"{self.graph.kind} '{self.spec.name}'"
         return RowRuns(create, members, request, completion, where, self._mailbox, self._end)
 
@@ -236,7 +210,7 @@ class PipelineHandle(VersionHandle):
         step: Step,
     ) -> DecoupledRun:
         """Return the run of a request of a decoupled pipeline, whose steps behind `step` run for each response."""
-        steps, fits, graph = self._steps, self._fits, self.graph
+        create_run, fits, graph = self._create_run, self._fits, self.graph
         route = self._decoupled_routes.get(request.outputs)
         if route is None:
             if len(self._decoupled_routes) >= _MAX_ROUTES:
@@ -245,26 +219,14 @@ class PipelineHandle(VersionHandle):
         tail = route.tail
 
         def create(part: PipelineRoute, alone: InferRequest, inner: LoopCompletion) -> PipelineRun:
-            return PipelineRun(
-                graph,
-                part,
-                steps,
-                members,
-                alone,
-                inner,
-                {},
-                self._limits,
-                fits if part is tail or route.step is None else {},
-                self._clock,
-                lambda _run: None,
-                self._bind_fallback,
-            )
+            part_fits = fits if part is tail or route.step is None else {}
+            return create_run(members, part, part_fits, {}, _ignore_end, alone, inner)
 
         events = RunEvents(self._end, self._record_part, self.recorder.record_response)
         return DecoupledRun(
             graph,
             route,
-            steps,
+            self._steps,
             members,
             request,
             completion,
@@ -366,6 +328,7 @@ class PipelineHandle(VersionHandle):
             self._decoupled is None
         ):  # the tensors of a stream would occupy the few outputs on the GPU as long as it is open
             set_resident_outputs(graph, self._steps)
+        self._create_run = self._run_factory()
         fits = {
             name: fit_between(batched[tensor], batches, self.spec.outputs[name].shape[graph.rows_run_alone :])
             for name, tensor in graph.outputs.items()
@@ -637,33 +600,6 @@ class PipelineHandle(VersionHandle):
         handles = [self._members.serving(step.model, step.version) for step in self.graph.steps if not step.builtin]
         return [probe for handle in dict.fromkeys(handles) if handle is not None for probe in handle.probes()]
 
-    @property
-    def process_status(self) -> ProcessStatus | None:
-        """None: a pipeline has no process."""
-        return None
-
-    @property
-    def alive(self) -> int:
-        """1 while all its models serve, else 0."""
-        return int(self.ready)
-
-    @property
-    def restarts(self) -> int:
-        """0: a pipeline has no instances."""
-        return 0
-
-    @property
-    def evicted(self) -> bool:
-        """False: a pipeline has no memory of its own."""
-        return False
-
-    @property
-    def depth(self) -> int:
-        """0: requests wait in the queues of the models."""
-        return 0
-
-    # By the control thread
-
     def close(self, timeout_s: float | None) -> bool:
         """Wait until the last request is answered, and close the built-in steps; False if one still runs after `timeout_s`."""
         deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
@@ -675,17 +611,9 @@ class PipelineHandle(VersionHandle):
             is_idle = builtin.close(left_s) and is_idle
         return is_idle
 
-    def evict(self, timeout_s: float) -> bool:
-        """Return False: a pipeline has no memory of its own."""
-        return False
 
-    def restore(self, model: LoadedModel, warm_up: WarmUp | None = None) -> bool:
-        """Return False: a pipeline is never evicted."""
-        model.close()
-        return False
-
-    def refuse(self, error: HeadraceError) -> None:
-        """Do nothing: no request waits for a pipeline's memory."""
+def _ignore_end(_run: PipelineRun) -> None:
+    """Do nothing at the end of a run that is a part of a request."""
 
 
 def _not_served(step: Step) -> str:

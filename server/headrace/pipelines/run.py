@@ -267,17 +267,17 @@ class PipelineRun:
 
     Args:
         graph: graph of the pipeline.
-        route: steps that the request needs.
+        limits: bounds of the steps by index; empty for no bounds.
+        clock: returns monotonic nanoseconds.
+        bind_fallback: leases the fallback of a step; raises HeadraceError if it is not served.
         steps: bound steps by index, at least those of the route.
         members: leased version by index of the step.
+        route: steps that the request needs.
+        fits: conversions of the outputs by name.
+        due_ns: by index, monotonic time at which the steps behind it need its result; empty without a due time.
+        on_end: called once with the run when it is over, before the caller is resumed.
         request: request of the pipeline.
         completion: completion of the whole request.
-        due_ns: by index, monotonic time at which the steps behind it need its result; empty without a due time.
-        limits: bounds of the steps by index; empty for no bounds.
-        fits: conversions of the outputs by name.
-        clock: returns monotonic nanoseconds.
-        on_end: called once with the run when it is over, before the caller is resumed.
-        bind_fallback: leases the fallback of a step; raises HeadraceError if it is not served.
         each_rows: rows of steps with `each` by index, counted together with other runs of the same request; None for a request
             that is one run.
 
@@ -299,17 +299,17 @@ class PipelineRun:
     def __init__(
         self,
         graph: PipelineGraph,
-        route: PipelineRoute,
+        limits: Sequence[StepLimit],
+        clock: Clock,
+        bind_fallback: BindFallback,
         steps: Sequence[BoundStep | None],
         members: Mapping[int, VersionHandle],
+        route: PipelineRoute,
+        fits: Mapping[str, Fit],
+        due_ns: Mapping[int, int],
+        on_end: Callable[[PipelineRun], None],
         request: InferRequest,
         completion: LoopCompletion,
-        due_ns: Mapping[int, int],
-        limits: Sequence[StepLimit],
-        fits: Mapping[str, Fit],
-        clock: Clock,
-        on_end: Callable[[PipelineRun], None],
-        bind_fallback: BindFallback | None = None,
         each_rows: dict[int, int] | None = None,
     ) -> None:
         self._graph, self._route, self._steps, self.members = graph, route, steps, members
@@ -442,7 +442,7 @@ class PipelineRun:
     def _start_fallback(self, index: int) -> bool:
         """Run the fallback of a step; False if it has run already, or is not served."""
         arrays = self._saved.pop(index, None)
-        if arrays is None or self._bind_fallback is None:
+        if arrays is None:
             return False
         try:
             member, bound = self._fallbacks[index] = self._bind_fallback(index)

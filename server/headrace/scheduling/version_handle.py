@@ -326,42 +326,42 @@ class VersionHandle(ABC):
         return {}
 
     @property
-    @abstractmethod
     def process_status(self) -> ProcessStatus | None:
         """Status of the child process of the model; None without one."""
+        return None
 
     @property
-    @abstractmethod
     def alive(self) -> int:
-        """Number of live instances."""
+        """Number of live instances; a pipeline counts as one while it can serve."""
+        return int(self.ready)
 
     @property
-    @abstractmethod
     def restarts(self) -> int:
         """Number of restarted instances."""
+        return 0
 
     @property
-    @abstractmethod
     def evicted(self) -> bool:
         """True while the model is out of memory and requests wait for `restore`."""
+        return False
 
     @property
-    @abstractmethod
     def depth(self) -> int:
-        """Number of queued requests."""
+        """Number of queued requests; a pipeline has no queue of its own."""
+        return 0
 
     @abstractmethod
     def close(self, timeout_s: float | None) -> bool:
         """End the version after its leases and queued requests; False if a batch still ran after `timeout_s`."""
 
-    @abstractmethod
     def evict(self, timeout_s: float) -> bool:
-        """Free the memory of the model and keep its queue; False if nothing was freed."""
+        """Free the memory of the model and keep its queue; False if nothing was freed, as of a pipeline."""
+        return False
 
-    @abstractmethod
     def restore(self, model: LoadedModel, warm_up: WarmUp | None = None) -> bool:
         """Start the instances again after `evict`; False if the version is closed or not evicted."""
+        model.close()
+        return False
 
-    @abstractmethod
-    def refuse(self, error: HeadraceError) -> None:
+    def refuse(self, error: HeadraceError) -> None:  # noqa: B027  # a version that is never evicted
         """Settle the queued requests with an error, because the evicted model cannot be loaded."""

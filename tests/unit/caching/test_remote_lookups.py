@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.caching.redis_store import Lookup
 from headrace.caching.response_cache import RemoteEntries, ResponseCaches, VersionCache
-from headrace.caching.values import StoredResponse
+from headrace.caching.values import Lookup, RemoteWrite, StoredResponse
 from headrace.core.cache_config import ResponseCache
 from headrace.core.cache_options import CacheOptions, RedisOptions
 from headrace.core.clock import NS_PER_MS, monotonic_ns
@@ -45,12 +44,11 @@ class FakeStore:
     def wait_ns(self, request: InferRequest, now_ns: int) -> int:
         return self._wait_ns
 
-    def read(self, *arguments: Any) -> Lookup:
-        self.lookups.append(Lookup(*arguments))
-        return self.lookups[-1]
+    def read(self, lookup: Lookup) -> None:
+        self.lookups.append(lookup)
 
-    def write(self, key: bytes, *_rest: Any) -> None:
-        self.writes.append(key)
+    def write(self, write: RemoteWrite) -> None:
+        self.writes.append(write.key)
 
     def report_late(self) -> None:
         self.late += 1

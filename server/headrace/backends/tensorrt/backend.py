@@ -25,7 +25,7 @@ import numpy as np
 
 from headrace.backends.base import InFlightBatch, InputRefused
 from headrace.backends.current_device import CurrentDevice
-from headrace.backends.tensorrt.buffers import BufferSlot
+from headrace.backends.tensorrt.buffers import BufferSlot, RowGathers
 from headrace.backends.tensorrt.contexts import (
     BatchViews,
     DeviceResources,
@@ -169,7 +169,7 @@ class TensorRtModel:
         self._placements = placements
         self._plans: dict[int, TensorRtPlan] = {}
         self._stages: dict[int, dict[str, OpenStage]] = {}
-        self._gathers: dict[int, RowGather] = {}
+        self._gathers = RowGathers((), name)
         self._states = NO_STATES
         self._weights: list[Reservation | None] = []
         self._lock = threading.Lock()  # guards _warned: instances open on threads of their own
@@ -182,7 +182,7 @@ class TensorRtModel:
                 with booked(weights, len(content)):
                     self._plans[device] = _deserialised(name, content, digest, allocator, host_code)
                 self._weights.append(weights)
-            self._open_gathers()
+            self._gathers = RowGathers(self._plans, name)
         except BaseException:
             self.close()
             raise
@@ -270,7 +270,7 @@ class TensorRtModel:
     def close(self) -> None:
         """Free the GPUs' memory."""
         self._detach_stages()
-        self._close_gathers()
+        self._gathers.close()
         for device, plan in self._plans.items():
             with current(device):
                 plan.close()
@@ -279,18 +279,6 @@ class TensorRtModel:
             if reservation is not None:
                 reservation.release()
         self._weights.clear()
-
-    def _open_gathers(self) -> None:
-        try:
-            for device in self._plans:
-                self._gathers[device] = RowGather(device)
-        except (Unsupported, DeviceError) as error:
-            self._close_gathers()
-            logger.debug("%s does not read resident rows: %s", self._name, error)
-
-    def _close_gathers(self) -> None:
-        while self._gathers:
-            self._gathers.popitem()[1].close()
 
     def _detach_stages(self) -> None:
         for device, open_stages in self._stages.items():

@@ -9,6 +9,7 @@ nothing runs in its slot; the GPU reads it until the slot's batch is finished. T
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import struct
 from collections import deque
@@ -21,6 +22,7 @@ import numpy as np
 
 from headrace.backends.base import ResidentInput
 from headrace.backends.tensorrt.plan import PlanBindings, Shape, TensorBinding
+from headrace.core.errors import Unsupported
 from headrace.core.ledger import NoRoom
 from headrace.core.scattered_rows import ScatteredRows
 from headrace.core.tensor import PINNED, Array, ResidentRows
@@ -28,6 +30,8 @@ from headrace.cuda.driver import CompletionEvent, CudaStream, DeviceError, OutOf
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import Allocator, DeviceBuffer, copy_address, copy_on_gpu, download, read_gpu, upload
 from headrace.cuda.peers import peer_copy
+
+logger = logging.getLogger("headrace.tensorrt")
 
 _ADDRESS_BYTES = 8
 
@@ -117,6 +121,29 @@ def _row_addresses(values: ScatteredRows, row_bytes: int) -> Sequence[int]:
         return values.addresses
     piece_bytes = height * row_bytes
     return [row for piece in values.addresses for row in range(piece, piece + piece_bytes, row_bytes)]
+
+
+class RowGathers(dict[int, RowGather]):
+    """The kernels that gather resident rows, by GPU; empty if the kernel is not available.
+
+    Args:
+        devices: numbers of the GPUs.
+        name: file of the model, for the log.
+    """
+
+    def __init__(self, devices: Iterable[int], name: str) -> None:
+        super().__init__()
+        try:
+            for device in devices:
+                self[device] = RowGather(device)
+        except (Unsupported, DeviceError) as error:
+            self.close()
+            logger.debug("%s does not read resident rows: %s", name, error)
+
+    def close(self) -> None:
+        """Unload the kernels; the instances have closed their executions."""
+        while self:
+            self.popitem()[1].close()
 
 
 def gather(
