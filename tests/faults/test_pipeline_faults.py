@@ -7,16 +7,22 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from onnx import TensorProto, helper
 
+from loadtest.onnx_models import onnx_model
+from tests.support.attacks import LIVENESS_S
+from tests.support.liveness import LivenessProbe
 from tests.support.models import add_model, add_pipeline, affine, ensemble_config, scores
 from tests.support.processes import isolated_children, stop
-from tests.support.serving import Server, serving
+from tests.support.serving import HOST, Server, serving
 from tests.support.waiting import until
 
 FP32 = "TYPE_FP32"
+IO = (TensorProto.FLOAT, (1,))
 ISOLATED = "isolation: process\nisolation_timeout_s: 1.5\nmax_batch_size: 8\n"
 
 
@@ -85,3 +91,39 @@ def test_no_request_is_left_in_flight(server: Server) -> None:
         return len(values) == 5 and set(values) == {"0.0"}
 
     until(idle)
+
+
+def test_ensembles_that_double_at_each_level(tmp_path: Path) -> None:
+    """Steps are counted before any runs: 512 doublings would take days, and hold the event loop and SIGTERM as long."""
+    repository = tmp_path / "repository"
+    add_model(repository, "e00", onnx_model([helper.make_node("Neg", ["x"], ["y"])], {"x": IO}, {"y": IO}))
+    io: Any = {"x": (FP32, (1,))}, {"y": (FP32, (1,))}
+    for level in range(1, 31):
+        called = f"e{level - 1:02}"
+        steps = [(called, {"x": "x"}, {"y": "m"}), (called, {"x": "m"}, {"y": "y"})]
+        add_pipeline(repository, f"e{level:02}", ensemble_config(steps, *io, more=""))
+    for level in range(1, 31):
+        called = f"n{level - 1:02}" if level > 1 else "e00"
+        add_pipeline(repository, f"n{level:02}", ensemble_config([(called, {"x": "x"}, {"y": "y"})], *io, more=""))
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1], "data": [3.0]}
+    with serving(repository, tmp_path, "--model-control", "explicit", "--load-model", "*") as server:
+        _, _, content = server.request("POST", "/v2/repository/index", b"{}")
+        rows = {row["name"]: row for row in json.loads(content)}
+        for name, reason in (
+            ("e10", "one request runs 2046 steps in 10 levels of pipelines, at most 1024 in 16 are allowed"),
+            ("e30", "needs model 'e29', which is not served"),
+            ("n17", "one request runs 17 steps in 17 levels of pipelines"),
+        ):
+            assert reason in rows[name]["reason"], rows[name]
+        with LivenessProbe(HOST, server.port) as probe:
+            for name in ("e09", "n16", "e00"):
+                status, _, content = server.request(
+                    "POST", f"/v2/models/{name}/infer", json.dumps({"inputs": [tensor]}).encode()
+                )
+                assert (status, json.loads(content)["outputs"][0]["data"]) == (200, [3.0 if name == "e09" else -3.0])
+        assert probe.quantile_s(1.0) < LIVENESS_S
+        # A pipeline below others: what they would run is counted too.
+        steps = [("e09", {"x": "x"}, {"y": "m"}), ("e00", {"x": "m"}, {"y": "y"})]
+        add_pipeline(repository, "n01", ensemble_config(steps, *io, more=""))
+        status, _, content = server.request("POST", "/v2/repository/models/n01/load", b"{}")
+        assert (status, "one request of 'n02' runs 1025 steps" in content.decode()) == (400, True), content

@@ -18,6 +18,9 @@ from headrace.core.tensor import BY_CONFIG_NAME, Array, Datatype, ModelSpec, Ten
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.pipelines.conditions import Condition
 
+MAX_STEPS, MAX_LEVELS = 1024, 16
+"""Most steps of one request, with those of the pipelines that it calls, and most levels of pipelines that call each other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -213,6 +216,9 @@ def field_problems(config: ModelConfig, kind: str) -> Iterator[Problem]:
         yield Problem(("ensemble_scheduling",), "an ensemble has no steps", "write ensemble_scheduling.step")
     if kind == "pipeline" and (pipeline is None or not pipeline.steps):
         yield Problem(("pipeline",), "a pipeline has no steps", "write pipeline.steps")
+    steps = len(scheduling.step if scheduling is not None else pipeline.steps if pipeline is not None else ())
+    if steps > MAX_STEPS:
+        yield Problem((source,), f"it has {steps} steps, at most {MAX_STEPS} are allowed", "remove steps")
     defaults = ModelConfig.model_fields
     article = "an ensemble" if kind == "ensemble" else "a pipeline"
     for field in _FORBIDDEN:

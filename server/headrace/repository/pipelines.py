@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from headrace.config.completion import bind
 from headrace.config.documents import MAX_CONFIG_BYTES, Document, open_regular_file
@@ -20,7 +21,7 @@ from headrace.core.model_config import ModelConfig, ModelTransactionPolicy
 from headrace.core.tensor import ModelSpec
 from headrace.observability.counters import Recorder
 from headrace.pipelines.decoupled_rules import decoupled_step, decoupled_step_problems
-from headrace.pipelines.graph import PipelineGraph, build_graph, check_members, run_rows
+from headrace.pipelines.graph import MAX_LEVELS, MAX_STEPS, PipelineGraph, Step, build_graph, check_members, run_rows
 from headrace.pipelines.handle import PipelineHandle
 from headrace.pipelines.yaml_steps import build_yaml_graph, builtin_spec
 from headrace.repository.builtin_steps import PipelineMembers, open_builtin_steps
@@ -137,6 +138,7 @@ def open_pipeline(folder: ModelFolder, version: int, registry: Registry, loader:
         *check_members(graph, config, specs),
         *decoupled_step_problems(graph, specs, has_cache),
         *_fallback_problems(graph, config, specs, registry),
+        *_size_problems(graph, registry),
     ]
     if problems:
         raise ConfigError([folder.finding(problem) for problem in problems])
@@ -238,6 +240,38 @@ def _fallback_problems(
         if (spec.max_batch_size > 0) != (specs[step.index].max_batch_size > 0):
             message = f"only one of model {step.model} and its fallback {step.fallback} has batches"
             yield Problem(loc, message, "write max_batch_size in both, or in none")
+
+
+def _size_problems(graph: PipelineGraph, registry: Registry) -> Iterator[Problem]:
+    """Count the steps of a request of a pipeline, and of those that call it, without following any pipeline twice."""
+    sizes: dict[str, tuple[int, int]] = {}
+
+    def size(name: str, steps: Sequence[Step]) -> tuple[int, int]:
+        """Return the number of steps with those of called pipelines, and the number of levels."""
+        if name not in sizes:
+            sizes[name] = 0, MAX_LEVELS  # for a pipeline that calls itself
+            count, levels = len(steps), 0
+            for model, version in [each for s in steps for each in ((s.model, s.version), s.fallback_model)]:
+                member = registry.serving(model, version)
+                if model == graph.name or isinstance(member, PipelineHandle):
+                    called = graph if model == graph.name else cast(PipelineHandle, member).graph
+                    below = size(f"{model}/{version}", called.steps)
+                    count, levels = count + below[0], max(levels, below[1])
+            sizes[name] = count, levels + 1
+        return sizes[name]
+
+    callers = {name: serving.handles.values() for name, serving in registry.pipelines.items() if name != graph.name}
+    graphs = [graph, *(each.graph for all_ in callers.values() for each in all_ if isinstance(each, PipelineHandle))]
+    for each in graphs:
+        count, levels = size(each.name, each.steps)
+        if count > MAX_STEPS or levels > MAX_LEVELS:
+            subject = "one request" if each is graph else f"with it, one request of '{each.name}'"
+            message = (
+                f"{subject} runs {count} steps in {levels} levels of pipelines, at most {MAX_STEPS} in {MAX_LEVELS} "
+            )
+            loc: Location = ("ensemble_scheduling" if graph.kind == "ensemble" else "pipeline",)
+            yield Problem(loc, f"{message}are allowed", "call fewer models, or join pipelines")
+            return
 
 
 def _with_labels(spec: ModelSpec, graph: PipelineGraph, specs: Mapping[int, ModelSpec]) -> ModelSpec:

@@ -246,6 +246,12 @@ class Registry:
             if handle.lease():
                 return handle
 
+    @property
+    def pipelines(self) -> dict[str, Serving]:
+        """The serving models that call others, by name."""
+        with self._lock:
+            return dict(self._pipelines)
+
     def serving(self, name: str, version: str) -> VersionHandle | None:
         """Return the version that serves under a number or label, "" for the latest, without a lease; None if there is none."""
         serving = self._serving.get(name)
