@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import struct
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,10 +23,10 @@ from onnx import TensorProto, helper
 from tritonclient.grpc import service_pb2
 
 from loadtest.onnx_models import onnx_model
-from tests.support.attacks import SERVICE, Attacked, attack, watched
+from tests.support.attacks import SERVICE, Attacked, attack, head, http_body, watched
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
 from tests.support.models import add_model
-from tests.support.serving import INTERPRETER
+from tests.support.serving import HOST, INTERPRETER
 from tests.support.waiting import at_rest, until
 
 pb: Any = service_pb2
@@ -302,3 +304,51 @@ def test_numbers_in_shared_memory(server: Attacked, shared_numbers: tuple[str, i
     watch.check(liveness_s=0.5)
     assert server.post("/v2/systemsharedmemory/unregister", b"{}") == (200, "")
     server.still_serves()
+
+
+def test_one_large_answer_does_not_keep_others_out(tmp_path: Path) -> None:
+    """An answer above the bound is refused. One below it that is read too slowly leaves a reserve, and gives way."""
+    add_model(tmp_path / "models", "zeros", zeros())
+    mib, rows = 1 << 20, 30 << 18
+    limits = ("--max-total-body-bytes", str(64 * mib), "--max-body-bytes", str(32 * mib), "--body-timeout-s", "8")
+    tensor = {"name": "X", "datatype": "FP32", "shape": [1, rows], "parameters": {"binary_data_size": 4 * rows}}
+    header = http_body(tensor, outputs=[{"name": "SUM"}])
+    large = {"Inference_Header_Content_Length": str(len(header))}, header + bytes(4 * rows)
+
+    def zeros_body(size_bytes: int) -> bytes:
+        size = {"name": "SIZE", "datatype": "INT64", "shape": [1], "data": [size_bytes // 4]}
+        return http_body(size, outputs=[{"name": "Y", "parameters": {"binary_data": True}}])
+
+    with attack(tmp_path, *limits) as server, socket.socket() as sock:
+        status, error = server.infer(zeros_body(80 * mib), "zeros")
+        assert (status, "request less at once" in error) == (503, True), error
+        code, error = server.call(zeros_request(20 * mib))
+        assert (code, "request less at once" in error) == ("UNAVAILABLE", True), error
+        assert server.infer(large[1], "row_sums", **large[0]) == (200, "")
+        with watched(server, "one large answer that is read slowly") as watch:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+            sock.connect((HOST, server.server.port))
+            body = zeros_body(50 * mib)
+            sock.sendall(head("/v2/models/zeros/infer", f"Content-Length: {len(body)}") + body)
+            until(lambda: unread_bytes(server) > 31 * mib)
+            assert server.infer(large[1], "row_sums", **large[0])[0] == 503
+            ended = threading.Event()
+
+            def read_slowly() -> None:
+                try:
+                    while not ended.wait(0.05) and sock.recv(64 << 10):
+                        pass
+                except ConnectionResetError:
+                    pass
+
+            def is_served() -> bool:
+                assert server.infer(http_body()) == (200, "")
+                return server.infer(large[1], "row_sums", **large[0]) == (200, "")
+
+            reader = threading.Thread(target=read_slowly)
+            reader.start()
+            until(is_served)
+            ended.set()
+            reader.join()
+        watch.check()
+        server.still_serves()

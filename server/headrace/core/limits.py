@@ -285,7 +285,10 @@ class BodyReservation:
         bodies = self._bodies
         is_small = self.held_bytes + size_bytes <= SMALL_BODY_BYTES
         limit_bytes = bodies.max_bytes if is_small else bodies.max_large_bytes
-        excess_bytes = sum(bodies.totals()) + size_bytes - limit_bytes
+        reserved_bytes, unread_bytes = bodies.totals()
+        if is_small:  # the reserve is for bodies only
+            unread_bytes = min(unread_bytes, bodies.max_large_bytes)
+        excess_bytes = reserved_bytes + unread_bytes + size_bytes - limit_bytes
         if excess_bytes > 0 and not bodies.make_room(excess_bytes, monotonic_ns(), self):
             self._client_limits.hit("max_total_body_bytes")
             raise Overloaded(
@@ -398,29 +401,28 @@ class UnreadResponses:
     def admits(self, size_bytes: int) -> bool:
         """Return True if a response of `size_bytes` may be written: with it, all unread responses fit into `max_large_bytes`.
 
-        If it does not fit, connections that have stopped reading give way. The first unread response always fits: it may be
-        larger than the limit of all.
+        If it does not fit, connections that read too slowly give way.
         """
         bodies = self._bodies
-        unread_bytes = bodies.totals()[1]
-        excess_bytes = unread_bytes + size_bytes - bodies.max_large_bytes
-        if excess_bytes <= 0 or not unread_bytes or bodies.make_room(excess_bytes, monotonic_ns(), self):
+        excess_bytes = bodies.totals()[1] + size_bytes - bodies.max_large_bytes
+        if excess_bytes <= 0 or bodies.make_room(excess_bytes, monotonic_ns(), self):
             return True
         self._client_limits.hit("max_total_body_bytes")
         return False
 
     def observe(self, now_ns: int, give_way: Callable[[], bool]) -> None:
-        """Observe how fast the client reads.
+        """Observe how fast the client reads: too slowly if the rest would take longer than `body_timeout_s`.
 
         Args:
             now_ns: monotonic nanoseconds.
             give_way: closes the connection, or resets its blocked streams, and calls `update`; returns False, without effect, if
                 the client has read everything.
         """
-        rates = self._bodies.rates
+        rates, limits = self._bodies.rates, self._client_limits.limits
         rate = rates.get(self)
         if rate is not None:
-            rate.observe(self._read_bytes, now_ns, self._client_limits.limits.min_body_bytes_per_s)
+            min_bytes_per_s = max(limits.min_body_bytes_per_s, int(self.held_bytes / limits.body_timeout_s))
+            rate.observe(self._read_bytes, now_ns, min_bytes_per_s)
         elif self.held_bytes:
             rates[self] = TransferRate(self._read_bytes, now_ns, give_way)
 

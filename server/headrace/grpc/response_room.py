@@ -106,7 +106,10 @@ class ResponseRoom:
     def admit(self, size_bytes: int) -> None:
         """Check that a response may be written; raises Overloaded if memory for unread responses is full."""
         if size_bytes > SMALL_BODY_BYTES and not self._unread.admits(size_bytes):
-            raise Overloaded("clients have not read earlier responses, and memory for them is full: retry later")
+            raise Overloaded(
+                "the responses that clients have not read exceed max_total_body_bytes together with this one: retry later, or "
+                "request less at once"
+            )
 
     def update(self, unread_bytes: int) -> None:
         """Set the number of bytes that are written and not read."""

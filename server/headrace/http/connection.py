@@ -763,7 +763,8 @@ def _unread_error(end: bytes) -> bytes:
     """Response in place of one that does not fit into the memory of unread responses."""
     status, headers, body = error_response(
         Overloaded(
-            "the responses that clients have not read exceed max_total_body_bytes together with this one: retry later"
+            "the responses that clients have not read exceed max_total_body_bytes together with this one: retry later, or "
+            "request less at once"
         )
     )
     return b"".join((STATUS_LINE[status], header_lines(headers), end, body))
