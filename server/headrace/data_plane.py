@@ -22,6 +22,7 @@ from headrace.repository.loader import Loader
 from headrace.repository.model_calls import ModelCalls
 from headrace.repository.reconciler import ControlPolicy, ModelSelection, Reconciler
 from headrace.repository.registry import Registry
+from headrace.repository.trials import ModelTrials
 from headrace.repository.warmup import LatencyStore
 from headrace.settings import Settings
 from headrace.stores.mirror import Mirror
@@ -94,6 +95,7 @@ class DataPlane:
             response_caches=self._caches,
             interpreters=self.environments,
             verifier=open_verifier(settings.model_keys_file, state),
+            trials=_open_trials(state, settings.trial_limit_s),
         )
         self.registry.sequences = loader.sequences
         self.registry.sequences.by_client = bool(settings.api_keys_file or settings.jwks)
@@ -134,6 +136,12 @@ class DataPlane:
     def _instance_restarted(self, name: str, number: str, alive: int) -> None:
         logger.warning("model %s version %s: a dead instance was restarted, %d live", name, number, alive)
         self.registry.update_health(name, number)
+
+
+def _open_trials(state: Path | None, limit_s: float) -> ModelTrials | None:
+    if state is None and limit_s:
+        logger.info("models run for the first time in the server itself: no state folder remembers which have run")
+    return None if state is None or not limit_s else ModelTrials(state, limit_s)
 
 
 def _open_stores(settings: Settings) -> RepositoryStores | None:

@@ -69,6 +69,7 @@ class Server:
         models: names of the models to load; None loads all.
         state_dir: folder for latency tables and built engines, which outlive the process; "" for none.
         profile_s: maximum time in seconds to measure each model before it serves; 0 measures nothing.
+        trial_limit_s: limit in seconds of the first load of a file, in a helper process; 0 loads it in this process.
         gpu_memory_fraction: share of each GPU's memory for all models together, 0 to 1.
         host_memory_budget: bytes of host memory for all models that the CPU runs: each is loaded at its first request and
             evicted by use; 0 loads all and keeps them.
@@ -86,6 +87,7 @@ class Server:
         models: Iterable[str] | None = None,
         state_dir: str | os.PathLike[str] = "~/.cache/headrace/state",
         profile_s: float = 0.25,
+        trial_limit_s: float = 120.0,
         gpu_memory_fraction: float = 0.9,
         host_memory_budget: int = 0,
         model_keys_file: str | os.PathLike[str] = "",
@@ -103,6 +105,7 @@ class Server:
             load_model=() if models is None else tuple(models),
             state_dir=os.path.expanduser(state_dir),
             profile_s=profile_s,
+            trial_limit_s=trial_limit_s,
             gpu_memory_fraction=gpu_memory_fraction,
             host_memory_budget=host_memory_budget,
             model_keys_file=os.fspath(model_keys_file),

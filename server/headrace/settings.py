@@ -216,6 +216,7 @@ class Settings:
     gpu_memory_fraction: float = 0.9
     host_memory_budget: int = 0
     profile_s: float = 0.25
+    trial_limit_s: float = 120.0
     inline_bound_us: int = 500
     state_dir: str = "~/.cache/headrace/state"
     environments_dir: str = ""
@@ -501,6 +502,12 @@ OPTIONS: tuple[_Option, ...] = (
     _ENVIRONMENTS_DIR,
     _MODEL_KEYS_FILE,
     _Option("profile_s", "measure each model before it serves (%(default)s; 0: do not)", _seconds, "S"),
+    _Option(
+        "trial_limit_s",
+        "limit of the first load of a file, in a helper process (%(default)s; 0: load it in the server)",
+        _seconds,
+        "S",
+    ),
     _Option("drain_timeout_s", "wait for requests at shutdown (%(default)s)", _seconds, "S"),
     _Option("keep_alive_timeout_s", "keep an HTTP connection between requests (%(default)s)", _seconds, "S"),
     _Option("stream_heartbeat_s", "comment in an event stream without events for so long (%(default)s)", _seconds, "S"),

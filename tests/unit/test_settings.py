@@ -47,6 +47,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "gpu_memory_fraction": ("0.25", 0.25),
         "host_memory_budget": ("2MiB", 2 << 20),
         "profile_s": ("0", 0.0),
+        "trial_limit_s": ("7.5", 7.5),
         "inline_bound_us": ("0", 0),
         "state_dir": ("s", "s"),
         "environments_dir": ("e", "e"),

@@ -384,11 +384,33 @@ def build_demo_model(
         artefact: Artefact = _load(model.fetched_recipe if by_weights else model.recipe)(report, *by_weights)
         seconds = time.monotonic() - started_s
         size_bytes = _write_version(model, output / model.name, artefact, seconds)
+        _run_once(model, output / model.name / VERSION / model.model_file)
     except (BuildError, OSError) as error:
         return DemoOutcome(model.name, state, seconds=time.monotonic() - started_s, error=str(error))
     report(1.0, "done")
     seconds = time.monotonic() - started_s
     return DemoOutcome(model.name, state, True, size_bytes, artefact.accuracy, artefact.weights, seconds, remark=remark)
+
+
+def _run_once(model: DemoModel, file: Path) -> None:
+    """Run an ONNX file and record that, so that a server loads it at once."""
+    if file.suffix != ".onnx":
+        return
+    import numpy as np
+    from headrace.config.manifest import onnx_digest, onnxruntime_machine
+    from headrace.config.tried_files import TrialOutcome, TriedFiles
+    from headrace.core.tensor import BY_ORT_NAME
+
+    from headrace_engines.store import DEFAULT_STATE
+    from headrace_engines.targets.onnxruntime_session import open_session, session_options
+
+    session = open_session(file, session_options())
+    shapes = {node.name: [size if isinstance(size, int) else 1 for size in node.shape] for node in session.get_inputs()}
+    session.run(
+        None, {node.name: np.ones(shapes[node.name], BY_ORT_NAME[node.type].dtype) for node in session.get_inputs()}
+    )
+    tried = TriedFiles(DEFAULT_STATE)
+    tried.write(tried.key(onnx_digest(file), onnxruntime_machine(), {}), model.name, TrialOutcome())
 
 
 def _unchanged_outcome(model: DemoModel, output: Path, state: DemoState) -> DemoOutcome:

@@ -44,6 +44,7 @@ from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.loader import Loader
 from headrace.repository.pipelines import in_load_order
 from headrace.repository.registry import Registry
+from headrace.repository.trials import OwnTrials
 
 TRIAL_LOAD: tuple[str, ...] = (sys.executable, "-P", "-m", "headrace.commands.validate")
 _READY, _LOADING = "READY", "LOADING"
@@ -364,6 +365,7 @@ def trial_load(
     registry, gpu_model_cache, loop = Registry(), GpuModelCache(), asyncio.new_event_loop()
     drains = VersionCloser(registry, gpu_model_cache.remove)
     environments = Environments(environments_root(environments_dir, state))
+    trials = None if state is None else OwnTrials(state)
     loader = Loader(
         Mailbox(loop),
         histograms=False,
@@ -372,28 +374,35 @@ def trial_load(
         state=state,
         interpreters=environments,
         verifier=open_verifier(model_keys_file, state),
+        trials=trials,
     )
     # Never started: build requests stay queued, so no engine is built.
     builds = EngineBuilds(BUILDER, lambda _order, _failure: None)
     deployments = Deployments(loader, registry, drains, builds)
-    findings: Sequence[Finding] = ()
     others = {path.name: RepositoryModel(path.name, path, repository) for path in folders(repository)[0]}
     # A pipeline needs the models that it calls.
-    for model in in_load_order([RepositoryModel(name, folder, repository)], others):
-        try:
-            deployments.load(ModelSource(model.name, model.path, repository))
-        except ConfigError as error:
-            if model.name == name:
-                findings = error.findings
+    models = in_load_order([RepositoryModel(name, folder, repository)], others)
+    findings = {model.name: _load_errors(deployments, model) for model in models}[name]
     states = [[row["version"], row["state"], row["reason"]] for row in registry.index() if row["name"] == name]
     substitutes = [[version, reason] for model, version, reason in registry.substitutes() if model == name]
-    tensors = _tensors(registry, name) if any(state == _READY for _, state, _ in states) else {}
+    is_ready = any(state == _READY for _, state, _ in states)
+    if is_ready and trials is not None:
+        trials.record()
+    tensors = _tensors(registry, name) if is_ready else {}
     deployments.unload_all()
     drains.wait(_CLOSE_TIMEOUT_S)
     environments.close()
     loop.close()
-    errors = [[f.path, f.line, f.message, f.cure, f.fatal] for f in findings]
-    return {"states": states, "findings": errors, "substitutes": substitutes, "tensors": tensors}
+    found = [[f.path, f.line, f.message, f.cure, f.fatal] for f in findings]
+    return {"states": states, "findings": found, "substitutes": substitutes, "tensors": tensors}
+
+
+def _load_errors(deployments: Deployments, model: RepositoryModel) -> Sequence[Finding]:
+    try:
+        deployments.load(ModelSource(model.name, model.path, model.repository))
+    except ConfigError as error:
+        return error.findings
+    return ()
 
 
 def _tensors(registry: Registry, name: str) -> dict[str, object]:

@@ -210,14 +210,15 @@ def onnxruntime_machine() -> Machine:
     Returns:
         The machine with major and minor version: patch releases do not change optimised graphs and kernels.
     """
-    return Machine("onnxruntime", _onnxruntime_version(), "cpu", cpu_capability())
+    return Machine("onnxruntime", ".".join(onnxruntime_version().split(".")[:2]), "cpu", cpu_capability())
 
 
 @lru_cache(maxsize=1)
-def _onnxruntime_version() -> str:
+def onnxruntime_version() -> str:
+    """Return the full version of ONNX Runtime; "unknown" if it is not installed as a package."""
     for package in _ONNXRUNTIME_PACKAGES:
         try:
-            return ".".join(version(package).split(".")[:2])
+            return version(package)
         except PackageNotFoundError:
             continue
     return "unknown"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,20 @@ def file_id(file: Path) -> tuple[int, int, int]:
     except OSError:
         return 0, 0, 0
     return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def free_bytes() -> int | None:
+    """Return the free memory of the machine and the container in bytes; None if the system does not report it."""
+    available_bytes = []
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available_bytes.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10)
+    with suppress(OSError, ValueError):
+        control = Path("/sys/fs/cgroup")
+        available_bytes.append(
+            int((control / "memory.max").read_text()) - int((control / "memory.current").read_text())
+        )
+    return min(available_bytes, default=None)
 
 
 class HostMemory:

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeGuard
@@ -58,6 +58,7 @@ from headrace.repository.model_calls import ModelCalls
 from headrace.repository.python_completion import complete_python
 from headrace.repository.python_models import Interpreters, folder_digest, open_python_model
 from headrace.repository.sequence_policy import sequence_policy, state_tensors
+from headrace.repository.trials import ModelTrials, trial_order
 from headrace.repository.version_loads import VersionLoads
 from headrace.repository.warmup import LatencyFile, LatencyStore, make_warmups
 from headrace.scheduling.handle import ModelHandle
@@ -184,6 +185,9 @@ def _batch_bytes(config: ModelConfig) -> int:
     return row_bytes * max(config.max_batch_size, 1)
 
 
+# Tries a file with the instances, parameters and account of its load.
+_TryFile = Callable[[int, dict[str, str], MemoryAccount | None], None]
+
 logger = logging.getLogger("headrace.loader")
 
 # More threads copy no faster: see headrace.scheduling.pipeline.
@@ -228,6 +232,7 @@ class Loader:
         ahead: runs the starts of Python models ahead of their load.
         sequences: versions with live sequences.
         verifier: checks the files of models before they are loaded.
+        trials: tries files in a helper process before their first load; None loads them at once.
     """
 
     mailbox: Mailbox
@@ -251,6 +256,7 @@ class Loader:
     ahead: LoadAhead = field(default_factory=LoadAhead)
     sequences: SequenceDirectory = field(default_factory=SequenceDirectory)
     verifier: ModelVerifier = field(default_factory=ModelVerifier)
+    trials: ModelTrials | None = None
 
     def plan(self, folder: ModelFolder, version: int) -> ServingPlan:
         """Choose the runtime and the file of a version.
@@ -359,15 +365,17 @@ class Loader:
         warmups, states = [] if is_lazy else make_warmups(config, folder.path), state_tensors(config, folder.path)
         check_engine(plan, config)
         original = file_id(plan.file)
-        model = None if is_lazy else self._open(folder, version, plan)
+        digest = cache(lambda: _artefact_digest(folder, version, plan))
+        open_model = partial(self._open, folder, version, plan, partial(self._try_file, folder, plan, digest))
+        model = None if is_lazy else open_model()
         handle = self._create_handle(folder, version, plan, model, states)
         on_gpu = model is not None and bool(model.devices)
         loads = VersionLoads(
             folder,
             plan.file,
             handle,
-            lambda: self._open(folder, version, plan),
-            lambda: self._latency_file(folder, version, plan, handle.policy.instances),
+            open_model,
+            lambda: self._latency_file(folder, plan, digest, handle.policy.instances),
             config if on_gpu else config.model_copy(update={"max_batch_size": cpu_batch_size(config)}),
             0 if is_lazy else int(self.profile_s * NS_PER_S),
             original,
@@ -376,7 +384,7 @@ class Loader:
             loads.start(model, warmups)
         if plan.runtime in PYTHON_RUNTIMES and self.calls is not None:
             handle.callee_revision = partial(self.calls.revision, f"{config.name}/{version}")
-        self.open_cache(handle, folder, lambda: f"{plan.runtime} {_artefact_digest(folder, version, plan)}")
+        self.open_cache(handle, folder, lambda: f"{plan.runtime} {digest()}")
         if model is None:
             self.gpu_model_cache.add_evicted(handle, {CPU: original[0]}, loads.reopen)
         else:
@@ -452,20 +460,21 @@ class Loader:
         else:
             handle.cache = caches.open(handle, config)
 
-    def _latency_file(self, folder: ModelFolder, version: int, plan: ServingPlan, instances: int) -> LatencyFile | None:
+    def _latency_file(
+        self, folder: ModelFolder, plan: ServingPlan, digest: Callable[[], str], instances: int
+    ) -> LatencyFile | None:
         if self.latency_store is None:
             return None
-        digest = _artefact_digest(folder, version, plan)
-        return self.latency_store.file_for(folder.config, digest, plan.runtime, instances)
+        return self.latency_store.file_for(folder.config, digest(), plan.runtime, instances)
 
-    def _open(self, folder: ModelFolder, version: int, plan: ServingPlan) -> AccountedModel:
+    def _open(self, folder: ModelFolder, version: int, plan: ServingPlan, try_file: _TryFile) -> AccountedModel:
         """Load the model into memory and charge it to its memory account."""
         config, residents, devices = folder.config, frozenset[int](), list[int]()
         account = self.gpu_model_cache.ledger.account(config.name, str(version), config.gpu_memory_budget)
         steps = steps_of(config, folder.labels)
         try:
             if plan.runtime in GPU_RUNTIMES:
-                devices, model, steps = self._on_gpus(plan, folder, steps, account)
+                devices, model, steps = self._on_gpus(plan, folder, steps, account, try_file)
                 instances = len(devices)
                 # Images that the CPU prepares must be in host memory.
                 residents = getattr(model, "resident_devices", residents) if steps.pixels is None else residents
@@ -477,6 +486,7 @@ class Loader:
                 )
             else:
                 instances = handle_policy(config).instances
+                try_file(instances, dict(config.parameters), None)
                 model = self._load_on_cpu(plan, config, instances, account)
             return AccountedModel(model, account, instances, residents, tuple(devices), config, steps)
         except BaseException:
@@ -498,8 +508,36 @@ class Loader:
             raise
         return model
 
+    def _try_file(
+        self,
+        folder: ModelFolder,
+        plan: ServingPlan,
+        digest: Callable[[], str],
+        instances: int,
+        parameters: dict[str, str],
+        account: MemoryAccount | None,
+    ) -> None:
+        """Try a file that has not run on this machine in a helper process, unless the model has a process of its own.
+
+        Raises:
+            NoRoom: it does not fit into the memory of a GPU.
+            ConfigError: it ends its process, or exceeds the limit of time or memory.
+        """
+        if self.trials is None or folder.config.isolation == "process":
+            return
+        rows = folder.config.max_batch_size if plan.runtime in GPU_RUNTIMES else cpu_batch_size(folder.config)
+        backend: dict[str, object] = {"factory": FACTORIES[plan.runtime], "file": str(plan.file)}
+        backend |= {"instances": instances, "parameters": parameters}
+        order = partial(trial_order, folder, rows, backend, account)
+        self.trials.check(folder.config, plan, digest(), order)
+
     def _on_gpus(
-        self, plan: ServingPlan, folder: ModelFolder, steps: Steps, account: MemoryAccount
+        self,
+        plan: ServingPlan,
+        folder: ModelFolder,
+        steps: Steps,
+        account: MemoryAccount,
+        try_file: _TryFile,
     ) -> tuple[list[int], LoadedModel, Steps]:
         from headrace.backends.tensorrt.backend import TensorRtModel
         from headrace.repository.gpu_backend import (
@@ -515,10 +553,13 @@ class Loader:
         host_code = plan.stamp is not None and plan.stamp.version_compatible
         backend = self._create_backend(plan.runtime, config)
         parameters = backend_parameters(config, devices, host_code=host_code)
+        if _books_memory(backend):
+            for device in set(devices).intersection(range(gpus.count())):  # the backend reports missing GPUs
+                self.gpu_model_cache.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
+        tried_account = account if _books_memory(backend) else None
+        try_file(len(devices), parameters, tried_account)
         if not _books_memory(backend):
             return devices, backend.load(plan.file, len(devices), parameters), steps
-        for device in set(devices).intersection(range(gpus.count())):  # the backend reports missing GPUs
-            self.gpu_model_cache.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
         model = backend.load(plan.file, len(devices), parameters, account)
         try:
             if isinstance(model, TensorRtModel | IsolatedModel) and plan.runtime == "tensorrt":

@@ -241,6 +241,8 @@ class Reconciler:
         self._stop.set()
         self._commands.put(None)
         self._builds.stop()
+        if self._loader.trials is not None:
+            self._loader.trials.stop()
         if self._stores is not None:
             self._stores.stop()
         # A load that hangs in a library must not block the exit, so the thread has a timeout too.
@@ -376,6 +378,8 @@ class Reconciler:
             self._refuse_commands()
             self._on_loaded(error)
             self._stop.wait()
+        if self._loader.trials is not None:
+            self._loader.trials.end_helper()
         self._refuse_commands()
         self._registry.set_complete(False)
         self._deployments.unload_all()
@@ -383,6 +387,8 @@ class Reconciler:
 
     def _serve_one(self) -> bool:
         """Wait for a command or the next scan; returns False when the thread must stop."""
+        if self._loader.trials is not None and self._commands.empty():
+            self._loader.trials.end_helper()
         try:
             command = self._commands.get(timeout=self._wait_s())
         except queue.Empty:

@@ -13,7 +13,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -33,6 +33,7 @@ from headrace.core.model_config import InstanceGroup, ModelConfig
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array, Datatype
 from headrace.core.tensor_config import ModelInput
+from headrace.repository.accounted_model import free_bytes
 from headrace.repository.environments import Environments
 from headrace.repository.loader import Loader, handle_policy
 from headrace.repository.warmup import MAX_RANDOM_BYTES, feeds, make_warmups, sizes, unmeasurable
@@ -492,8 +493,8 @@ def _end_of_search(point: MeasuredSetting, stale: int, growth_bytes: int, slo_ns
         return f"batches of {point.rows} rows miss the objective"
     if point.p95_ns > _LONGEST_BATCH_NS:
         return f"a batch of {point.rows} rows takes {point.p95_ns / NS_PER_S:.1f} s"
-    free_bytes = _free_bytes()
-    if free_bytes is not None and 2 * growth_bytes > _MEMORY_SHARE * free_bytes:
+    available_bytes = free_bytes()
+    if available_bytes is not None and 2 * growth_bytes > _MEMORY_SHARE * available_bytes:
         return f"a batch of {2 * point.rows} rows would take half of the free memory"
     return ""
 
@@ -534,17 +535,3 @@ def _peak_bytes() -> int:
     """Return the peak memory of this process in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _free_bytes() -> int | None:
-    """Return the free memory of the machine and the container in bytes; None if the system does not report it."""
-    available_bytes = []
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available_bytes.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10)
-    with suppress(OSError, ValueError):
-        control = Path("/sys/fs/cgroup")
-        available_bytes.append(
-            int((control / "memory.max").read_text()) - int((control / "memory.current").read_text())
-        )
-    return min(available_bytes, default=None)

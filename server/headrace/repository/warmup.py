@@ -213,7 +213,7 @@ class LatencyStore:
         Raises:
             Unsupported: the machine cannot be identified.
         """
-        machine = _machine(runtime)
+        machine = machine_of(runtime)
         parts = {
             "format": _FORMAT,
             "digest": digest,
@@ -296,7 +296,8 @@ class LatencyFile:
             self.store.warn_once(error)
 
 
-def _machine(runtime: str) -> Machine:
+def machine_of(runtime: str) -> Machine:
+    """Describe this machine for a backend; raises Unsupported if it cannot be identified."""
     if runtime == "tensorrt":
         from headrace.repository.gpu_backend import tensorrt_machine
 

@@ -67,7 +67,7 @@ def test_the_onnxruntime_version_is_major_and_minor(monkeypatch: pytest.MonkeyPa
         return "1.22.4"
 
     monkeypatch.setattr(manifest, "version", other_package)
-    monkeypatch.setattr(manifest, "_onnxruntime_version", manifest._onnxruntime_version.__wrapped__)
+    monkeypatch.setattr(manifest, "onnxruntime_version", manifest.onnxruntime_version.__wrapped__)
     assert onnxruntime_machine().version == "1.22"
 
 

@@ -109,7 +109,7 @@ class IsolatedBackend:
             "factory": self.factory,
             "file": str(file),
             "parameters": parameters,
-            "memory": None if account is None else _memory_terms(account),
+            "memory": None if account is None else memory_terms(account),
             "memory_bytes": self.memory_bytes,
             "level": logging.getLogger("headrace").getEffectiveLevel(),
         }
@@ -125,7 +125,7 @@ class IsolatedBackend:
         return model
 
 
-def _memory_terms(account: MemoryAccount) -> Message:
+def memory_terms(account: MemoryAccount) -> Message:
     """Limits and holdings that the child needs to refuse a model that does not fit, with the same reason as the server."""
     return {
         "model": account.model,

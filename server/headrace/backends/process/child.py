@@ -232,14 +232,21 @@ def _error_message(error: Exception) -> Message:
         return {"lost": str(error)[:_MAX_TEXT]}
     if isinstance(error, HeadraceError):
         return {"error": [type(error).__name__, str(error)[:_MAX_TEXT]]}
-    memory_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    if memory_bytes != resource.RLIM_INFINITY and (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+    memory_bytes = memory_limit_reached(error)
+    if memory_bytes:
         text = (
             f"it needs more memory than isolation_memory_limit allows the model's process "
             f"({format_bytes(memory_bytes)}): send fewer or smaller rows, or raise it in the model's configuration"
         )
         return {"error": [ModelFailed.__name__, text]}
     return {"failed": "".join(traceback.format_exception(error))[-_MAX_TEXT:]}
+
+
+def memory_limit_reached(error: Exception) -> int:
+    """Return the limit of this process's memory in bytes if the error comes from it; 0 for any other error."""
+    memory_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    is_short = isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
+    return memory_bytes if is_short and memory_bytes != resource.RLIM_INFINITY else 0
 
 
 class _Forward(logging.Handler):
@@ -274,7 +281,7 @@ def run(control: Messages, instances: list[Frames]) -> None:
     logging.basicConfig(level=order["level"], handlers=[_Forward(control)], format="%(message)s")
     opened: SimpleQueue[tuple[int, int | Exception]] = SimpleQueue()
     try:
-        model, account = _load(order, len(instances))
+        model, account = load_model(order, len(instances))
         threads = [_start(model, index, frames, opened) for index, frames in enumerate(instances)]
         depths = [0] * len(instances)
         for _ in instances:
@@ -282,21 +289,8 @@ def run(control: Messages, instances: list[Frames]) -> None:
             if isinstance(depth, Exception):
                 raise depth
             depths[index] = depth
-    except NoRoom as error:
-        (finding,) = error.findings
-        no_room = [finding.path, finding.message, finding.cure, error.gpu, error.lacking_bytes, error.others]
-        control.send({"no_room": no_room})
-        return
-    except ConfigError as error:
-        control.send({"refused": [_refusal(finding) for finding in error.findings]})
-        return
     except Exception as error:
-        logger.exception("the model could not be loaded")
-        kind, text = _error_message(error).get("error", ("", ""))
-        if kind == ModelFailed.__name__:
-            control.send({"refused": [_refusal(Finding(Path(order["file"]).name, None, text))]})
-        else:
-            control.send({"broken": type(error).__name__})
+        control.send(load_failure(error, order["file"]))
         return
     tensors = {  # that the backend reads from the file; empty if it does not
         side: [(tensor.name, tensor.dtype.str, tensor.shape) for tensor in getattr(model, side, ())]
@@ -314,11 +308,30 @@ def run(control: Messages, instances: list[Frames]) -> None:
             model.close()
 
 
+def load_failure(error: Exception, file: str) -> Message:
+    """Return the message for the server about a model that cannot be loaded.
+
+    Args:
+        error: the reason.
+        file: file of the model.
+    """
+    if isinstance(error, NoRoom):
+        (finding,) = error.findings
+        return {"no_room": [finding.path, finding.message, finding.cure, error.gpu, error.lacking_bytes, error.others]}
+    if isinstance(error, ConfigError):
+        return {"refused": [_refusal(finding) for finding in error.findings]}
+    logger.error("the model could not be loaded", exc_info=error)
+    kind, text = _error_message(error).get("error", ("", ""))
+    if kind == ModelFailed.__name__:
+        return {"refused": [_refusal(Finding(Path(file).name, None, text))]}
+    return {"broken": type(error).__name__}
+
+
 def _refusal(finding: Finding) -> list[object]:
     return [finding.path, finding.line, finding.message, finding.cure]
 
 
-def _load(order: Message, instances: int) -> tuple[LoadedModel, MemoryAccount]:
+def load_model(order: Message, instances: int) -> tuple[LoadedModel, MemoryAccount]:
     """Load the model, with an account in a ledger that contains all other models' holdings."""
     ledger, backend = Ledger(), create_backend(order["factory"])
     file, parameters, memory = Path(order["file"]), order["parameters"], order["memory"]
@@ -341,8 +354,12 @@ def _start(
     return thread
 
 
-def main(arguments: list[str]) -> None:
-    """Run the process."""
+def inherited_sockets(arguments: list[str]) -> list[socket.socket]:
+    """Return the sockets of a process that the server has started; none if the server is gone. The process ends with the server.
+
+    Args:
+        arguments: process id of the server, and the descriptors.
+    """
     # Ignored: Ctrl-C and a service's signals reach the child as well, but the server ends it after the last response.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -350,9 +367,17 @@ def main(arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent, *descriptors = (int(word) for word in arguments)
     if os.getppid() != parent:
-        return
+        return []
     faulthandler.enable()
-    control, *instances = (socket.socket(fileno=end) for end in descriptors)
+    return [socket.socket(fileno=end) for end in descriptors]
+
+
+def main(arguments: list[str]) -> None:
+    """Run the process."""
+    sockets = inherited_sockets(arguments)
+    if not sockets:
+        return
+    control, *instances = sockets
     exit_on_error(run, Messages(control), [Frames(end) for end in instances])
     exit_process(0)
 

@@ -1,0 +1,151 @@
+"""Model files that crash or hang when they are loaded or first run: the helper process ends, the server and its models do not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from loadtest.onnx_models import onnx_model
+from tests.support import models
+from tests.support.processes import children
+from tests.support.serving import Server, run_headrace, serving, start
+from tests.support.waiting import until
+
+REASON = "model.onnx ends its process when it is loaded and first run: killed by SIGSEGV"
+BODY = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1.0] * 16}]}).encode()
+
+
+def crashing() -> onnx.ModelProto:
+    """ONNX Runtime 1.31 and 1.32 write the two outputs that are left out."""
+    values = {name: np.ones(4, np.float32) for name in "SBMV"}
+    node = helper.make_node("BatchNormalization", ["X", *values], ["Y", "", ""], training_mode=1)
+    kind = (TensorProto.FLOAT, ("batch", 4))
+    model = onnx_model([node], {"X": kind}, {"Y": kind}, values)
+    model.opset_import[0].version = 15
+    return model
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    models.add_model(tmp_path / "repository", "neighbour", models.affine(seed=1))
+    return tmp_path / "repository"
+
+
+@contextmanager
+def answering(server: Server) -> Iterator[list[object]]:
+    """The neighbour answers right before, during and after the body; yields the answers, by the time they came."""
+    expected = infer(server)
+    answers: list[object] = []
+    ended = threading.Event()
+
+    def call() -> None:
+        while not ended.is_set():
+            answers.append(infer(server))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        ended.set()
+        thread.join()
+    assert infer(server) == expected
+    assert answers == [expected] * len(answers)
+
+
+def infer(server: Server) -> object:
+    status, _, body = server.request("POST", "/v2/models/neighbour/infer", BODY)
+    assert status == 200, body
+    return json.loads(body)["outputs"]
+
+
+def load(server: Server, name: str) -> tuple[int, str]:
+    status, _, body = server.request("POST", f"/v2/repository/models/{name}/load", b"{}", timeout_s=120)
+    return status, body.decode()
+
+
+def state(server: Server, name: str) -> tuple[str, str]:
+    rows = json.loads(server.request("POST", "/v2/repository/index")[2])
+    (row,) = [row for row in rows if row["name"] == name]
+    return row["state"], row["reason"]
+
+
+def options(tmp_path: Path, limit_s: float = 100) -> list[str]:
+    return ["--state-dir", str(tmp_path / "state"), "--trial-limit-s", str(limit_s)]
+
+
+def test_a_crash_at_the_start_makes_one_model_unavailable(repository: Path, tmp_path: Path) -> None:
+    models.add_model(repository, "bad", crashing())
+    with serving(repository, tmp_path, *options(tmp_path)) as server, answering(server):
+        assert state(server, "bad")[0] == "UNAVAILABLE"
+        assert REASON in state(server, "bad")[1]
+        assert state(server, "neighbour") == ("READY", "")
+        until(lambda: not children(server.process.pid))
+    # The second start reads the outcomes: a helper would be killed at its limit, and be named in the log.
+    records = {path: path.stat().st_mtime_ns for path in (tmp_path / "state" / "tried").iterdir()}
+    assert len(records) == 2
+    with serving(repository, tmp_path, *options(tmp_path, 0.001)) as server:
+        assert REASON in state(server, "bad")[1]
+        assert state(server, "neighbour") == ("READY", "")
+        infer(server)
+    assert records == {path: path.stat().st_mtime_ns for path in (tmp_path / "state" / "tried").iterdir()}
+
+
+def test_a_crash_on_a_load_request_does_not_disturb_the_neighbour(repository: Path, tmp_path: Path) -> None:
+    explicit = ["--model-control", "explicit", "--load-model", "neighbour"]
+    with serving(repository, tmp_path, *options(tmp_path), *explicit) as server:
+        models.add_model(repository, "bad", crashing())
+        models.add_model(repository, "good", models.affine(seed=3))
+        with answering(server) as answers:
+            status, body = load(server, "bad")
+            assert status == 400
+            assert REASON in body
+            assert load(server, "good")[0] == 200
+            assert answers
+        assert state(server, "bad")[0] == "UNAVAILABLE"
+        until(lambda: not children(server.process.pid))
+
+
+def test_a_crash_by_polling_does_not_disturb_the_neighbour(repository: Path, tmp_path: Path) -> None:
+    poll = ["--model-control", "poll", "--poll-interval-s", "0.05"]
+    with serving(repository, tmp_path, *options(tmp_path), *poll) as server, answering(server):
+        models.add_model(repository, "bad", crashing())
+        until(lambda: "bad" in server.text and state(server, "bad")[0] == "UNAVAILABLE")
+        assert REASON in state(server, "bad")[1]
+
+
+def test_a_model_of_a_memory_budget_is_tried_with_its_first_request(repository: Path, tmp_path: Path) -> None:
+    models.add_model(repository, "bad", crashing())
+    budget = ["--host-memory-budget", "1GiB"]
+    body = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [2, 4], "data": [1.0] * 8}]}).encode()
+    with serving(repository, tmp_path, *options(tmp_path), *budget) as server:
+        assert not (tmp_path / "state" / "tried").exists()
+        with answering(server):
+            status, _, answer = server.request("POST", "/v2/models/bad/infer", body, timeout_s=120)
+            assert status >= 400
+            assert b"SIGSEGV" in answer
+
+
+def test_a_model_that_validate_has_run_counts_as_tried(repository: Path, tmp_path: Path) -> None:
+    result = run_headrace("validate", repository, "--state-dir", tmp_path / "state")
+    assert result.returncode == 0, result.stdout
+    assert len(list((tmp_path / "state" / "tried").iterdir())) == 1
+    with serving(repository, tmp_path, *options(tmp_path, 0.001)) as server:  # a trial would exceed its limit
+        infer(server)
+
+
+@pytest.mark.parametrize("off", [["--trial-limit-s", "0"], ["--state-dir", ""]], ids=["by option", "no state folder"])
+def test_without_trials_the_server_loads_the_file_itself(off: list[str], repository: Path, tmp_path: Path) -> None:
+    models.add_model(repository, "bad", crashing())
+    server = start(repository, tmp_path / "log", *options(tmp_path), *off)
+    assert server.wait() in (-signal.SIGSEGV, 128 + signal.SIGSEGV)
+    assert ("no state folder remembers" in server.text) == (off[0] == "--state-dir")
