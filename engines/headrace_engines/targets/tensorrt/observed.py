@@ -5,16 +5,15 @@ tensors that its layers write are marked in a second build, with the same timing
 that the second one does not have. A tensor in 8 bits is reported as such and dequantised here.
 
 TensorRT 10.6 cannot mark every tensor: its optimiser may copy the layer that reports one, and the build fails with "slice of
-isDebug for NAME' is listed more than once"; other marks end the process of the build, and are found by halves. Such a tensor is
-built without its mark, and the remark names it.
+isDebug for NAME' is listed more than once"; other marks end the process of the build. All tensors are outputs of the second plan
+then, which changes formats, and rarely the fusion.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -31,9 +30,8 @@ from headrace_engines.targets.tensorrt.engine import TensorRtEngine
 from headrace_engines.targets.tensorrt.engine_layers import inspected_layers, read_layers
 
 logger = logging.getLogger("headrace.build")
-Build = Callable[[Path, frozenset[str], Report], TensorRtEngine]
-# Tensors that a plan is built without.
-_MAX_REFUSED = 8
+# Builds and opens the plan of a model with some debug tensors.
+Build = Callable[[Path, onnx.ModelProto, frozenset[str], Report], TensorRtEngine]
 
 
 class ObservedPlan:
@@ -43,8 +41,9 @@ class ObservedPlan:
         engine: engine with debug tensors; closed with this object.
         graph: graph of the lowered model.
         matches: counterparts of the FP32 model's tensors, by name.
-        sources: names of the debug tensors, by name of the FP32 model's tensor.
-        remark: change of the fused layers; "" without any.
+        sources: names of the plan's tensors, by name of the FP32 model's tensor.
+        remark: difference from the plan that is served; "" without any.
+        has_marks: the tensors are debug tensors, else outputs.
     """
 
     def __init__(
@@ -54,8 +53,11 @@ class ObservedPlan:
         matches: Mapping[str, Counterpart],
         sources: Mapping[str, str],
         remark: str,
+        *,
+        has_marks: bool,
     ) -> None:
         self._engine, self._graph, self._matches, self._sources = engine, graph, matches, sources
+        self._has_marks = has_marks
         self.names = tuple(sources)
         self.remark = remark
 
@@ -65,7 +67,9 @@ class ObservedPlan:
         Raises:
             BuildError: the engine rejects the inputs, or the GPU reports an error.
         """
-        values = {**self._engine.run_debug(inputs), **self._engine.run(inputs)}
+        values = self._engine.run(inputs)
+        if self._has_marks:
+            values |= self._engine.run_debug(inputs)
         results = {}
         for name, source in self._sources.items():
             if source in values:
@@ -93,14 +97,14 @@ def observe_plan(
         model: lowered model.
         names: names of tensors of the FP32 model.
         folder: folder of the plans.
-        build: builds and opens a plan with some debug tensors.
+        build: builds and opens the plan of a model with some debug tensors.
         report: called with the progress.
 
     Raises:
         BuildError: the plan cannot be built.
     """
     graph = OnnxGraph(copy_model(model))
-    plain = build(folder / "plain.plan", frozenset(), part(report, 0.0, 0.5))
+    plain = build(folder / "plain.plan", model, frozenset(), part(report, 0.0, 0.5))
     try:
         before = plain.layer_information()
     finally:
@@ -113,54 +117,30 @@ def observe_plan(
         if source:
             sources[name] = source
     marked = frozenset(sources.values()) - set(graph.outputs)
-    engine, refused = _build_marked(folder / "observed.plan", marked, build, part(report, 0.5, 1.0))
-    sources = {name: source for name, source in sources.items() if source not in refused}
+    path, share, remarks = folder / "observed.plan", part(report, 0.5, 1.0), []
     try:
-        changes = [_change(before, engine.layer_information(), model)]
+        engine = build(path, model, marked, share)
+    except BuildError as error:
+        if not isinstance(error, EndedError) and "isDebug for" not in str(error):
+            raise
+        logger.info("reading inner tensors as outputs: %s", error)
+        remarks.append("TensorRT cannot report its tensors, so they are outputs")
+        engine = build(path, _with_outputs(model, graph, marked), frozenset(), share)
+    try:
+        remarks.append(_change(before, engine.layer_information(), model))
     except BaseException:
         engine.close()
         raise
-    if refused:
-        changes.append(f"TensorRT cannot report {', '.join(sorted(refused))}")
-    return ObservedPlan(engine, graph, matches, sources, "; ".join(filter(None, changes)))
+    return ObservedPlan(engine, graph, matches, sources, "; ".join(filter(None, remarks)), has_marks=len(remarks) == 1)
 
 
-def _build_marked(
-    path: Path, marked: frozenset[str], build: Build, report: Report
-) -> tuple[TensorRtEngine, frozenset[str]]:
-    """Build a plan with debug tensors, without those that TensorRT refuses; return it and their names.
-
-    Raises:
-        BuildError: the plan cannot be built, and the message names no debug tensor.
-    """
-    refused: frozenset[str] = frozenset()
-    while True:
-        try:
-            return build(path, marked - refused, report), refused
-        except BuildError as error:
-            named = _refused(error, path, marked - refused, build, report)
-            if not named or len(refused) >= _MAX_REFUSED:
-                raise
-            logger.info("reading inner tensors without %s: %s", ", ".join(sorted(named)), error)
-            refused |= named
-
-
-def _refused(error: BuildError, path: Path, marked: frozenset[str], build: Build, report: Report) -> frozenset[str]:
-    """Return which debug tensors let a build fail: those that the error names, or one that ended its process, found by halves."""
-    if not isinstance(error, EndedError):
-        text = str(error)
-        return frozenset(name for name in marked if re.search(rf"isDebug for {re.escape(name)}(?![\w./])", text))
-    suspects = sorted(marked)
-    while len(suspects) > 1:
-        half = suspects[: len(suspects) // 2]
-        try:
-            build(path, frozenset(half), report).close()
-            suspects = suspects[len(half) :]
-        except EndedError:
-            suspects = half
-        except BuildError as other:
-            return _refused(other, path, frozenset(half), build, report)
-    return frozenset(suspects)
+def _with_outputs(model: onnx.ModelProto, graph: OnnxGraph, names: Collection[str]) -> onnx.ModelProto:
+    """Return a copy of a model that has these tensors as outputs too."""
+    result = copy_model(model)
+    result.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, graph.element_type(name), None) for name in sorted(names)
+    )
+    return result
 
 
 def _written_tensors(information: str) -> set[str]:

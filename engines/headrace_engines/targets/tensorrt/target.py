@@ -457,7 +457,7 @@ class TensorRtTarget:
         """
         self._demand()
 
-        def build(path: Path, marked: frozenset[str], share: Report) -> TensorRtEngine:
+        def build(path: Path, model: onnx.ModelProto, marked: frozenset[str], share: Report) -> TensorRtEngine:
             if marked:
                 # TensorRT 10.6 corrupts the heap of its process for some marks, e.g. the output of a GlobalAveragePool.
                 target = TensorRtTarget(self._device, self._options.optimization_level, marked)
