@@ -6,8 +6,9 @@ from headrace.cuda import driver
 from headrace.cuda.driver import check as check_driver
 from headrace.cuda.driver import loaded
 from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
-from headrace.cuda.kernels.convolution.base import Algorithm, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
 from headrace.cuda.kernels.convolution.fft import FftAlgorithm
+from headrace.cuda.kernels.convolution.resources import Algorithm
 from headrace.cuda.kernels.convolution.winograd import WinogradAlgorithm
 
 from tests.support.convolution_cases import EPILOGUES, FUSED, PLAIN, check

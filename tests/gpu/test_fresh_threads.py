@@ -11,7 +11,8 @@ import pytest
 from headrace.cuda import devices, driver
 from headrace.cuda.driver import loaded
 from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
-from headrace.cuda.kernels.convolution.base import Algorithm, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.resources import Algorithm
 from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather
 
 from tests.support.convolution_cases import FUSED, check, random_operands

@@ -6,9 +6,10 @@ import pytest
 from headrace.cuda import devices, driver
 from headrace.cuda.driver import loaded
 from headrace.cuda.kernels.convolution import implicit_gemm, implicit_gemm_hopper
-from headrace.cuda.kernels.convolution.base import Algorithm, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
 from headrace.cuda.kernels.convolution.implicit_gemm import ImplicitGemm
 from headrace.cuda.kernels.convolution.implicit_gemm_hopper import ImplicitGemmHopper
+from headrace.cuda.kernels.convolution.resources import Algorithm
 
 from tests.support.convolution_cases import FUSED, PLAIN, check
 

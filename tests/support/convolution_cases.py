@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from headrace.core.tensor import Array
 from headrace.cuda import driver
-from headrace.cuda.kernels.convolution.base import Algorithm, ConvShape, Epilogue, convolve
+from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
+from headrace.cuda.kernels.convolution.resources import Algorithm
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
 
 PLAIN = Epilogue()

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from headrace.core.errors import Unsupported
 from headrace.cuda.driver import CudaStream
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
+from headrace.cuda.kernels.convolution.base import ConvShape, convolve
+from headrace.cuda.kernels.convolution.resources import Algorithm, ConvOperation, GpuResources
 
 from tests.support.fake_cuda import FakeCuda
 
@@ -22,7 +23,7 @@ def at_address(address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return np.frombuffer(memory, kind).reshape(shape)
 
 
-class NumpyAlgorithm:
+class NumpyAlgorithm(Algorithm):
     """An `Algorithm` that computes by definition.
 
     Args:
@@ -53,27 +54,16 @@ class NumpyAlgorithm:
         assert capability == (9, 0)
         return self.refused
 
-    def open(
-        self, device: int, shape: ConvShape, dtype: Any, epilogue: Epilogue, weights: Any, bias: Any = None
-    ) -> _Opened:
+    def prepared(self, resources: GpuResources, operation: ConvOperation) -> _Opened:
         if self.failure:
             raise Unsupported(self.failure)
-        assert (bias is not None) == epilogue.bias
-        assert weights.dtype == np.float32
+        assert (operation.bias is not None) == operation.epilogue.bias
+        assert operation.weights.dtype == np.float32
         self.opened += 1
-        return _Opened(self, shape, np.dtype(dtype), epilogue, weights, bias)
+        return _Opened(self, operation)
 
-    def reference(
-        self,
-        shape: ConvShape,
-        dtype: Any,
-        epilogue: Epilogue,
-        x: Any,
-        weights: Any,
-        bias: Any = None,
-        residual: Any = None,
-    ) -> np.ndarray:
-        y = convolve(shape, epilogue, x, weights, bias, residual).astype(dtype)
+    def reference(self, shape: ConvShape, dtype: Any, *operands: Any) -> np.ndarray:
+        y = convolve(shape, *operands).astype(dtype)
         if self.spoil is not None:
             self.spoil(y)
         return y
@@ -82,21 +72,19 @@ class NumpyAlgorithm:
 class _Opened:
     workspace_bytes = 0
 
-    def __init__(self, algorithm: NumpyAlgorithm, *rest: Any) -> None:
-        self._algorithm = algorithm
-        self._shape, self._dtype, self._epilogue, self._weights, self._bias = rest
+    def __init__(self, algorithm: NumpyAlgorithm, operation: ConvOperation) -> None:
+        self._algorithm, self._operation = algorithm, operation
 
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
-        shape, algorithm = self._shape, self._algorithm
-        assert bool(residual) == self._epilogue.residual
+        operation, algorithm = self._operation, self._algorithm
+        shape, dtype, epilogue = operation.shape, operation.dtype, operation.epilogue
+        assert bool(residual) == epilogue.residual
 
         def work() -> None:
-            inputs = at_address(x, shape.x_shape, self._dtype)
-            added = at_address(residual, shape.y_shape, self._dtype) if residual else None
-            output = at_address(y, shape.y_shape, self._dtype)
-            output[...] = algorithm.reference(
-                shape, self._dtype, self._epilogue, inputs, self._weights, self._bias, added
-            )
+            inputs = at_address(x, shape.x_shape, dtype)
+            added = at_address(residual, shape.y_shape, dtype) if residual else None
+            output = at_address(y, shape.y_shape, dtype)
+            output[...] = algorithm.reference(shape, dtype, epilogue, inputs, operation.weights, operation.bias, added)
 
         algorithm.cuda.submit(work, stream.handle)
         for _ in range(algorithm.pieces - 1):

@@ -14,7 +14,8 @@ from headrace.core.errors import HeadraceError
 from headrace.cuda.driver import current
 from headrace.cuda.kernels.code_files import CodeFiles
 from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
-from headrace.cuda.kernels.convolution.base import Algorithm, Epilogue
+from headrace.cuda.kernels.convolution.base import Epilogue
+from headrace.cuda.kernels.convolution.resources import Algorithm
 from headrace.cuda.kernels.loading import keep_code
 from rich.console import Console
 

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from headrace.core.tensor import Array
+from headrace.cuda.kernels.convolution import winograd
 from headrace.cuda.kernels.convolution.base import ConvShape
 
 from headrace_engines.lab.inputs import HostOperands
@@ -50,34 +51,6 @@ _SAMPLES = 192
 # Below the normal numbers the spacing is constant.
 _SMALLEST = {2: 2.0**-25, 4: 2.0**-150}
 
-# Matrices of Winograd's minimal filtering (Lavin, Gray, "Fast Algorithms for Convolutional Neural Networks", 2016): B^T, G, A^T.
-_WINOGRAD: dict[str, tuple[list[list[float]], list[list[float]], list[list[float]]]] = {
-    "winograd-f2": (
-        [[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]],
-        [[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]],
-        [[1, 1, 1, 0], [0, 1, -1, -1]],
-    ),
-    "winograd-f4": (
-        [
-            [4, 0, -5, 0, 1, 0],
-            [0, -4, -4, 1, 1, 0],
-            [0, 4, -4, -1, 1, 0],
-            [0, -2, -1, 2, 1, 0],
-            [0, 2, -1, -2, 1, 0],
-            [0, 4, 0, -5, 0, 1],
-        ],
-        [
-            [1 / 4, 0, 0],
-            [-1 / 6, -1 / 6, -1 / 6],
-            [-1 / 6, 1 / 6, -1 / 6],
-            [1 / 24, 1 / 12, 1 / 6],
-            [1 / 24, -1 / 12, 1 / 6],
-            [0, 0, 1],
-        ],
-        [[1, 1, 1, 1, 1, 0], [0, 1, -1, 2, -2, 0], [0, 1, 1, 4, 4, 0], [0, 1, -1, 8, -8, 1]],
-    ),
-}
-
 
 def transform_gain(algorithm: str) -> float:
     """Return g of the module's bound for an algorithm; 0 for one without transforms in the type of the operands.
@@ -86,10 +59,10 @@ def transform_gain(algorithm: str) -> float:
     each of the two directions. Rounding errors in proportion to them pass through A^T: in one direction the variance at output a
     is sum_i A_ai^2 |B_i|^2 |G_i|^2, in both its square. Three roundings count: of x, of w, of the product's sum.
     """
-    matrices = next((found for name, found in _WINOGRAD.items() if algorithm.startswith(name)), None)
-    if matrices is None:
+    size = next((size for size in winograd.KERNEL if algorithm.startswith(f"winograd-f{size}")), None)
+    if size is None:
         return 0.0
-    b, g, a = (np.array(matrix) for matrix in matrices)
+    b, g, a = (np.array(matrices[size]) for matrices in (winograd.INPUT, winograd.KERNEL, winograd.OUTPUT))
     direction = (a**2) @ ((b**2).sum(1) * (g**2).sum(1))
     return float(math.sqrt(3) * direction.max() / 3)
 
@@ -250,15 +223,12 @@ class SampledReference:
         """
         return float(2 * (self.bound(algorithm, half_sums).max() + self.bound("").max()))
 
-    def errors(
-        self, algorithm: str, read: Callable[[npt.NDArray[np.int64]], Array], wrong: int = 0, half_sums: bool = False
-    ) -> Errors:
+    def errors(self, algorithm: str, read: Callable[[npt.NDArray[np.int64]], Array], half_sums: bool = False) -> Errors:
         """Compare a result.
 
         Args:
             algorithm: name of the algorithm, for its bound.
             read: returns all channels of the result at (p, 3) pixels, (p, k).
-            wrong: number of wrong elements by `ResultComparison`.
             half_sums: the candidate accumulates in float16.
         """
         result = read(self.pixels).astype(np.float64)
@@ -274,4 +244,4 @@ class SampledReference:
         if not finite.all():
             error = np.where(finite, error, np.inf)
         relative = float(np.linalg.norm(error)) / norm
-        return Errors(float(error.max()), float(error.mean()), relative, share, result.size, wrong, half_share)
+        return Errors(float(error.max()), float(error.mean()), relative, share, result.size, 0, half_share)

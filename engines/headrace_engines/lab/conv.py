@@ -15,7 +15,8 @@ from headrace.core.errors import HeadraceError
 from headrace.core.telemetry import GpuReading
 from headrace.cuda.devices import Nvml, describe, driver_version
 from headrace.cuda.driver import CudaStream, is_context_usable
-from headrace.cuda.kernels.convolution.base import Algorithm, Epilogue
+from headrace.cuda.kernels.convolution.base import Epilogue
+from headrace.cuda.kernels.convolution.resources import Algorithm
 
 from headrace_engines.errors import BuildError
 from headrace_engines.lab.check import Errors, ExactSums, SampledReference, sample

@@ -7,19 +7,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy.typing as npt
 from headrace.core.errors import HeadraceError
 from headrace.cuda.driver import CudaStream, current
-from headrace.cuda.kernels.convolution.base import Algorithm, Convolution, ConvShape
-from headrace.cuda.kernels.convolution.resources import compile_only
+from headrace.cuda.kernels.convolution.base import Convolution, ConvShape
+from headrace.cuda.kernels.convolution.resources import Algorithm, compile_only
 
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands
-from headrace_engines.lab.measure import Candidate, RecordedLaunches, capture_launches, trial_us
+from headrace_engines.lab.measure import RecordedLaunches, capture_launches, trial_us
 
 # Proposals of an algorithm that has a cost model; more take more time than they win.
 _MAX_PROPOSALS = 12
@@ -74,8 +73,7 @@ def variants_for(variants: Sequence[Algorithm], shape: ConvShape) -> list[Algori
     """Return the variants to try on a shape: those of the list, or the best proposals of the algorithm's cost model."""
     result: list[Algorithm] = []
     for variant in variants:
-        propose: Callable[[ConvShape], Sequence[Algorithm]] | None = getattr(variant, "variants", None)
-        result += list(propose(shape))[:_MAX_PROPOSALS] if propose is not None else [variant]
+        result += variant.variants(shape)[:_MAX_PROPOSALS]
     return result
 
 
@@ -84,9 +82,9 @@ def estimate_us(variants: Sequence[Algorithm], shape: ConvShape) -> float | None
 
     The shape must be supported.
     """
-    models = [getattr(variant, "estimate_us", None) for variant in variants_for(variants, shape)]
-    times = [float(model(shape)) for model in models if model is not None]
-    return min(times) if times and len(times) == len(models) else None
+    times = [variant.estimate_us(shape) for variant in variants_for(variants, shape)]
+    predicted = [time for time in times if time is not None]
+    return min(predicted) if predicted and len(predicted) == len(times) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +187,7 @@ class OwnAlgorithms:
             for variant in variants_for(variants, shape):
                 if variant.refusal(shape, dtype, self._capability):
                     continue
-                kernel_key = getattr(variant, "kernel_key", None)
-                depends_on = kernel_key(shape) if kernel_key is not None else (shape,)
-                key = variant.name, variant.variant, dtype, operands.epilogue, *depends_on
+                key = variant.name, variant.variant, dtype, operands.epilogue, *variant.kernel_key(shape)
                 if key not in keys:
                     keys.add(key)
                     compilation.add(self._compilers.submit(self._compile, variant, operands))
@@ -270,9 +266,3 @@ class OwnAlgorithms:
         """End the threads; kernels whose turn has not come are not compiled."""
         self._compilers.shutdown(cancel_futures=True)
         self._threads.shutdown()
-
-
-def as_candidates(opened: Iterable[Opened]) -> list[Candidate]:
-    """Return the candidates of the algorithms that can be used."""
-    found: list[Any] = [one.candidate for one in opened if one.candidate is not None]
-    return found

@@ -7,6 +7,7 @@ from html import escape
 
 from headrace.core.svg_plot import colour, nth_colour, short, svg, text_element
 from headrace.core.telemetry import GpuReading
+from headrace.cuda.kernels.convolution.base import Epilogue
 from rich.console import Console
 from rich.text import Text
 
@@ -35,10 +36,9 @@ td:nth-child(2){text-align:left;white-space:normal}.bad{color:#c62828;font-weigh
 _CUDNN = ("cudnn", "cudnn-unfused", "cudnn-fused")
 
 
-def work_name(cell: Cell) -> str:
+def work_name(epilogue: Epilogue) -> str:
     """Return the measured work of a cell: "conv", or "conv bias residual relu"."""
-    parts = [name for name in ("bias", "residual", "relu") if getattr(cell.epilogue, name)]
-    return " ".join(["conv", *parts])
+    return " ".join(["conv", *(name for name in ("bias", "residual", "relu") if getattr(epilogue, name))])
 
 
 def show(console: Console, result: ConvMap) -> None:
@@ -57,7 +57,7 @@ def _row(cell: Cell) -> list[Text]:
         cell.layer,
         str(cell.shape.n),
         cell.precision,
-        work_name(cell),
+        work_name(cell.epilogue),
         " ".join((best.name, best.variant)).strip() if best is not None else "none",
         f"{timing.median_us:.2f}" if timing else "",
         f"±{50 * (timing.high_us - timing.low_us) / timing.median_us:.1f}%" if timing and timing.median_us else "",
@@ -215,9 +215,8 @@ def _details(cells: Sequence[Cell]) -> list[str]:
     parts = []
     for cell in cells:
         winner = cell.winner()
-        title = (
-            f"{cell.layer}, n {cell.shape.n}, {cell.precision}, {work_name(cell)}: {winner.name if winner else 'none'}"
-        )
+        work, name = work_name(cell.epilogue), winner.name if winner else "none"
+        title = f"{cell.layer}, n {cell.shape.n}, {cell.precision}, {work}: {name}"
         longest = max((r.timing.max_us for r in cell.results if r.timing is not None), default=1.0)
         ranked = sorted(cell.results, key=lambda r: r.timing.median_us if r.timing is not None else float("inf"))
         rows = [_measurement(cell, result, longest) for result in ranked]

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from headrace.cuda.kernels.convolution.base import Algorithm, ConvShape, Epilogue, convolve
+from headrace.cuda.kernels.convolution.base import ConvShape, convolve
+from headrace.cuda.kernels.convolution.resources import Algorithm
 from rich.console import Console
 from rich.text import Text
 
@@ -16,6 +17,7 @@ from headrace_engines.lab.check import SampledReference, sample
 from headrace_engines.lab.inputs import HostOperands, host_operands
 from headrace_engines.lab.layers import PLAIN, ConvLayer
 from headrace_engines.lab.own import families, variants_for
+from headrace_engines.lab.page import work_name
 from headrace_engines.lab.results import DTYPES
 from headrace_engines.report import Heading, narrow_table, print_text
 
@@ -78,7 +80,7 @@ def _is_missing_library(reason: str) -> bool:
 
 
 def _count(variants: Sequence[Algorithm]) -> str:
-    return "by shape" if any(hasattr(variant, "variants") for variant in variants) else str(len(variants))
+    return "by shape" if any(variant.variant == "auto" for variant in variants) else str(len(variants))
 
 
 def _support(variants: Sequence[Algorithm], shape: ConvShape) -> str:
@@ -119,7 +121,7 @@ def show_references(
                 for variants in groups.values():
                     cells, is_wrong = _reference(host, variants)
                     wrong += is_wrong
-                    texts = [f"{layer.name} n {shape.n}", precision, _work(epilogue), variants[0].name, *cells]
+                    texts = [f"{layer.name} n {shape.n}", precision, work_name(epilogue), variants[0].name, *cells]
                     rows.append([Text(text) for text in texts])
     headings = (
         Heading("layer"),
@@ -133,10 +135,6 @@ def show_references(
     )
     console.print(narrow_table("NumPy references against float64", headings, rows, console.width))
     return wrong
-
-
-def _work(epilogue: Epilogue) -> str:
-    return " ".join(["conv", *(name for name in ("bias", "residual", "relu") if getattr(epilogue, name))])
 
 
 def _reference(host: HostOperands, variants: Sequence[Algorithm]) -> tuple[list[str], bool]:

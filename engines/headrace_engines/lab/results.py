@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -109,20 +109,11 @@ class Cell:
                 document["right"] = result.errors.is_right
                 document["check"] = result.errors.verdict
             results.append(document)
-        return {
-            "layer": self.layer,
-            "shape": asdict(self.shape),
-            "precision": self.precision,
-            "epilogue": asdict(self.epilogue),
+        return asdict(replace(self, results=())) | {
             "flops": self.shape.flops,
             "min_bytes": self.shape.min_bytes("f2" if self.precision == "fp16" else "f4", self.epilogue.residual),
-            "floor_us": self.floor_us,
             "winner": winner.name if winner else None,
             "results": results,
-            "seconds": self.seconds,
-            "sm_clock_hz": self.sm_clock_hz,
-            "slowed": list(self.slowed),
-            "phases_s": dict(self.phases_s),
         }
 
 
@@ -164,22 +155,6 @@ class ConvMap:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; values that are not finite are None."""
-        document = {
-            "format": FORMAT,
-            "title": self.title,
-            "gpu": self.gpu,
-            "capability": self.capability,
-            "driver": self.driver,
-            "versions": dict(self.versions),
-            "notes": list(self.notes),
-            "roofline": asdict(self.roofline),
-            "before": asdict(self.before) if self.before is not None else None,
-            "after": asdict(self.after) if self.after is not None else None,
-            "rounds": self.rounds,
-            "seconds": self.seconds,
-            "compile_seconds": self.compile_seconds,
-            "summary": list(self.summary),
-            "cells": [cell.to_json() for cell in self.cells],
-        }
-        cleaned: dict[str, Any] = finite(document)
+        cells = [cell.to_json() for cell in self.cells]
+        cleaned: dict[str, Any] = finite({"format": FORMAT, **asdict(replace(self, cells=())), "cells": cells})
         return cleaned

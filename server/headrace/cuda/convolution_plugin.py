@@ -36,7 +36,8 @@ from headrace.core.errors import HeadraceError
 from headrace.core.tensor import Array
 from headrace.cuda.driver import BorrowedStream, current_device
 from headrace.cuda.kernels.convolution import algorithms
-from headrace.cuda.kernels.convolution.base import Algorithm, Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.resources import Algorithm
 from headrace.cuda.kernels.loading import for_borrowed_streams
 
 PLUGIN = "HeadraceConvolution"
@@ -237,12 +238,6 @@ class PluginLayer:
             return algorithm.open(device, self.shape, np.float16, self.epilogue, self.weights.astype(np.float32), bias)
 
 
-def variants_of(algorithm: Algorithm, shape: ConvShape) -> Sequence[Algorithm]:
-    """Return the variants that an algorithm proposes for a shape, the most promising first; itself if it proposes none."""
-    propose = getattr(algorithm, "variants", None)
-    return [algorithm] if propose is None else propose(shape)
-
-
 def find_algorithm(name: str, variant: str, shape: ConvShape) -> Algorithm:
     """Return one of our algorithms by its name and variant.
 
@@ -252,7 +247,7 @@ def find_algorithm(name: str, variant: str, shape: ConvShape) -> Algorithm:
     for algorithm in algorithms.ALGORITHMS:
         if algorithm.name == name:
             # Fewer images allow more ways to split the work.
-            for one in (algorithm, *variants_of(algorithm, replace(shape, n=1))):
+            for one in (algorithm, *algorithm.variants(replace(shape, n=1))):
                 if one.variant == variant:
                     return one
     names = ", ".join(dict.fromkeys(each.name for each in algorithms.ALGORITHMS)) or "none"

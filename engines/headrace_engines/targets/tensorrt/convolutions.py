@@ -16,7 +16,8 @@ import numpy as np
 import onnx
 from headrace.core.tensor import Array
 from headrace.cuda.convolution_plugin import INDEX_FIELD, PLUGIN, PluginLayer
-from headrace.cuda.kernels.convolution.base import Algorithm, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.resources import Algorithm
 from onnx import TensorProto, helper
 
 from headrace_engines.onnx_graph import OnnxGraph, copy_model

@@ -17,10 +17,10 @@ from dataclasses import replace
 import numpy as np
 from headrace.core.errors import HeadraceError
 from headrace.core.tensor import Array
-from headrace.cuda.convolution_plugin import variants_of
 from headrace.cuda.driver import CudaGraph, CudaStream, TimingEvent, check, current, loaded
 from headrace.cuda.kernels.convolution import algorithms
-from headrace.cuda.kernels.convolution.base import Algorithm, Convolution, ConvShape, Epilogue, convolve
+from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue, convolve
+from headrace.cuda.kernels.convolution.resources import Algorithm
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, copy_on_gpu, download, upload
 
 from headrace_engines.targets.tensorrt.convolutions import FusedConvolution
@@ -81,7 +81,7 @@ class KernelTimes:
         names = {one.name for one in fitting}
         left_out = {name for slower, faster in _SLOWER if not names.isdisjoint(faster) for name in slower}
         fitting = [one for one in fitting if one.name not in left_out]
-        return [variant for one in fitting for variant in variants_of(one, shape)[:_VARIANTS]]
+        return [variant for one in fitting for variant in one.variants(shape)[:_VARIANTS]]
 
     def _open(self, convolution: FusedConvolution, shape: ConvShape) -> Sequence[tuple[Algorithm, Convolution]]:
         weights = convolution.weights.astype(np.float32)

@@ -23,7 +23,7 @@ import onnx
 from headrace.core.command_line import plural
 from headrace.core.tensor import Array
 from headrace.cuda.convolution_plugin import PLUGIN, VERSION, PluginLayer, plugin_digest
-from headrace.cuda.kernels.convolution.base import Algorithm
+from headrace.cuda.kernels.convolution.resources import Algorithm
 
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import PLUGIN_PHASES, Report, part

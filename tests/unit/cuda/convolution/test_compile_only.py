@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from typing import Any
 
@@ -94,17 +95,15 @@ def test_the_same_kernels_are_compiled_and_no_memory_is_allocated(
 
 @CASES
 def test_equal_keys_have_equal_kernels(algorithm: Any, cuda: FakeCuda, compiled: list[Any]) -> None:
-    if not hasattr(algorithm, "kernel_key"):
-        pytest.skip("its kernels depend on all of the shape")
     kernels: dict[Any, set[Any]] = {}
-    for shape in SHAPES:
-        if algorithm.refusal(shape, "float16", (9, 0)):
+    for shape, dtype in itertools.product(SHAPES, ("float16", "float32")):
+        if algorithm.refusal(shape, dtype, (9, 0)):
             continue
-        for variant in algorithm.variants(shape)[:4] if hasattr(algorithm, "variants") else [algorithm]:
+        for variant in algorithm.variants(shape)[:4]:
             compiled.clear()
             with compile_only():
-                variant.open(0, shape, "float16", PLAIN, np.zeros(shape.weights_shape, np.float32))
-            key = variant.variant, *variant.kernel_key(shape)
+                variant.open(0, shape, dtype, PLAIN, np.zeros(shape.weights_shape, np.float32))
+            key = dtype, variant.variant, *variant.kernel_key(shape)
             assert kernels.setdefault(key, set(compiled)) == set(compiled)
     assert kernels
 

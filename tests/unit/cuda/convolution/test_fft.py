@@ -10,7 +10,6 @@ from headrace.core.errors import Unsupported
 from headrace.cuda import cufft
 from headrace.cuda.driver import DeviceError
 from headrace.cuda.kernels.convolution import fft
-from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
 from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
 from headrace.cuda.kernels.convolution.fft import FftAlgorithm, fitting_planes
 
@@ -102,7 +101,3 @@ def test_without_cufft_the_error_names_the_cure(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Unsupported, match=r"libcufft\.so.* is not found: install the CUDA toolkit"):
         cufft.find_cufft()
     cufft.find_cufft.cache_clear()
-
-
-def test_the_algorithm_is_in_the_list() -> None:
-    assert any(algorithm.name == "fft" for algorithm in ALGORITHMS)

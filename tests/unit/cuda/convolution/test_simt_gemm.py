@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
 from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
 from headrace.cuda.kernels.convolution.simt_gemm import TILES, SimtGemmAlgorithm, Tile, fitting_tile, split_count
 
@@ -75,8 +74,3 @@ def test_refusals() -> None:
     assert "reduce the batch" in algorithm.refusal(ConvShape(1 << 20, 1, 64, 64, 1, 1, 1), "float32", (9, 0))
     assert "groups" in algorithm.refusal(ConvShape(1, 8192, 4, 4, 8192, 3, 3, groups=8192), "float32", (9, 0))
     assert not algorithm.refusal(SHAPES[0], "float32", (8, 0))
-
-
-def test_the_tiles_are_in_the_list() -> None:
-    variants = {algorithm.variant for algorithm in ALGORITHMS if algorithm.name == "simt-gemm"}
-    assert variants == {"128x128x16", "128x64x16", "64x64x16"}

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from headrace.cuda.kernels.convolution import winograd
 from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
 from headrace_engines.lab.check import HALF_VERDICT, SEPARATE, Errors, SampledReference, sample, transform_gain
 from headrace_engines.lab.inputs import HostOperands, host_operands
@@ -83,12 +84,11 @@ def test_nan_is_wrong() -> None:
 
 def test_the_gain_of_winograd_is_measured_in_float16() -> None:
     """Rounds the transformed operands to float16 in float64 arithmetic; g is the growth of that rounding."""
-    from headrace_engines.lab.check import _WINOGRAD
-
     generator = np.random.default_rng(4)
-    for name, (b, g, a) in _WINOGRAD.items():
-        b_matrix, g_matrix, a_matrix = (np.array(matrix) for matrix in (b, g, a))
-        channels, tiles, size = 64, 400, len(b)
+    for outputs in winograd.KERNEL:
+        matrices = winograd.INPUT, winograd.KERNEL, winograd.OUTPUT
+        b_matrix, g_matrix, a_matrix = (np.array(matrix[outputs]) for matrix in matrices)
+        channels, tiles, size = 64, 400, len(b_matrix)
         x = generator.standard_normal((tiles, channels, size, size))
         w = generator.standard_normal((channels, 3, 3))
         v, u = b_matrix @ x @ b_matrix.T, g_matrix @ w @ g_matrix.T
@@ -98,7 +98,8 @@ def test_the_gain_of_winograd_is_measured_in_float16() -> None:
         halves = a_matrix @ (v.astype(np.float16) * u.astype(np.float16).astype(np.float64)).sum(1) @ a_matrix.T
         error = np.abs(halves - result).std(0).max() * 2**11 / math.sqrt(9 * channels)
         # Uniform rounding is 1/sqrt(3) of the unit; the matrices' bound counts a third rounding too.
-        assert 0.1 * transform_gain(name) < error < transform_gain(name)
+        gain = transform_gain(f"winograd-f{outputs}")
+        assert 0.1 * gain < error < gain
     assert transform_gain("direct") == 0
 
 

@@ -146,69 +146,6 @@ class Convolution(Protocol):
         """Free weights and scratch memory and unload the kernels; all work must be done."""
 
 
-class Algorithm(Protocol):
-    """A way to compute a convolution. Instances are stateless; each variant of a tile size is an instance of its own.
-
-    Attributes:
-        name: name in tables and on the command line, e.g. "implicit-gemm", "winograd-f4".
-        variant: tile sizes or another parameter, e.g. "128x128x32 3 stages"; "" if there is only one.
-    """
-
-    name: str
-    variant: str
-
-    def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
-        """Return the reason why the algorithm does not support a shape; "" if it does.
-
-        Args:
-            shape: the convolution.
-            dtype: of input, output, weights and residual: float16 or float32.
-            capability: compute capability of the GPU, e.g. (9, 0).
-        """
-
-    def open(
-        self,
-        device: int,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None = None,
-    ) -> Convolution:
-        """Prepare the algorithm for a shape.
-
-        Args:
-            device: number of the GPU.
-            shape: the convolution; `n` is the largest batch.
-            dtype: of input, output and residual: float16 or float32.
-            epilogue: operations on the sums.
-            weights: float32 `weights_shape`, in host memory; rounded to `dtype`, or transformed from float32.
-            bias: float32 (k,), in host memory, if the epilogue has a bias.
-
-        Raises:
-            Unsupported: `refusal` has a reason, or there is no GPU or compiler.
-            DeviceError: the driver or the compiler refuses.
-        """
-
-    def reference(
-        self,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        x: Array,
-        weights: Array,
-        bias: Array | None = None,
-        residual: Array | None = None,
-    ) -> Array:
-        """Compute the algorithm's arithmetic with NumPy: the same transforms in float32, the same roundings.
-
-        It shows on the CPU that the algorithm is right; `convolve` is the yardstick for all of them.
-
-        Returns:
-            `y_shape` of `dtype`.
-        """
-
-
 def convolve(
     shape: ConvShape,
     epilogue: Epilogue,

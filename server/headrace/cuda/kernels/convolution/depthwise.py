@@ -14,17 +14,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.tensor import Array
 from headrace.cuda.driver import CudaStream
-from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import Convolution, ConvShape
 from headrace.cuda.kernels.convolution.resources import (
+    Algorithm,
+    ConvOperation,
     GpuResources,
     PreparedConvolution,
-    SumOfTaps,
-    bias_of,
-    element_options,
-    prepare,
-    shape_options,
     widest,
 )
 
@@ -45,43 +41,33 @@ def _threads_per_image(shape: ConvShape, dtype: npt.DTypeLike) -> int:
 class _DepthwiseConvolution(PreparedConvolution):
     """`Convolution` of the depthwise algorithm."""
 
-    def __init__(
-        self,
-        resources: GpuResources,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None,
-    ) -> None:
-        super().__init__(resources)
+    def __init__(self, resources: GpuResources, operation: ConvOperation) -> None:
+        super().__init__(resources, operation)
+        shape, dtype = operation.shape, operation.dtype
         options = {
-            **shape_options(shape),
-            **element_options(dtype, epilogue),
+            **operation.options(),
             "THREADS": _THREADS,
             "PIXELS": _PIXELS,
             "CHANNELS": _vector(shape, dtype),
         }
         self._threads_per_image = _threads_per_image(shape, dtype)
-        self._images = shape.n
         self._kernels = resources.load("depthwise.cu", options, {"convolve_depthwise": "PPPPPi"})
         resources.kernels_complete()
-        filters = np.ascontiguousarray(weights.astype(dtype)[..., 0].transpose(1, 2, 0))
-        self._constants = resources.constants(filters, bias_of(epilogue, bias, shape))
+        filters = np.ascontiguousarray(operation.weights.astype(dtype)[..., 0].transpose(1, 2, 0))
+        self._constants = resources.constants(filters, operation.float_bias())
 
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
         """Queue the convolution; see `Convolution`."""
-        images = self._images if rows is None else rows
+        images = self._shape.n if rows is None else rows
         grid = -(-images * self._threads_per_image // _THREADS), 1
         arguments = (x, *self._constants, residual, y, images)
         self._kernels.launch("convolve_depthwise", grid, _THREADS, stream, *arguments)
 
 
-class DepthwiseAlgorithm(SumOfTaps):
+class DepthwiseAlgorithm(Algorithm):
     """`Algorithm`: depthwise convolution in float32 or float16."""
 
     name = "depthwise"
-    variant = ""
 
     def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
         """Supports as many groups as input and output channels."""
@@ -92,15 +78,6 @@ class DepthwiseAlgorithm(SumOfTaps):
             return f"it needs {blocks} blocks, a grid has at most {_MAX_BLOCKS}: reduce the batch"
         return ""
 
-    def open(
-        self,
-        device: int,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None = None,
-    ) -> Convolution:
-        """Prepare a shape; see `Algorithm`."""
-        with prepare(self, device, shape, dtype) as resources:
-            return _DepthwiseConvolution(resources, shape, dtype, epilogue, weights, bias)
+    def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
+        """See `Algorithm.prepared`."""
+        return _DepthwiseConvolution(resources, operation)

@@ -16,17 +16,13 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.tensor import Array
 from headrace.cuda.driver import CudaStream
-from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import Convolution, ConvShape
 from headrace.cuda.kernels.convolution.resources import (
+    Algorithm,
+    ConvOperation,
     GpuResources,
     PreparedConvolution,
-    SumOfTaps,
-    bias_of,
-    element_options,
-    prepare,
-    shape_options,
     widest,
 )
 
@@ -39,44 +35,34 @@ _OPERATIONS_PER_S = 35e12
 class _DirectConvolution(PreparedConvolution):
     """`Convolution` of the direct algorithm."""
 
-    def __init__(
-        self,
-        resources: GpuResources,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None,
-    ) -> None:
-        super().__init__(resources)
+    def __init__(self, resources: GpuResources, operation: ConvOperation) -> None:
+        super().__init__(resources, operation)
+        shape = operation.shape
         channels = widest(shape.k // shape.groups, 4)
         options = {
-            **shape_options(shape),
-            **element_options(dtype, epilogue),
+            **operation.options(),
             "THREADS": _THREADS,
             "PIXELS": _PIXELS,
             "CHANNELS": channels,
             "INPUTS": widest(shape.c // shape.groups, 4),
         }
         self._threads_per_image = shape.out_h * -(-shape.out_w // _PIXELS) * (shape.k // channels)
-        self._images = shape.n
         self._kernels = resources.load("direct.cu", options, {"convolve_direct": "PPPPPi"})
         resources.kernels_complete()
-        filters = np.ascontiguousarray(weights.astype(dtype).transpose(1, 2, 3, 0))
-        self._constants = resources.constants(filters, bias_of(epilogue, bias, shape))
+        filters = np.ascontiguousarray(operation.weights.astype(operation.dtype).transpose(1, 2, 3, 0))
+        self._constants = resources.constants(filters, operation.float_bias())
 
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
         """Queue the convolution; see `Convolution`."""
-        images = self._images if rows is None else rows
+        images = self._shape.n if rows is None else rows
         blocks = -(-images * self._threads_per_image // _THREADS)
         self._kernels.launch("convolve_direct", (blocks, 1), _THREADS, stream, x, *self._constants, residual, y, images)
 
 
-class DirectAlgorithm(SumOfTaps):
+class DirectAlgorithm(Algorithm):
     """`Algorithm`: direct convolution in float32 or float16."""
 
     name = "direct"
-    variant = ""
 
     def estimate_us(self, shape: ConvShape) -> float:
         """Return the least time on an H100 or H200, in microseconds."""
@@ -91,15 +77,6 @@ class DirectAlgorithm(SumOfTaps):
         """Return the properties of a shape that the compiled kernel depends on: all but the batch."""
         return (replace(shape, n=1),)
 
-    def open(
-        self,
-        device: int,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None = None,
-    ) -> Convolution:
-        """Prepare a shape; see `Algorithm`."""
-        with prepare(self, device, shape, dtype) as resources:
-            return _DirectConvolution(resources, shape, dtype, epilogue, weights, bias)
+    def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
+        """See `Algorithm.prepared`."""
+        return _DirectConvolution(resources, operation)

@@ -22,17 +22,14 @@ from headrace.core.errors import Unsupported
 from headrace.core.tensor import Array
 from headrace.cuda.cufft import find_cufft
 from headrace.cuda.driver import CudaStream
-from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import Convolution, ConvShape
 from headrace.cuda.kernels.convolution.resources import (
+    Algorithm,
+    ChunkedConvolution,
+    ConvOperation,
     Floats,
     GpuResources,
-    PreparedConvolution,
     as_floats,
-    bias_of,
-    element_options,
-    finished,
-    prepare,
-    shape_options,
 )
 
 _SIZES = (8, 16, 24, 32, 48, 64, 96, 128)
@@ -122,32 +119,19 @@ def kernel_spectrum(shape: ConvShape, planes: Planes, weights: Array) -> Spectru
     return result
 
 
-class _FftConvolution(PreparedConvolution):
-    """`Convolution` by FFT."""
+class _FftConvolution(ChunkedConvolution):
+    """`Convolution` by FFT. The transforms of the last chunk are those of a whole one."""
 
-    def __init__(
-        self,
-        resources: GpuResources,
-        planes: Planes,
-        chunk_bytes: int,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None,
-    ) -> None:
-        super().__init__(resources)
-        self._planes, self._shape = planes, shape
-        self._item_bytes = np.dtype(dtype).itemsize
-        chunks = -(-shape.n // max(1, min(shape.n, chunk_bytes // planes.image_bytes(shape))))
-        self._chunk = -(-shape.n // chunks)
-        tiles = self._chunk * planes.per_image
+    def __init__(self, resources: GpuResources, operation: ConvOperation, planes: Planes, chunk_bytes: int) -> None:
+        shape = operation.shape
+        super().__init__(resources, operation, planes.per_image, chunk_bytes // planes.image_bytes(shape))
+        self._planes = planes
+        tiles = self._chunk_tiles
         self._rows, self._columns, unrolled = _SUMS
         self._rows = min(self._rows, tiles)
         self._warp_rows = 2 if tiles > self._rows else 1
         options = {
-            **shape_options(shape),
-            **element_options(dtype, epilogue),
+            **operation.options(),
             "SIZE": planes.size,
             "VALID_HEIGHT": planes.valid_h,
             "VALID_WIDTH": planes.valid_w,
@@ -163,7 +147,7 @@ class _FftConvolution(PreparedConvolution):
         self._kernels = resources.load("fft.cu", options, types)
         resources.kernels_complete()
         self._kernel, self._bias = resources.constants(
-            kernel_spectrum(shape, planes, weights), bias_of(epilogue, bias, shape)
+            kernel_spectrum(shape, planes, operation.weights.astype(operation.dtype)), operation.float_bias()
         )
         self._real = resources.workspace(tiles * max(shape.c, shape.k) * planes.size**2 * 4)
         self._inputs = resources.workspace(tiles * shape.c * planes.frequencies * 8)
@@ -174,18 +158,8 @@ class _FftConvolution(PreparedConvolution):
         for transform in (self._forward, self._inverse):
             transform.set_work_area(work)
 
-    def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
-        """Queue the convolution; see `Convolution`. The transforms of the last chunk are those of a whole one."""
-        shape = self._shape
-        images = shape.n if rows is None else rows
-        x_bytes = shape.h * shape.w * shape.c * self._item_bytes
-        y_bytes = shape.out_h * shape.out_w * shape.k * self._item_bytes
-        for first in range(0, images, self._chunk):
-            tiles = min(self._chunk, images - first) * self._planes.per_image
-            added = residual + first * y_bytes if residual else 0
-            self._launch_chunk(stream, x + first * x_bytes, y + first * y_bytes, added, tiles)
-
-    def _launch_chunk(self, stream: CudaStream, x: int, y: int, residual: int, tiles: int) -> None:
+    def launch_chunk(self, stream: CudaStream, x: int, y: int, residual: int, tiles: int) -> None:
+        """See `ChunkedConvolution.launch_chunk`."""
         shape, planes, launch = self._shape, self._planes, self._kernels.launch
         grid = tiles * planes.size, -(-shape.c // 32)
         launch("gather_planes", grid, _THREADS, stream, x, self._real, tiles)
@@ -200,7 +174,7 @@ class _FftConvolution(PreparedConvolution):
         launch("scatter_planes", grid, _THREADS, stream, self._real, self._bias, residual, y, tiles)
 
 
-class FftAlgorithm:
+class FftAlgorithm(Algorithm):
     """`Algorithm`: FFT convolution in float32; float16 elements are converted on the way.
 
     Args:
@@ -215,15 +189,19 @@ class FftAlgorithm:
         self._chunk_bytes = chunk_bytes
         self.variant = f"{size}x{size}" if size else "auto"
 
-    def variants(self, shape: ConvShape) -> list[FftAlgorithm]:
+    def variants(self, shape: ConvShape) -> list[Algorithm]:
         """Return the sizes of planes that are worth measuring for a shape."""
         return [FftAlgorithm(planes.size, self._chunk_bytes) for planes in fitting_planes(shape)[:_VARIANTS]]
 
     def estimate_us(self, shape: ConvShape) -> float:
         """Return the time by the cost model, in microseconds, of an H100 or H200; the shape must be supported."""
+        return 1e6 * self._selected(shape).seconds(shape)
+
+    def _selected(self, shape: ConvShape) -> Planes:
+        """Return the planes of a supported shape."""
         planes = self._planes(shape)
         assert planes is not None, "refusal has a reason then"
-        return 1e6 * planes.seconds(shape)
+        return planes
 
     def _planes(self, shape: ConvShape) -> Planes | None:
         if self._size is None:
@@ -247,36 +225,13 @@ class FftAlgorithm:
             return str(error)
         return ""
 
-    def open(
-        self,
-        device: int,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None = None,
-    ) -> Convolution:
-        """Prepare a shape; see `Algorithm`."""
-        with prepare(self, device, shape, dtype) as resources:
-            planes = self._planes(shape)
-            assert planes is not None, "refusal has a reason then"
-            return _FftConvolution(
-                resources, planes, self._chunk_bytes, shape, dtype, epilogue, weights.astype(dtype), bias
-            )
+    def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
+        """See `Algorithm.prepared`."""
+        return _FftConvolution(resources, operation, self._selected(operation.shape), self._chunk_bytes)
 
-    def reference(
-        self,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        x: Array,
-        weights: Array,
-        bias: Array | None = None,
-        residual: Array | None = None,
-    ) -> Array:
-        """Compute the same transforms and products in float32; see `Algorithm`."""
-        planes = self._planes(shape)
-        assert planes is not None, "refusal has a reason then"
+    def sums(self, shape: ConvShape, dtype: npt.DTypeLike, x: Array, weights: Array) -> Floats:
+        """See `Algorithm.sums`: the same transforms and products."""
+        planes = self._selected(shape)
         kernel = kernel_spectrum(shape, planes, weights.astype(dtype))
         size, pad = planes.size, shape.pad
         below = (planes.high - 1) * planes.valid_h + size - pad - shape.h
@@ -293,4 +248,4 @@ class FftAlgorithm:
             )
             valid = planes_back[:, : planes.valid_h, : planes.valid_w]
             sums[:, row : row + planes.valid_h, column : column + planes.valid_w] = valid
-        return finished(sums[:, : shape.out_h, : shape.out_w], dtype, epilogue, bias, residual)
+        return sums[:, : shape.out_h, : shape.out_w]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.tensor import Array
-from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import Convolution, ConvShape
 from headrace.cuda.kernels.convolution.measured_tiles import Layers, nearest
-from headrace.cuda.kernels.convolution.resources import FOLDER, GpuResources, SumOfTaps, prepare
+from headrace.cuda.kernels.convolution.resources import (
+    FOLDER,
+    Algorithm,
+    ConvOperation,
+    GpuResources,
+)
 
 EPILOGUE = f"{FOLDER}/gemm_epilogue.cuh"
 # Multiprocessors of an H100 SXM and of an H200.
@@ -27,7 +31,7 @@ _CHANNELS = 8
 TileT = TypeVar("TileT")
 
 
-class HalfGemm(SumOfTaps, ABC, Generic[TileT]):
+class HalfGemm(Algorithm, Generic[TileT]):
     """An algorithm with one tile, or with the tile of the nearest measured layer for each shape.
 
     Args:
@@ -49,15 +53,11 @@ class HalfGemm(SumOfTaps, ABC, Generic[TileT]):
     tiles: tuple[TileT, ...]
     split_counts: tuple[int, ...]
     measured: Mapping[str, Layers]
-    convolution: Callable[[GpuResources, ConvShape, Epilogue, Array, Array | None, TileT, int], Convolution]
+    convolution: Callable[[GpuResources, ConvOperation, TileT, int], Convolution]
 
     def __init__(self, tile: TileT | None = None, splits: int = 1) -> None:
         self.tile, self.splits = tile, splits
         self.variant = "auto" if tile is None else f"{tile}" + (f" split {splits}" if splits > 1 else "")
-
-    @abstractmethod
-    def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
-        """See `Algorithm.refusal`."""
 
     @abstractmethod
     def can_split(self, shape: ConvShape, tile: TileT, splits: int) -> bool:
@@ -82,20 +82,11 @@ class HalfGemm(SumOfTaps, ABC, Generic[TileT]):
         candidates.sort(key=lambda each: ((str(each[0]), each[1]) != fastest, self.cycles(shape, *each)))
         return [type(self)(*each) for each in candidates]
 
-    def open(
-        self,
-        device: int,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None = None,
-    ) -> Convolution:
-        """See `Algorithm.open`."""
-        with prepare(self, device, shape, dtype) as resources:
-            selected = self if self.tile is not None else self.variants(shape)[0]
-            assert selected.tile is not None
-            return self.convolution(resources, shape, epilogue, weights, bias, selected.tile, selected.splits)
+    def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
+        """See `Algorithm.prepared`."""
+        selected = self if self.tile is not None else self.variants(operation.shape)[0]
+        assert selected.tile is not None
+        return self.convolution(resources, operation, selected.tile, selected.splits)
 
 
 def refusal(shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int], least: tuple[int, int]) -> str:

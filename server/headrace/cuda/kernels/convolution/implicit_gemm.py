@@ -27,17 +27,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.tensor import Array
 from headrace.cuda.driver import CudaStream
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import ConvShape
 from headrace.cuda.kernels.convolution.half_gemm import EPILOGUE, MULTIPROCESSORS, HalfGemm, refusal, tiles_of
 from headrace.cuda.kernels.convolution.measured_tiles import IMPLICIT_GEMM
 from headrace.cuda.kernels.convolution.resources import (
     ELEMENTS,
     FOLDER,
+    ConvOperation,
     GpuResources,
     PreparedConvolution,
-    bias_of,
     element_options,
 )
 
@@ -99,21 +98,12 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 class _ImplicitGemmConvolution(PreparedConvolution):
     """`Convolution` with one tile."""
 
-    def __init__(
-        self,
-        resources: GpuResources,
-        shape: ConvShape,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None,
-        tile: GemmTile,
-        splits: int,
-    ) -> None:
-        super().__init__(resources)
-        self._shape = shape
+    def __init__(self, resources: GpuResources, operation: ConvOperation, tile: GemmTile, splits: int) -> None:
+        super().__init__(resources, operation)
+        shape = operation.shape
         self._tile, self._splits = tile, splits
         options = {
-            **element_options(np.float16, epilogue),
+            **element_options(np.float16, operation.epilogue),
             "BM": tile.bm,
             "BN": tile.bn,
             "BK": tile.bk,
@@ -125,8 +115,8 @@ class _ImplicitGemmConvolution(PreparedConvolution):
         self._kernels = resources.load("implicit_gemm.cu", options, types, (ELEMENTS, EPILOGUE, TENSOR_CORES), shared)
         resources.kernels_complete()
         arrivals = np.zeros(tiles_of(shape, tile.bm, tile.bn), np.int32) if splits > 1 else None
-        filters = np.ascontiguousarray(weights, dtype=np.float16)
-        self._constants = resources.constants(filters, bias_of(epilogue, bias, shape), arrivals)
+        filters = np.ascontiguousarray(operation.weights, dtype=np.float16)
+        self._constants = resources.constants(filters, operation.float_bias(), arrivals)
         self._partial = resources.workspace(4 * splits * int(np.prod(shape.y_shape))) if splits > 1 else 0
 
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:

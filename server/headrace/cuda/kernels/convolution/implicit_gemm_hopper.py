@@ -32,17 +32,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.tensor import Array
 from headrace.cuda.driver import CudaStream
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import ConvShape
 from headrace.cuda.kernels.convolution.half_gemm import EPILOGUE, MULTIPROCESSORS, HalfGemm, refusal, tiles_of
 from headrace.cuda.kernels.convolution.measured_tiles import IMPLICIT_GEMM_HOPPER
 from headrace.cuda.kernels.convolution.resources import (
     ELEMENTS,
     FOLDER,
+    ConvOperation,
     GpuResources,
     PreparedConvolution,
-    bias_of,
     element_options,
 )
 from headrace.cuda.tensor_maps import BOX_CHANNELS, TensorMap, encode_tiles, encode_windows
@@ -120,22 +119,13 @@ def _is_pointwise(shape: ConvShape) -> bool:
 class _HopperConvolution(PreparedConvolution):
     """`Convolution` with one tile."""
 
-    def __init__(
-        self,
-        resources: GpuResources,
-        shape: ConvShape,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None,
-        tile: HopperTile,
-        splits: int,
-    ) -> None:
-        super().__init__(resources)
-        self._shape = shape
+    def __init__(self, resources: GpuResources, operation: ConvOperation, tile: HopperTile, splits: int) -> None:
+        super().__init__(resources, operation)
+        shape = operation.shape
         self._tile, self._splits = tile, splits
         self._pointwise = _is_pointwise(shape)
         options = {
-            **element_options(np.float16, epilogue),
+            **element_options(np.float16, operation.epilogue),
             "BM": tile.bm,
             "BN": tile.bn,
             "CONSUMERS": tile.warpgroups,
@@ -149,13 +139,13 @@ class _HopperConvolution(PreparedConvolution):
             "implicit_gemm_hopper.cu", _KERNEL, options, headers, tile.shared_bytes
         )
         resources.kernels_complete()
-        filters = np.ascontiguousarray(weights, dtype=np.float16)
-        address, self._bias = resources.constants(filters, bias_of(epilogue, bias, shape))
+        filters = np.ascontiguousarray(operation.weights, dtype=np.float16)
+        address, self._bias = resources.constants(filters, operation.float_bias())
         sizes = shape.c, shape.r * shape.s, shape.k
         with resources.current():
             self._weights_map = encode_tiles(address, sizes, (BOX_CHANNELS, 1, tile.bn))
         self._maps: dict[tuple[int, int, int, int], tuple[TensorMap, TensorMap, TensorMap]] = {}
-        self._has_residual = epilogue.residual
+        self._has_residual = operation.epilogue.residual
         self._resident_blocks = tile.blocks * resources.multiprocessors()
 
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:

@@ -11,26 +11,22 @@ CUDA").
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.tensor import Array
 from headrace.cuda.driver import CudaStream
 from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
 from headrace.cuda.kernels.convolution.resources import (
     ELEMENTS,
     FOLDER,
+    Algorithm,
+    ConvOperation,
     Floats,
     GpuResources,
     PreparedConvolution,
-    SumOfTaps,
-    bias_of,
     element_options,
-    prepare,
-    shape_options,
 )
 from headrace.cuda.kernels.loading import Kernels
 
@@ -163,32 +159,18 @@ class MatrixProducts:
 class _SimtGemmConvolution(PreparedConvolution):
     """`Convolution` by FP32 implicit GEMM."""
 
-    def __init__(
-        self,
-        resources: GpuResources,
-        tile: Tile,
-        splits: int,
-        shape: ConvShape,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None,
-    ) -> None:
-        super().__init__(resources)
-        self._tile, self._splits, self._shape = tile, splits, shape
-        options: Mapping[str, int] = {
-            **shape_options(shape),
-            **element_options(np.float32, epilogue),
-            **tile.options(),
-            "SPLITS": splits,
-            "PLAIN": 0,
-        }
+    def __init__(self, resources: GpuResources, operation: ConvOperation, tile: Tile, splits: int) -> None:
+        super().__init__(resources, operation)
+        shape = operation.shape
+        self._tile, self._splits = tile, splits
+        options = {**operation.options(), **tile.options(), "SPLITS": splits, "PLAIN": 0}
         types = {"multiply_tiles": "PPPPPi", **({"add_splits": "PPPPi"} if splits > 1 else {})}
         self._kernels: Kernels = resources.load("simt_gemm.cu", options, types, HEADERS)
         resources.kernels_complete()
         outputs = shape.k // shape.groups
-        factors = weights.astype(np.float32).reshape(shape.groups, outputs, -1).transpose(0, 2, 1)
+        factors = operation.weights.astype(np.float32).reshape(shape.groups, outputs, -1).transpose(0, 2, 1)
         self._factors, self._bias = resources.constants(
-            np.ascontiguousarray(padded_factors(factors, tile)), bias_of(epilogue, bias, shape)
+            np.ascontiguousarray(padded_factors(factors, tile)), operation.float_bias()
         )
         pixels = shape.n * shape.out_h * shape.out_w
         self._partial = resources.workspace(splits * pixels * shape.k * 4) if splits > 1 else 0
@@ -208,7 +190,7 @@ class _SimtGemmConvolution(PreparedConvolution):
             self._kernels.launch("add_splits", (blocks, 1), tile.threads, stream, *sums)
 
 
-class SimtGemmAlgorithm(SumOfTaps):
+class SimtGemmAlgorithm(Algorithm):
     """`Algorithm`: FP32 implicit GEMM with one tile.
 
     Args:
@@ -237,21 +219,13 @@ class SimtGemmAlgorithm(SumOfTaps):
             )
         return ""
 
-    def open(
-        self,
-        device: int,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None = None,
-    ) -> Convolution:
-        """Prepare a shape; see `Algorithm`."""
+    def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
+        """See `Algorithm.prepared`."""
+        shape = operation.shape
         pixels, depth = shape.n * shape.out_h * shape.out_w, shape.r * shape.s * (shape.c // shape.groups)
         outputs = shape.k // shape.groups
-        with prepare(self, device, shape, dtype) as resources:
-            splits = self._splits or split_count(
-                self._tile, pixels, outputs, depth, shape.groups, resources.multiprocessors()
-            )
-            splits = min(splits, -(-depth // self._tile.k))
-            return _SimtGemmConvolution(resources, self._tile, splits, shape, epilogue, weights, bias)
+        splits = self._splits or split_count(
+            self._tile, pixels, outputs, depth, shape.groups, resources.multiprocessors()
+        )
+        splits = min(splits, -(-depth // self._tile.k))
+        return _SimtGemmConvolution(resources, operation, self._tile, splits)

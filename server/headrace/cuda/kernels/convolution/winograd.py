@@ -30,19 +30,16 @@ import numpy.typing as npt
 
 from headrace.core.tensor import Array
 from headrace.cuda.driver import CudaStream
-from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import Convolution, ConvShape
 from headrace.cuda.kernels.convolution.half_products import TILES as HALF_TILES
 from headrace.cuda.kernels.convolution.half_products import HalfProducts, Halves, fitting_half_tile
 from headrace.cuda.kernels.convolution.resources import (
+    Algorithm,
+    ChunkedConvolution,
+    ConvOperation,
     Floats,
     GpuResources,
-    PreparedConvolution,
     as_floats,
-    bias_of,
-    element_options,
-    finished,
-    prepare,
-    shape_options,
     widest,
 )
 from headrace.cuda.kernels.convolution.simt_gemm import (
@@ -60,7 +57,8 @@ _MAX_SPLITS = 8
 # Scratch memory of a chunk of images, in bytes. Chunks that fit into the L2 cache are slower: each ends with idle processors.
 _CHUNK_BYTES = 2 << 30
 
-_INPUT = {
+# Matrices of the transforms by the size of a tile.
+INPUT = {
     2: ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, 1, 0, -1)),
     4: (
         (4, 0, -5, 0, 1, 0),
@@ -71,7 +69,7 @@ _INPUT = {
         (0, 4, 0, -5, 0, 1),
     ),
 }
-_KERNEL = {
+KERNEL = {
     2: ((1, 0, 0), (1 / 2, 1 / 2, 1 / 2), (1 / 2, -1 / 2, 1 / 2), (0, 0, 1)),
     4: (
         (1 / 4, 0, 0),
@@ -82,7 +80,7 @@ _KERNEL = {
         (0, 0, 1),
     ),
 }
-_OUTPUT = {
+OUTPUT = {
     2: ((1, 1, 1, 0), (0, 1, -1, -1)),
     4: ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1)),
 }
@@ -125,7 +123,7 @@ class Tiling:
 
 def transformed_weights(weights: Array, size: int) -> Floats:
     """Transform kernels (k, 3, 3, c) to (positions, c, k), computed in float64."""
-    matrix = np.array(_KERNEL[size])
+    matrix = np.array(KERNEL[size])
     outputs, _, _, inputs = weights.shape
     taps = weights.astype(np.float64).transpose(1, 2, 3, 0).reshape(9, -1)
     transformed: Floats = (np.kron(matrix, matrix) @ taps).astype(np.float32).reshape(-1, inputs, outputs)
@@ -153,7 +151,7 @@ def transformed_input(shape: ConvShape, x: Floats, size: int) -> Floats:
     padded = np.pad(x, ((0, 0), (pad, max(below, 0)), (pad, max(right, 0)), (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (size + 2, size + 2), (1, 2))
     windows = windows[:, : tiling.high * size : size, : tiling.wide * size : size]
-    matrix = np.array(_INPUT[size], np.float32)
+    matrix = np.array(INPUT[size], np.float32)
     result = np.einsum("ip,nhwcpq,jq->ijnhwc", matrix, windows, matrix, optimize=True)
     return np.ascontiguousarray(result.reshape(tiling.positions, -1, shape.c))
 
@@ -161,7 +159,7 @@ def transformed_input(shape: ConvShape, x: Floats, size: int) -> Floats:
 def transformed_output(shape: ConvShape, products: Floats, size: int) -> Floats:
     """Transform products (positions, tiles, k) to the output."""
     tiling = Tiling.of(shape, size)
-    matrix = np.array(_OUTPUT[size], np.float32)
+    matrix = np.array(OUTPUT[size], np.float32)
     tiles = products.reshape(size + 2, size + 2, shape.n, tiling.high, tiling.wide, shape.k)
     result = np.einsum("ip,pqnhwk,jq->nhiwjk", matrix, tiles, matrix, optimize=True)
     y: Floats = result.reshape(shape.n, tiling.high * size, tiling.wide * size, shape.k)
@@ -235,32 +233,26 @@ def _half_products(
     return HalfProducts(resources, tile, factors, tile.splits(rows, columns, batch, depth, count))
 
 
-class _WinogradConvolution(PreparedConvolution):
+class _WinogradConvolution(ChunkedConvolution):
     """`Convolution` by Winograd's algorithm."""
 
     def __init__(
         self,
         resources: GpuResources,
+        operation: ConvOperation,
         tiling: Tiling,
         chunk_bytes: int,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None,
         blocks: ProductBlocks | None,
     ) -> None:
-        super().__init__(resources)
-        self._shape, self._tiling = shape, tiling
-        half = is_half(dtype)
-        self._item_bytes = np.dtype(dtype).itemsize
-        per_image = tiling.positions * tiling.per_image * (shape.c * self._item_bytes + shape.k * 4)
-        chunks = -(-shape.n // max(1, min(shape.n, chunk_bytes // per_image)))
-        self._chunk = -(-shape.n // chunks)
-        tiles = self._chunk * tiling.per_image
+        shape = operation.shape
+        item_bytes = np.dtype(operation.dtype).itemsize
+        per_image = tiling.positions * tiling.per_image * (shape.c * item_bytes + shape.k * 4)
+        super().__init__(resources, operation, tiling.per_image, chunk_bytes // per_image)
+        half = is_half(operation.dtype)
+        tiles = self._chunk_tiles
         count = resources.multiprocessors()
-        options = {**shape_options(shape), **element_options(dtype, epilogue), "HALF_PRODUCTS": half}
-        transformed = transformed_weights(weights, tiling.size)
+        options = {**operation.options(), "HALF_PRODUCTS": half}
+        transformed = transformed_weights(operation.weights, tiling.size)
         self._products: MatrixProducts | HalfProducts
         if half:
             factors, shift = half_weights(transformed)
@@ -279,28 +271,20 @@ class _WinogradConvolution(PreparedConvolution):
             self._kernels.append(resources.load("winograd.cu", options, {name: types}))
             self._threads.append(channels // wide)
         resources.kernels_complete()
-        (self._bias,) = resources.constants(bias_of(epilogue, bias, shape)) if epilogue.bias else [0]
-        self._inputs = resources.workspace(tiling.positions * tiles * shape.c * self._item_bytes)
+        (self._bias,) = resources.constants(operation.float_bias()) if operation.epilogue.bias else [0]
+        self._inputs = resources.workspace(tiling.positions * tiles * shape.c * item_bytes)
         self._outputs = resources.workspace(splits * tiling.positions * tiles * shape.k * 4)
 
-    def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
-        """Queue the convolution; see `Convolution`."""
-        shape = self._shape
-        images = shape.n if rows is None else rows
-        x_bytes = shape.h * shape.w * shape.c * self._item_bytes
-        y_bytes = shape.out_h * shape.out_w * shape.k * self._item_bytes
-        for first in range(0, images, self._chunk):
-            tiles = min(self._chunk, images - first) * self._tiling.per_image
-            grids = [(-(-tiles * threads // _THREADS), 1) for threads in self._threads]
-            arguments = (x + first * x_bytes, self._inputs, tiles)
-            self._kernels[0].launch("transform_input", grids[0], _THREADS, stream, *arguments)
-            self._products.launch(stream, self._inputs, self._outputs, tiles)
-            added = residual + first * y_bytes if residual else 0
-            results = (self._outputs, self._bias, added, y + first * y_bytes, tiles)
-            self._kernels[1].launch("transform_output", grids[1], _THREADS, stream, *results)
+    def launch_chunk(self, stream: CudaStream, x: int, y: int, residual: int, tiles: int) -> None:
+        """See `ChunkedConvolution.launch_chunk`."""
+        grids = [(-(-tiles * threads // _THREADS), 1) for threads in self._threads]
+        self._kernels[0].launch("transform_input", grids[0], _THREADS, stream, x, self._inputs, tiles)
+        self._products.launch(stream, self._inputs, self._outputs, tiles)
+        results = (self._outputs, self._bias, residual, y, tiles)
+        self._kernels[1].launch("transform_output", grids[1], _THREADS, stream, *results)
 
 
-class WinogradAlgorithm:
+class WinogradAlgorithm(Algorithm):
     """`Algorithm`: F(2x2, 3x3) or F(4x4, 3x3).
 
     Args:
@@ -316,7 +300,7 @@ class WinogradAlgorithm:
         self.name = f"winograd-f{size}"
         self.variant = "auto" if blocks is None else str(blocks)
 
-    def variants(self, shape: ConvShape) -> list[WinogradAlgorithm]:
+    def variants(self, shape: ConvShape) -> list[Algorithm]:
         """Return the divisions of the products that are worth measuring for a shape."""
         tiling = Tiling.of(shape, self._size)
         return [WinogradAlgorithm(self._size, self._chunk_bytes, blocks) for blocks in proposals(tiling, shape)]
@@ -333,33 +317,13 @@ class WinogradAlgorithm:
             return f"{shape.c} and {shape.k} channels: float16 needs multiples of 8 and 2; pad the channels with zeros"
         return ""
 
-    def open(
-        self,
-        device: int,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None = None,
-    ) -> Convolution:
-        """Prepare a shape; see `Algorithm`."""
-        with prepare(self, device, shape, dtype) as resources:
-            tiling = Tiling.of(shape, self._size)
-            return _WinogradConvolution(
-                resources, tiling, self._chunk_bytes, shape, dtype, epilogue, weights, bias, self._blocks
-            )
+    def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
+        """See `Algorithm.prepared`."""
+        tiling = Tiling.of(operation.shape, self._size)
+        return _WinogradConvolution(resources, operation, tiling, self._chunk_bytes, self._blocks)
 
-    def reference(
-        self,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        x: Array,
-        weights: Array,
-        bias: Array | None = None,
-        residual: Array | None = None,
-    ) -> Array:
-        """Compute the same transforms and products in float32; see `Algorithm`."""
+    def sums(self, shape: ConvShape, dtype: npt.DTypeLike, x: Array, weights: Array) -> Floats:
+        """See `Algorithm.sums`: the same transforms and products."""
         inputs = transformed_input(shape, as_floats(x, dtype), self._size)
         transformed = transformed_weights(weights, self._size)
         if is_half(dtype):
@@ -369,5 +333,4 @@ class WinogradAlgorithm:
             products = np.ldexp(rounded @ factors.astype(np.float32).transpose(0, 2, 1), down - shift)
         else:
             products = inputs @ transformed
-        sums = transformed_output(shape, products, self._size)
-        return finished(sums, dtype, epilogue, bias, residual)
+        return transformed_output(shape, products, self._size)
