@@ -29,6 +29,7 @@ _FIGURES = (
     ("p95", "p95", "ms", False),
     ("p99", "p99", "ms", False),
 )
+_COLUMNS = ("figure", "unit", "first", "second", "change_percent", "margin_percent", "verdict")
 _MIN_REPEATS = 3
 # Fields in which two runs should agree, so that their difference has one cause.
 _CONDITIONS = (
@@ -77,7 +78,7 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence
 
 
 def _rows(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for name, heading, unit, more_is_better in _FIGURES:
         values = [_value(point, name) for point in (first, second)]
         samples = _samples(first, second, name)
@@ -87,35 +88,13 @@ def _rows(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[str,
         verdict = "no difference"
         if margin is not None and change is not None and abs(change) > margin:
             verdict = "better" if (change > 0) == more_is_better else "worse"
-        rows.append(
-            {
-                "load": first["label"],
-                "figure": heading,
-                "unit": unit,
-                "first": values[0],
-                "second": values[1],
-                "change_percent": change,
-                "margin_percent": margin,
-                "verdict": verdict,
-            }
-        )
+        rows.append((heading, unit, *values, change, margin, verdict))
     counts = [sum(point["errors"].values()) for point in (first, second)]
     shares = [count / max(1, point["requests"]) * 100 for count, point in zip(counts, (first, second), strict=True)]
     if any(counts):
         verdict = "no difference" if shares[0] == shares[1] else "better" if shares[1] < shares[0] else "worse"
-        rows.append(
-            {
-                "load": first["label"],
-                "figure": "errors",
-                "unit": "%",
-                "first": shares[0],
-                "second": shares[1],
-                "change_percent": None,
-                "margin_percent": None,
-                "verdict": verdict,
-            }
-        )
-    return rows
+        rows.append(("errors", "%", *shares, None, None, verdict))
+    return [{"load": first["label"], **dict(zip(_COLUMNS, row, strict=True))} for row in rows]
 
 
 def _value(point: Mapping[str, Any], name: str) -> float | None:

@@ -40,6 +40,10 @@ class InputSpec:
     datatype: Datatype
     shape: tuple[int, ...]
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return True for a shape with as many sizes, and other sizes only where the input has -1."""
+        return len(shape) == len(self.shape) and all(b in (-1, a) for a, b in zip(shape, self.shape, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class RequestTensor:
@@ -179,8 +183,7 @@ def full_shape(spec: InputSpec, options: InputOptions) -> tuple[int, ...]:
         return shape
     if has_rows and len(given) == len(spec.shape) - 1:
         given = (rows, *given)
-    fits = len(given) == len(spec.shape) and all(b in (-1, a) for a, b in zip(given, spec.shape, strict=True))
-    if not fits:
+    if not spec.fits(given):
         raise BadRequest(
             f"--shape {spec.name}:{','.join(map(str, given))} does not fit the model's shape {list(spec.shape)}: "
             "give as many sizes, and another size only where the model has -1"
@@ -306,10 +309,7 @@ def _converted(array: AnyArray, spec: InputSpec, file: str) -> AnyArray:
             f"{file}: the array '{spec.name}' has the type {array.dtype}, the model's input is {spec.datatype}: convert it with "
             "astype() before saving"
         )
-    fits = len(array.shape) == len(spec.shape) and all(
-        b in (-1, a) for a, b in zip(array.shape, spec.shape, strict=True)
-    )
-    if not fits:
+    if not spec.fits(array.shape):
         raise BadRequest(
             f"{file}: the array '{spec.name}' has the shape {list(array.shape)}, the model's input {list(spec.shape)}: "
             "reshape it before saving (-1 takes any size)"

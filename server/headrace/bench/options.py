@@ -109,9 +109,9 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=positive_count, metavar="N", help="rows of a request (1)")
     text = "shape of an input whose sizes the model leaves open, with or without the rows; repeat it for more"
     add("--shape", type=_shape, action="append", default=[], metavar="NAME:SIZE,...", help=text)
-    text = "lowest and highest random value of an input; repeat it for more"
     text = "an input of the model (-1: rows), for servers whose metadata name none; repeat it for more"
     add("--input", type=_input, action="append", default=[], metavar="NAME:TYPE:SIZE,...", help=text)
+    text = "lowest and highest random value of an input; repeat it for more"
     add("--range", type=_range, action="append", default=[], metavar="NAME:LOW,HIGH", help=text)
     add("--distinct", type=positive_count, default=16, metavar="N", help="different random requests (%(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="of random values and arrivals (%(default)s)")

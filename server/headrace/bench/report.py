@@ -101,43 +101,40 @@ def server_cells(server: Mapping[str, Any] | None) -> list[str]:
 def notes(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return sentences about a run with the style of each: errors by status, and what limits the figures."""
     lines: list[tuple[str, str]] = []
+
+    def add(style: str, text: str) -> None:
+        lines.append((style, text))
+
     for point in document["points"]:
         label = point["label"]
         for status, count in point["errors"].items():
             text = point["error_texts"].get(status, "")
-            lines.append(("red", f"{label}: {count:,} x {status}" + (f": {text}" if text else "")))
+            add("red", f"{label}: {count:,} x {status}" + (f": {text}" if text else ""))
         if not point["requests"]:
-            lines.append(("yellow", f"{label}: no request was due in the measured time: raise --duration or the load"))
+            add("yellow", f"{label}: no request was due in the measured time: raise --duration or the load")
         if "server_cpu_us_per_request" in point:
             server, client = point["server_cpu_us_per_request"], point["client_cpu_us_per_request"]
-            lines.append(
-                (
-                    "dim",
-                    f"{label}: processor time of a request {server:.1f} us in the server ({point['server_cores']:.2f} cores), "
-                    f"{client:.1f} us in the client: {client / max(server, 1e-9):.2f} of it",
-                )
+            add(
+                "dim",
+                f"{label}: processor time of a request {server:.1f} us in the server ({point['server_cores']:.2f} cores), "
+                f"{client:.1f} us in the client: {client / max(server, 1e-9):.2f} of it",
             )
         busy = max(point["client_busy"], default=0.0)
         if busy > _BUSY:
-            lines.append(
-                (
-                    "yellow",
-                    f"{label}: a client process used {busy:.0%} of its core and may be the limit: add --processes",
-                )
+            add(
+                "yellow", f"{label}: a client process used {busy:.0%} of its core and may be the limit: add --processes"
             )
         late = point.get("sent_late", 0)
         if late > _LATE_SHARE * max(1, point["requests"]):
             lag = point["send_lag_ms"]
-            lines.append(
-                (
-                    "yellow",
-                    f"{label}: {late:,} of {point['requests']:,} requests were sent more than 1 ms after they were due (p99 "
-                    f"{short(lag['p99'])} ms), all connections were busy or the client was late; latencies count from the due "
-                    "time and include it: see --connections and --processes",
-                )
+            add(
+                "yellow",
+                f"{label}: {late:,} of {point['requests']:,} requests were sent more than 1 ms after they were due (p99 "
+                f"{short(lag['p99'])} ms), all connections were busy or the client was late; latencies count from the due "
+                "time and include it: see --connections and --processes",
             )
     if document["points"] and not any(point.get("server") for point in document["points"]):
-        lines.append(("dim", "the server reports no statistics of the model: batch sizes and phases are unknown"))
+        add("dim", "the server reports no statistics of the model: batch sizes and phases are unknown")
     if document["interrupted"]:
-        lines.append(("yellow", "interrupted: the figures are those measured so far"))
+        add("yellow", "interrupted: the figures are those measured so far")
     return lines

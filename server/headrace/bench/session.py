@@ -251,10 +251,8 @@ class Bench:
             HeadraceError: a request fails.
         """
         options = self._options
-        if not options.is_checked:
-            await try_once(options, encoded[:1])
-            return []
-        return await try_once(options, encoded)
+        answers = await try_once(options, encoded if options.is_checked else encoded[:1])
+        return answers if options.is_checked else []
 
     async def _measure(self, point: LoadPoint, number: int, rows: int) -> None:
         """Run a load, repeated if the options say so, and keep its figures."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlsplit
@@ -257,22 +258,19 @@ class GrpcControl:
 
     def config(self) -> dict[str, Any]:
         """See `Control`."""
-        try:
-            return self._client.config(self._model, self._version)
-        except HeadraceError:
-            return {}
+        return self._optional(self._client.config, self._model, self._version) or {}
 
     def server(self) -> dict[str, Any]:
         """See `Control`."""
-        try:
-            return self._client.server_metadata()
-        except HeadraceError:
-            return {}
+        return self._optional(self._client.server_metadata) or {}
 
     def statistics(self) -> dict[str, Any] | None:
         """See `Control`."""
+        return one_version(self._optional(self._client.statistics, self._model, self._version))
+
+    def _optional(self, call: Callable[..., dict[str, Any]], *words: str) -> dict[str, Any] | None:
         try:
-            return one_version(self._client.statistics(self._model, self._version))
+            return call(*words)
         except HeadraceError:
             return None
 
