@@ -21,7 +21,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib import import_module
@@ -247,8 +246,6 @@ CATALOGUE: dict[str, DemoModel] = {
 }
 VERSION = "1"
 STAMP_FILE = "recipe.json"
-# Former name of the stamp; now the name of the stamps of engines.
-OLD_STAMP_FILE = "build.json"
 
 
 class DemoState(Enum):
@@ -323,13 +320,8 @@ def demo_state(model: DemoModel, output: Path, fetched: WeightsFile | None) -> D
 
 
 def read_stamp(folder: Path) -> dict[str, Any] | None:
-    """Return the stamp of a version folder, under its present or former name; None if none can be read."""
-    return _read_json(folder / STAMP_FILE) or _old_stamp(folder)
-
-
-def _old_stamp(folder: Path) -> dict[str, Any] | None:
-    old = _read_json(folder / OLD_STAMP_FILE)
-    return old if old is not None and "recipe" in old and "builds" not in old else None
+    """Return the stamp of a version folder; None if none can be read."""
+    return _read_json(folder / STAMP_FILE)
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
@@ -338,23 +330,6 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return document if isinstance(document, dict) else None
-
-
-def _rename_old_stamp(folder: Path) -> None:
-    """Rename a stamp with the former name, or remove it if there is a new one."""
-    if _old_stamp(folder) is None:
-        return
-    # Imported here: it imports NumPy, and old stamps are rare.
-    from headrace.config.files import locked_folder
-
-    # After a failed rename the former name is still read.
-    with suppress(OSError), locked_folder(folder):
-        if _old_stamp(folder) is None:  # a builder of engines has written its own stamp meanwhile and kept this one
-            return
-        if (folder / STAMP_FILE).exists():
-            (folder / OLD_STAMP_FILE).unlink()
-        else:
-            (folder / OLD_STAMP_FILE).rename(folder / STAMP_FILE)
 
 
 def build_demo_model(
@@ -378,7 +353,6 @@ def build_demo_model(
         _write_missing_files(model, output / model.name)
         remark = "" if state is DemoState.FOREIGN and not force else _write_missing_samples(model, output / model.name)
         if not force and state in (DemoState.UP_TO_DATE, DemoState.FOREIGN):
-            _rename_old_stamp(output / model.name / VERSION)
             return replace(_unchanged_outcome(model, output, state), remark=remark)
         by_weights = (fetched,) if fetched and model.fetched_recipe else ()
         artefact: Artefact = _load(model.fetched_recipe if by_weights else model.recipe)(report, *by_weights)
@@ -495,7 +469,6 @@ def _write_version(model: DemoModel, folder: Path, artefact: Artefact, seconds: 
         if (folder / VERSION).exists():
             for name in written:
                 (temporary / name).replace(folder / VERSION / name)
-            _rename_old_stamp(folder / VERSION)
         else:
             temporary.replace(folder / VERSION)
     return len(content)

@@ -186,29 +186,6 @@ def test_fetched_weights_stay_until_others_are_requested(tmp_path):
     assert demo_state(model, tmp_path, FETCHED) is DemoState.OUTDATED
 
 
-def _old_layout(output: Path) -> None:
-    _build(output)
-    (output / "tiny/1/recipe.json").rename(output / "tiny/1/build.json")
-
-
-def test_a_stamp_under_its_old_name_counts_and_is_renamed(tmp_path):
-    _build(tmp_path)
-    before = _contents(tmp_path)
-    _old_layout(tmp_path)
-    assert demo_state(TINY, tmp_path, None) is DemoState.UP_TO_DATE
-    assert not _build(tmp_path).built
-    assert _contents(tmp_path) == before
-
-
-def test_a_rebuild_removes_the_old_stamp(tmp_path):
-    _old_layout(tmp_path)
-    path = tmp_path / "tiny/1/build.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"recipe": "another"}))
-    outcome = _build(tmp_path)
-    assert (outcome.state, outcome.built) == (DemoState.OUTDATED, True)
-    assert sorted(file.name for file in (tmp_path / "tiny/1").iterdir()) == ["model.onnx", "recipe.json"]
-
-
 def test_stamps_of_engines_are_preserved(tmp_path):
     _build(tmp_path)
     engines = tmp_path / "tiny/1/build.json"
