@@ -276,18 +276,20 @@ class OverlapLab:
         while number < _SKIPPED + SHOWN or clock.host_us() < until_us:
             batch.number = number
             self._preprocess(batch, clock)
-            for queue_work, name in self._gpu_stages(batch):
-                batch.events[f"{name}_start"].record(stream)
-                queue_work(batch.slot, stream)
-                batch.events[f"{name}_end"].record(stream)
+            for name in ("copy", "run", "back"):
+                self._queue(batch, name, stream)
                 stream.synchronize()
             self._postprocess(batch, clock)
             intervals += batch.intervals(clock)
             number += 1
         return number
 
-    def _gpu_stages(self, batch: _Batch) -> tuple[tuple[Callable[[BatchSlot, CudaStream], None], str], ...]:
-        return (self._plan.queue_inputs, "copy"), (self._plan.queue_run, "run"), (self._plan.queue_outputs, "back")
+    def _queue(self, batch: _Batch, name: str, stream: CudaStream) -> None:
+        """Queue one stage of the GPU between its events."""
+        plan = self._plan
+        batch.events[f"{name}_start"].record(stream)
+        {"copy": plan.queue_inputs, "run": plan.queue_run, "back": plan.queue_outputs}[name](batch.slot, stream)
+        batch.events[f"{name}_end"].record(stream)
 
     def _run_overlapped(self, clock: _Clock, until_us: float, intervals: list[StageInterval]) -> int:
         pipeline = _Pipeline(self._batches, self._gpu)
@@ -309,20 +311,13 @@ class OverlapLab:
     def _launch(self, batch: _Batch) -> None:
         """Queue copies and execution of a batch, ordered by events."""
         inputs, execution, outputs = self._streams
-        events = batch.events
-        events["copy_start"].record(inputs)
-        self._plan.queue_inputs(batch.slot, inputs)
-        events["copy_end"].record(inputs)
+        self._queue(batch, "copy", inputs)
         batch.copied.record(inputs)
         batch.copied.block(execution)
-        events["run_start"].record(execution)
-        self._plan.queue_run(batch.slot, execution)
-        events["run_end"].record(execution)
+        self._queue(batch, "run", execution)
         batch.ran.record(execution)
         batch.ran.block(outputs)
-        events["back_start"].record(outputs)
-        self._plan.queue_outputs(batch.slot, outputs)
-        events["back_end"].record(outputs)
+        self._queue(batch, "back", outputs)
         batch.completed.record(outputs)
 
     def _preprocess(self, batch: _Batch, clock: _Clock) -> None:

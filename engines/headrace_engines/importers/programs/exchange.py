@@ -17,6 +17,7 @@ import os
 import sys
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import IO, Any, Callable
 
 import numpy as np
@@ -158,6 +159,33 @@ def statistics(array: np.ndarray) -> Json:
         "mean": float(values.mean()),
         "std": float(values.std()),
     }
+
+
+def check_names(request: Json, names: Iterable[str]) -> None:
+    """Raise an ImportFault if the request has a shape for another input than these."""
+    unknown = sorted(set(request["shapes"]) - set(names))
+    if unknown:
+        fault = f"--input-shape names {', '.join(unknown)}, the inputs are {', '.join(names)}"
+        raise ImportFault(fault, "write one of these names")
+
+
+def fitting_sizes(name: str, given: list[Any], shape: list[int | None], shown: list[Any]) -> list[int]:
+    """Return the sizes of a shape in the request.
+
+    Args:
+        name: of the input.
+        given: name and size of each dimension.
+        shape: of the input; None for a free dimension.
+        shown: the same for the message.
+
+    Raises:
+        ImportFault: they do not fit the input.
+    """
+    sizes = [int(size) for _, size in given]
+    if len(sizes) != len(shape) or any(e not in (None, g) for e, g in zip(shape, sizes)):
+        fault = f"--input-shape {name}={','.join(map(str, sizes))} does not fit the input's shape {shown}"
+        raise ImportFault(fault, "write a size for each dimension, the batch first")
+    return sizes
 
 
 def load_file(path: str) -> Any:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import onnx
 
-from .exchange import ImportFault, Json, Report, Source, load_file
+from .exchange import ImportFault, Json, Report, Source, check_names, fitting_sizes, load_file
 
 _FREE_SIZE = 32
 _BATCH = 2
@@ -54,10 +54,7 @@ class KerasSource(Source):
 
     def export(self, path: str, report: Report) -> Json:
         """Write the ONNX file and return the description."""
-        unknown = sorted(set(self._request["shapes"]) - set(self._names))
-        if unknown:
-            fault = f"--input-shape names {', '.join(unknown)}, the inputs are {', '.join(self._names)}"
-            raise ImportFault(fault, "write one of these names")
+        check_names(self._request, self._names)
         sizes = [self._example_size(tensor) for tensor in self._model.inputs]
         report(0.2, "runs the model once")
         self.run({n: np.zeros(size, dtype) for n, size, dtype in zip(self._names, sizes, self._dtypes)})
@@ -91,12 +88,8 @@ class KerasSource(Source):
         batch = _BATCH if self._request["dynamic_batch"] else 1
         if given is None:
             return [batch, *(_FREE_SIZE if size is None else int(size) for size in tensor.shape[1:])]
-        sizes = [int(size) for _, size in given]
-        fits = len(sizes) == len(tensor.shape) and all(e in (None, g) for e, g in zip(tensor.shape, sizes))
-        if not fits:
-            shape = ["batch" if size is None and axis == 0 else size for axis, size in enumerate(tensor.shape)]
-            fault = f"--input-shape {tensor.name}={','.join(map(str, sizes))} does not fit the input's shape {shape}"
-            raise ImportFault(fault, "write a size for each dimension, the batch first")
+        shown = ["batch" if size is None and axis == 0 else size for axis, size in enumerate(tensor.shape)]
+        sizes = fitting_sizes(str(tensor.name), given, list(tensor.shape), shown)
         return [max(sizes[0], batch), *sizes[1:]] if self._request["dynamic_batch"] else sizes
 
     def _static_signature(self, sizes: list[list[int]]) -> list[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import tensorflow as tf
 
-from .exchange import ImportFault, Json, Report, Source
+from .exchange import ImportFault, Json, Report, Source, check_names, fitting_sizes
 
 _DEFAULT = "serving_default"
 _FREE_SIZE = 32
@@ -59,10 +59,7 @@ class SignatureSource(Source):
 
     def export(self, path: str, report: Report) -> Json:
         """Write the ONNX file and return the description."""
-        unknown = sorted(set(self._request["shapes"]) - set(self._specs))
-        if unknown:
-            fault = f"--input-shape names {', '.join(unknown)}, the inputs are {', '.join(self._specs)}"
-            raise ImportFault(fault, "write one of these names")
+        check_names(self._request, self._specs)
         report(0.3, "exports to ONNX")
         self._convert(path)
         graph = onnx.load_model(path, load_external_data=False).graph
@@ -143,11 +140,7 @@ class SignatureSource(Source):
             return [
                 size if size is not None else _BATCH if axis == 0 else _FREE_SIZE for axis, size in enumerate(shape)
             ]
-        sizes = [int(size) for _, size in given]
-        if len(sizes) != len(shape) or any(e not in (None, g) for e, g in zip(shape, sizes)):
-            fault = f"--input-shape {name}={','.join(map(str, sizes))} does not fit the input's shape {shape}"
-            raise ImportFault(fault, "write a size for each dimension, the batch first")
-        return sizes
+        return fitting_sizes(name, given, shape, shape)
 
 
 def _node_name(name: str, names: set[str]) -> Any:

@@ -414,13 +414,8 @@ class TensorRtEngine:
             BuildError: as for `run`.
         """
         with self._running("timing") as errors:
-            allocated = self._prepare(self._context, inputs)
-            self._send()
             # The first execution of a shape initialises resources, which cannot be captured in a graph.
-            self._enqueue(self._context, errors)
-            self._stream.synchronize()
-            for memory in allocated:
-                memory.apply_shape()
+            self._execute(self._context, inputs, errors)
             first = next(iter(inputs.values()))
             rows = int(first.shape[0]) if first.ndim else 1
             graph = self._capture(errors)
@@ -447,13 +442,7 @@ class TensorRtEngine:
             # A separate context: a profiler slows down all executions of its context.
             context = self._new_context(errors)
             times = LayerTimer()
-            allocated = self._prepare(context, inputs)
-            self._send()
-            for _ in range(_WARM_UP_RUNS):
-                self._enqueue(context, errors)
-            self._stream.synchronize()
-            for memory in allocated:
-                memory.apply_shape()
+            self._execute(context, inputs, errors, _WARM_UP_RUNS)
             profiler = layer_profiler(self._api.trt, times)
             context.profiler = profiler
             if graph:
@@ -487,14 +476,19 @@ class TensorRtEngine:
             listener = debug_listener(self._api.trt, values)
             if not context.set_debug_listener(listener) or not context.set_all_tensors_debug_state(True):
                 raise BuildError(f"{self._name} reports no inner tensors: TensorRT {self._api.version} refuses it")
-            allocated = self._prepare(context, inputs)
-            self._send()
-            self._enqueue(context, errors)
-            self._stream.synchronize()
-            for memory in allocated:
-                memory.apply_shape()
+            self._execute(context, inputs, errors)
             del context
             return values.result()
+
+    def _execute(self, context: Any, inputs: Mapping[str, Array], errors: Any, runs: int = 1) -> None:
+        """Send a batch, run it so many times, and wait."""
+        allocated = self._prepare(context, inputs)
+        self._send()
+        for _ in range(runs):
+            self._enqueue(context, errors)
+        self._stream.synchronize()
+        for memory in allocated:
+            memory.apply_shape()
 
     def _profile_graph(self, context: Any, errors: Any) -> None:
         """Profile runs of a graph (IExecutionContext.report_to_profiler)."""
