@@ -35,7 +35,6 @@ from headrace.cuda.kernels.launching import copy_to_gpu
 from tests.support import fake_cuda
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_tensorrt_plugins import add_plugins
-from tests.support.kernels_on_host import install_host_kernels
 
 SHAPE = ConvShape(3, 8, 5, 4, 16, 3, 3, 1, 1)
 EPILOGUE = Epilogue(bias=True, residual=True, relu=True)
@@ -48,18 +47,14 @@ def layer() -> PluginLayer:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+def gpu(host_gpu: FakeCuda) -> Iterator[FakeCuda]:
     """A fake GPU with our kernels on the host."""
-    cuda = FakeCuda()
-    fake_cuda.install(monkeypatch, cuda)
-    install_host_kernels(monkeypatch, cuda)
-    yield cuda
+    yield host_gpu
     # As TensorRT does before it deletes them.
     for one in gc.get_objects():
         if isinstance(one, convolution_plugin._ConvolutionPlugin):
             one.destroy()
     gc.collect()
-    assert not cuda.live, "memory was not freed"
 
 
 def plugin(trt: Any = None) -> Any:
@@ -227,7 +222,7 @@ def test_contexts_share_weights_unless_they_need_scratch_memory(gpu: FakeCuda, m
         gc.collect()
         assert not gpu.live
         with_scratch = property(lambda self: 256)
-        monkeypatch.setattr("headrace.cuda.kernels.convolution.direct._DirectConvolution.workspace_bytes", with_scratch)
+        monkeypatch.setattr("headrace.cuda.kernels.convolution.direct.TapsConvolution.workspace_bytes", with_scratch)
         attached = [first.attach_to_context(None) for _ in range(3)]
         assert len({id(one.convolution) for one in attached}) == 3
 

@@ -14,54 +14,21 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from headrace.cuda.driver import CudaStream
 from headrace.cuda.kernels.convolution.base import Convolution, ConvShape
+from headrace.cuda.kernels.convolution.direct import THREADS, TapsConvolution, threads_per_image
 from headrace.cuda.kernels.convolution.resources import (
     Algorithm,
     ConvOperation,
     GpuResources,
-    PreparedConvolution,
     widest,
 )
 
-_THREADS = 128
-_PIXELS = 4
 _MAX_BLOCKS = 2**31 - 1
 
 
-def _vector(shape: ConvShape, dtype: npt.DTypeLike) -> int:
+def _channels(shape: ConvShape, dtype: npt.DTypeLike) -> int:
     """Channels of a thread."""
     return widest(shape.c, *((8, 4, 2) if np.dtype(dtype) == np.float16 else (4, 2)))
-
-
-def _threads_per_image(shape: ConvShape, dtype: npt.DTypeLike) -> int:
-    return shape.out_h * -(-shape.out_w // _PIXELS) * (shape.c // _vector(shape, dtype))
-
-
-class _DepthwiseConvolution(PreparedConvolution):
-    """`Convolution` of the depthwise algorithm."""
-
-    def __init__(self, resources: GpuResources, operation: ConvOperation) -> None:
-        super().__init__(resources, operation)
-        shape, dtype = operation.shape, operation.dtype
-        options = {
-            **operation.options(),
-            "THREADS": _THREADS,
-            "PIXELS": _PIXELS,
-            "CHANNELS": _vector(shape, dtype),
-        }
-        self._threads_per_image = _threads_per_image(shape, dtype)
-        self._kernels = resources.load("depthwise.cu", options, {"convolve_depthwise": "PPPPPi"})
-        resources.kernels_complete()
-        filters = np.ascontiguousarray(operation.weights.astype(dtype)[..., 0].transpose(1, 2, 0))
-        self._constants = resources.constants(filters, operation.float_bias())
-
-    def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
-        """Queue the convolution; see `Convolution`."""
-        images = self._shape.n if rows is None else rows
-        grid = -(-images * self._threads_per_image // _THREADS), 1
-        arguments = (x, *self._constants, residual, y, images)
-        self._kernels.launch("convolve_depthwise", grid, _THREADS, stream, *arguments)
 
 
 class DepthwiseAlgorithm(Algorithm):
@@ -73,11 +40,12 @@ class DepthwiseAlgorithm(Algorithm):
         """Supports as many groups as input and output channels."""
         if not shape.groups == shape.c == shape.k:
             return "it supports as many groups as input and output channels only: use direct or a GEMM"
-        blocks = shape.n * _threads_per_image(shape, dtype) // _THREADS
+        blocks = shape.n * threads_per_image(shape, _channels(shape, dtype)) // THREADS
         if blocks > _MAX_BLOCKS:
             return f"it needs {blocks} blocks, a grid has at most {_MAX_BLOCKS}: reduce the batch"
         return ""
 
     def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
         """See `Algorithm.prepared`."""
-        return _DepthwiseConvolution(resources, operation)
+        channels = _channels(operation.shape, operation.dtype)
+        return TapsConvolution(resources, operation, "depthwise", channels)

@@ -26,28 +26,30 @@ from headrace.cuda.kernels.convolution.resources import (
     widest,
 )
 
-_THREADS = 128
+THREADS = 128
 _PIXELS = 4
 # Operations that it does not exceed on an H200: 25 to 28e12 were measured.
 _OPERATIONS_PER_S = 35e12
 
 
-class _DirectConvolution(PreparedConvolution):
-    """`Convolution` of the direct algorithm."""
+class TapsConvolution(PreparedConvolution):
+    """`Convolution` whose threads have 4 neighbouring output columns of some channels each.
 
-    def __init__(self, resources: GpuResources, operation: ConvOperation) -> None:
+    Args:
+        resources, operation: as for `PreparedConvolution`.
+        name: of the kernel after "convolve_", and of its file.
+        channels: output channels of a thread.
+        options: further macros of the file.
+    """
+
+    def __init__(
+        self, resources: GpuResources, operation: ConvOperation, name: str, channels: int, **options: int
+    ) -> None:
         super().__init__(resources, operation)
-        shape = operation.shape
-        channels = widest(shape.k // shape.groups, 4)
-        options = {
-            **operation.options(),
-            "THREADS": _THREADS,
-            "PIXELS": _PIXELS,
-            "CHANNELS": channels,
-            "INPUTS": widest(shape.c // shape.groups, 4),
-        }
-        self._threads_per_image = shape.out_h * -(-shape.out_w // _PIXELS) * (shape.k // channels)
-        self._kernels = resources.load("direct.cu", options, {"convolve_direct": "PPPPPi"})
+        self._kernel = f"convolve_{name}"
+        self._threads_per_image = threads_per_image(operation.shape, channels)
+        macros = {**operation.options(), "THREADS": THREADS, "PIXELS": _PIXELS, "CHANNELS": channels, **options}
+        self._kernels = resources.load(f"{name}.cu", macros, {self._kernel: "PPPPPi"})
         resources.kernels_complete()
         filters = np.ascontiguousarray(operation.weights.astype(operation.dtype).transpose(1, 2, 3, 0))
         self._constants = resources.constants(filters, operation.float_bias())
@@ -55,8 +57,13 @@ class _DirectConvolution(PreparedConvolution):
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
         """Queue the convolution; see `Convolution`."""
         images = self._shape.n if rows is None else rows
-        blocks = -(-images * self._threads_per_image // _THREADS)
-        self._kernels.launch("convolve_direct", (blocks, 1), _THREADS, stream, x, *self._constants, residual, y, images)
+        blocks = -(-images * self._threads_per_image // THREADS)
+        self._kernels.launch(self._kernel, (blocks, 1), THREADS, stream, x, *self._constants, residual, y, images)
+
+
+def threads_per_image(shape: ConvShape, channels: int) -> int:
+    """Return the threads of an image with so many output channels each."""
+    return shape.out_h * -(-shape.out_w // _PIXELS) * (shape.k // channels)
 
 
 class DirectAlgorithm(Algorithm):
@@ -70,7 +77,7 @@ class DirectAlgorithm(Algorithm):
 
     def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
         """Supports every shape of up to 2**31 - 1 blocks."""
-        blocks = shape.n * shape.out_h * shape.out_w * shape.k // _THREADS
+        blocks = shape.n * shape.out_h * shape.out_w * shape.k // THREADS
         return "" if blocks < 2**31 else f"it needs {blocks} blocks, a grid has at most {2**31 - 1}: reduce the batch"
 
     def kernel_key(self, shape: ConvShape) -> tuple[object, ...]:
@@ -79,4 +86,7 @@ class DirectAlgorithm(Algorithm):
 
     def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
         """See `Algorithm.prepared`."""
-        return _DirectConvolution(resources, operation)
+        channels, inputs = (
+            widest(count // operation.shape.groups, 4) for count in (operation.shape.k, operation.shape.c)
+        )
+        return TapsConvolution(resources, operation, "direct", channels, INPUTS=inputs)
