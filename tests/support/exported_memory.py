@@ -1,11 +1,18 @@
-"""Memory of a real GPU that belongs to a process of its own, as that of a client does."""
+"""Memory of clients: that of a real GPU, which belongs to a process of its own, and files in shared memory."""
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
+import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
+
+from headrace.cuda.shared_memory import ClientMemory, PinnedFile
 
 # Program of a client's process: copies the first bytes of its input to GPU 0 and prints the IPC handle. For each further line it
 # prints the bytes that the memory has then. At the end of its input it frees the memory.
@@ -71,3 +78,40 @@ def export(content: bytes) -> Iterator[bytes]:
     """Put bytes into memory of GPU 0 that another process owns, for the length of a `with`; its IPC handle."""
     with closing(Owner(content)) as owner:
         yield owner.handle
+
+
+def finished(memory: ClientMemory) -> None:
+    """Wait until the driver's thread has closed what was dropped."""
+    gc.collect()
+    done = threading.Event()
+    memory._thread.start()
+    memory._thread.submit(done.set)
+    assert done.wait(60)
+
+
+def pinned(memory: ClientMemory, descriptor: int, start: int, size_bytes: int) -> PinnedFile | None:
+    """Pin a part of a file; the driver's thread reports the result."""
+    calls: list[tuple[PinnedFile | None, str]] = []
+    done = threading.Event()
+
+    def on_done(created: PinnedFile | None) -> None:
+        calls.append((created, threading.current_thread().name))
+        done.set()
+
+    memory.pin(descriptor, start, size_bytes, 0, on_done)
+    assert done.wait(60)
+    finished(memory)
+    result, thread = calls.pop()
+    assert thread == "shared memory"
+    return result
+
+
+@contextmanager
+def shared_file(content: bytes) -> Iterator[int]:
+    """Yield the descriptor of a file in shared memory, all of it allocated."""
+    path = Path("/dev/shm", f"test-{uuid.uuid4().hex}")
+    path.write_bytes(content)
+    descriptor = os.open(path, os.O_RDWR)
+    path.unlink()
+    yield descriptor
+    os.close(descriptor)

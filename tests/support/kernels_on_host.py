@@ -310,3 +310,27 @@ class _Function:
             raise DriverError("cuLaunchKernel failed: invalid argument")
         handed = [ctypes.c_ulonglong(argument) for argument in arguments]
         self._cuda.submit(lambda: self._run(*map(ctypes.c_uint, (*grid, block[0])), *handed), stream.handle)
+
+
+class StandInModule:
+    """Stands for a loaded module; its kernels cannot be launched."""
+
+    def get_function(self, name: str) -> StandInModule:
+        return self
+
+    def prepare(self, types: str) -> None:
+        """As PyCUDA's."""
+
+    def set_attribute(self, attribute: Any, value: int) -> None:
+        """As PyCUDA's."""
+
+
+def _has_nvrtc() -> bool:
+    try:
+        loading.find_library()
+    except Unsupported:
+        return False
+    return True
+
+
+needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC, but no GPU: pip install nvidia-cuda-nvrtc-cu12")

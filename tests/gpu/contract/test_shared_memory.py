@@ -6,10 +6,8 @@ import gc
 import os
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,10 @@ from headrace.core.tensor import PINNED, Array
 from headrace.cuda.driver import CudaStream, DeviceError, current, loaded
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, pinned_empty, pinned_rows
-from headrace.cuda.shared_memory import ClientMemory, PinnedFile, find_client_memory
+from headrace.cuda.shared_memory import ClientMemory, find_client_memory
 
 from tests.gpu.contract.conftest import GpuUnderTest
+from tests.support.exported_memory import finished, pinned, shared_file
 
 SIZE = 100_000
 CONTENT = (np.arange(SIZE) % 251).astype(np.uint8)
@@ -34,15 +33,6 @@ def memory(gpu: GpuUnderTest) -> Iterator[ClientMemory]:
     created = ClientMemory(max_pinned_bytes=1 << 30)
     yield created
     finished(created)
-
-
-def finished(memory: ClientMemory) -> None:
-    """Wait until the driver's thread has closed what was dropped."""
-    gc.collect()
-    done = threading.Event()
-    memory._thread.start()
-    memory._thread.submit(done.set)
-    assert done.wait(60)
 
 
 # --- The GPU's own memory ------------------------------------------------------------------------------------------------
@@ -193,26 +183,8 @@ def fetch(needs_kernels: None) -> Iterator[Fetch]:
 @pytest.fixture
 def file() -> Iterator[int]:
     """A file in shared memory with `CONTENT`, all of it allocated; its descriptor."""
-    path = Path("/dev/shm", f"test-{uuid.uuid4().hex}")
-    path.write_bytes(CONTENT.tobytes())
-    descriptor = os.open(path, os.O_RDWR)
-    path.unlink()
-    yield descriptor
-    os.close(descriptor)
-
-
-def pinned(memory: ClientMemory, descriptor: int, start: int, size_bytes: int) -> PinnedFile | None:
-    result: list[PinnedFile | None] = []
-    done = threading.Event()
-
-    def on_done(created: PinnedFile | None) -> None:
-        result.append(created)
-        done.set()
-
-    memory.pin(descriptor, start, size_bytes, 0, on_done)
-    assert done.wait(60)
-    finished(memory)
-    return result.pop()
+    with shared_file(CONTENT.tobytes()) as descriptor:
+        yield descriptor
 
 
 def test_a_gpu_reads_a_pinned_array(fetch: Fetch) -> None:

@@ -7,14 +7,7 @@ from headrace.core.ledger import HOST, Kind, Ledger, NoRoom
 from headrace.cuda import driver
 from headrace.cuda.memory import Allocator
 
-from tests.support.fake_cuda import FakeCuda, install
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    install(monkeypatch, fake)
-    return fake
+from tests.support.fake_cuda import FakeCuda
 
 
 def test_blocks_are_booked_while_they_live(cuda: FakeCuda) -> None:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
-import uuid
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from headrace.core.errors import BadRequest
 from headrace.core.tensor import is_resident
-from headrace.cuda.shared_memory import ClientMemory, PinnedFile, find_client_memory
+from headrace.cuda.shared_memory import ClientMemory, find_client_memory
 from headrace.front_ends.arena import UNIT_BYTES, Arena, MappedArena
 from headrace.front_ends.frames import SLOT, TensorPlace
 
+from tests.support.exported_memory import finished, pinned, shared_file
 from tests.support.fake_streams import LateCuda, install
 
 HANDLE = b"h" * 64
@@ -45,37 +42,8 @@ def memory(cuda: LateCuda) -> Iterator[ClientMemory]:
 @pytest.fixture
 def file() -> Iterator[int]:
     """A file in shared memory of 10,000 bytes, all there; its descriptor."""
-    path = Path("/dev/shm", f"test-{uuid.uuid4().hex}")
-    path.write_bytes(np.arange(10_000).astype(np.uint8).tobytes())
-    descriptor = os.open(path, os.O_RDWR)
-    path.unlink()
-    yield descriptor
-    os.close(descriptor)
-
-
-def finished(memory: ClientMemory) -> None:
-    """Wait until the driver's thread has run all its queued work."""
-    gc.collect()
-    done = threading.Event()
-    memory._thread.start()
-    memory._thread.submit(done.set)
-    assert done.wait(10)
-
-
-def pinned(memory: ClientMemory, descriptor: int, start: int, size_bytes: int) -> PinnedFile | None:
-    calls: list[tuple[PinnedFile | None, str]] = []
-    done = threading.Event()
-
-    def on_done(result: PinnedFile | None) -> None:
-        calls.append((result, threading.current_thread().name))
-        done.set()
-
-    memory.pin(descriptor, start, size_bytes, 0, on_done)
-    assert done.wait(10)
-    finished(memory)
-    (result, thread) = calls.pop()
-    assert thread == "shared memory"
-    return result
+    with shared_file(np.arange(10_000).astype(np.uint8).tobytes()) as descriptor:
+        yield descriptor
 
 
 def test_without_a_gpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,13 +83,6 @@ def test_a_truncated_file_is_reported_and_logged(
 
 
 @needs_shm
-def test_a_file_with_holes_is_not_pinned(memory: ClientMemory, file: int) -> None:
-    os.ftruncate(file, 100 * PAGE)
-    assert pinned(memory, file, 0, 100 * PAGE) is None
-    assert pinned(memory, file, 0, 10_000) is not None
-
-
-@needs_shm
 def test_an_arena_is_pinned_before_it_was_written(memory: ClientMemory) -> None:
     arena = Arena(4 * UNIT_BYTES)
     mapped = MappedArena(os.dup(arena.fd), lambda _slots: None)
@@ -144,19 +105,9 @@ def test_an_arena_is_pinned_before_it_was_written(memory: ClientMemory) -> None:
     finished(memory)
 
 
-def exported(cuda: LateCuda) -> Any:
+def test_memory_that_its_owner_has_freed_is_reported(cuda: LateCuda, memory: ClientMemory) -> None:
     cuda.exported[HANDLE] = np.arange(1000).astype(np.uint8)
-    return cuda.exported[HANDLE]
-
-
-def test_any_thread_may_request_a_host_copy(cuda: LateCuda, memory: ClientMemory) -> None:
-    array = exported(cuda)
     rows = memory.open_ipc(HANDLE, 0, 1000).locate(3, 500, frozenset())
-    copies: list[Any] = []
-    thread = threading.Thread(target=lambda part: copies.append(np.asarray(part)), args=(rows[100:],))
-    thread.start()
-    thread.join(10)
-    assert np.array_equal(copies.pop(), array[103:503])
     cuda.broken_ipc = True
     with pytest.raises(BadRequest, match="its owner must keep it allocated"):
         np.asarray(rows)

@@ -8,14 +8,7 @@ import pytest
 from headrace.core.errors import Unsupported
 from headrace.cuda import devices, driver
 
-from tests.support.fake_cuda import FakeCuda, install
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    install(monkeypatch, fake)
-    return fake
+from tests.support.fake_cuda import FakeCuda
 
 
 def test_without_pycuda_errors_name_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from headrace.cuda.kernels import loading
 from headrace.cuda.kernels.code_files import CodeFiles
 from headrace.cuda.kernels.convolution import implicit_gemm, implicit_gemm_hopper
 
+from tests.support.kernels_on_host import needs_nvrtc
+
 
 class FakeLibrary:
     """NVRTC as far as we call it; the "code" it makes is its options."""
@@ -137,15 +139,7 @@ def test_without_a_compiler_the_error_names_the_remedy(monkeypatch: pytest.Monke
     loading.find_library.cache_clear()
 
 
-def _has_nvrtc() -> bool:
-    try:
-        loading.find_library()
-    except Unsupported:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC, but no GPU: pip install nvidia-cuda-nvrtc-cu12")
+@needs_nvrtc
 def test_the_kernels_compile() -> None:
     folder = Path(loading.__file__).parent
     options = {
@@ -161,7 +155,7 @@ def test_the_kernels_compile() -> None:
                 assert code.startswith(b"\x7fELF")
 
 
-@pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC, but no GPU: pip install nvidia-cuda-nvrtc-cu12")
+@needs_nvrtc
 def test_the_matrix_product_compiles() -> None:
     headers = [f"convolution/{name}.cuh" for name in ("elements", "gemm_epilogue", "tensor_cores")]
     source = loading.read_source("convolution/implicit_gemm.cu", headers)
@@ -172,7 +166,7 @@ def test_the_matrix_product_compiles() -> None:
         assert loading.compile_cuda(source, "implicit_gemm.cu", (8, 0), options).startswith(b"\x7fELF")
 
 
-@pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC, but no GPU: pip install nvidia-cuda-nvrtc-cu12")
+@needs_nvrtc
 def test_the_matrix_product_of_hopper_compiles() -> None:
     headers = [f"convolution/{name}.cuh" for name in ("elements", "gemm_epilogue", "hopper")]
     source = loading.read_source("convolution/implicit_gemm_hopper.cu", headers)

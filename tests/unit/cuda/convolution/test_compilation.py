@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import pytest
-from headrace.core.errors import Unsupported
 from headrace.cuda import cufft
 from headrace.cuda.kernels import loading
 from headrace.cuda.kernels.convolution import fft
@@ -16,6 +15,7 @@ from headrace.cuda.kernels.convolution.base import ConvShape
 from tests.support.convolution_cases import FUSED, PLAIN, random_operands
 from tests.support.fake_cuda import FakeCuda
 from tests.support.host_fft import HostFft
+from tests.support.kernels_on_host import StandInModule, needs_nvrtc
 
 SHAPES = [
     ConvShape(1, 64, 8, 8, 64, 3, 3, 1, 1),
@@ -26,33 +26,12 @@ SHAPES = [
 COMPILE = loading.compile_cuda
 
 
-def _has_nvrtc() -> bool:
-    try:
-        loading.find_library()
-    except Unsupported:
-        return False
-    return True
-
-
-class AnyModule:
-    """Stands for a loaded module; its kernels cannot be launched."""
-
-    def get_function(self, name: str) -> AnyModule:
-        return self
-
-    def prepare(self, types: str) -> None:
-        """As PyCUDA's."""
-
-    def set_attribute(self, attribute: Any, value: int) -> None:
-        """As PyCUDA's."""
-
-
-@pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC, but no GPU: pip install nvidia-cuda-nvrtc-cu12")
+@needs_nvrtc
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: f"{algorithm.name} {algorithm.variant}")
 def test_the_kernels_compile(host_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, algorithm: Any) -> None:
-    def module(code: bytes) -> AnyModule:
+    def module(code: bytes) -> StandInModule:
         assert code.startswith(b"\x7fELF")
-        return AnyModule()
+        return StandInModule()
 
     library = HostFft()
     monkeypatch.setattr(loading, "compile_cuda", COMPILE)

@@ -17,10 +17,10 @@ from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
 from headrace.cuda.kernels.convolution.base import ConvShape
 from headrace.cuda.kernels.convolution.resources import compile_only
 
-from tests.support import fake_cuda
 from tests.support.convolution_cases import FUSED, PLAIN, random_operands
 from tests.support.fake_cuda import FakeCuda
 from tests.support.host_fft import HostFft
+from tests.support.kernels_on_host import StandInModule
 
 SHAPES = [
     ConvShape(1, 64, 8, 8, 64, 3, 3, 1, 1),
@@ -31,28 +31,13 @@ SHAPES = [
 CASES = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: f"{one.name} {one.variant}")
 
 
-class Module:
-    """Stands for a loaded module; its kernels cannot be launched."""
-
-    def get_function(self, name: str) -> Module:
-        return self
-
-    def prepare(self, types: str) -> None:
-        """As PyCUDA's."""
-
-    def set_attribute(self, attribute: Any, value: int) -> None:
-        """As PyCUDA's."""
-
-
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    gpu = FakeCuda()
-    fake_cuda.install(monkeypatch, gpu)
+def cuda(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeCuda:
     library = HostFft()
     monkeypatch.setattr(cufft, "find_cufft", lambda: library)
     monkeypatch.setattr(fft, "find_cufft", lambda: library)
-    monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", lambda code: Module(), raising=False)
-    return gpu
+    monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", lambda code: StandInModule(), raising=False)
+    return cuda
 
 
 @pytest.fixture

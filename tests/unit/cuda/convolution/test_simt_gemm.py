@@ -40,10 +40,7 @@ def test_epilogues(host_gpu: FakeCuda, epilogue: Epilogue, splits: int) -> None:
 def test_tiles_of_few_rows(host_gpu: FakeCuda, tile: Tile) -> None:
     for shape in SHAPES:
         check(SimtGemmAlgorithm(tile, splits=2), shape, "float32", FUSED, BOUND)
-
-
-def test_three_stages(host_gpu: FakeCuda) -> None:
-    check(SimtGemmAlgorithm(Tile(64, 64, 8, 3), 1), SHAPES[0], "float32", FUSED, BOUND)
+    check(SimtGemmAlgorithm(Tile(64, 64, 8, 3), 1), SHAPES[0], "float32", FUSED, BOUND)  # three stages
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -1,4 +1,4 @@
-"""The fake GPU with kernels compiled for the host."""
+"""Fake GPUs of the tests of this folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from tests.support.kernels_on_host import install_host_kernels
 
 
 @pytest.fixture
-def host_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """A fake GPU."""
+    fake = FakeCuda()
+    fake_cuda.install(monkeypatch, fake)
+    return fake
+
+
+@pytest.fixture
+def host_gpu(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> Iterator[FakeCuda]:
     """A fake GPU that runs the kernels on the host; all of its memory must be freed at the end."""
-    cuda = FakeCuda()
-    fake_cuda.install(monkeypatch, cuda)
     install_host_kernels(monkeypatch, cuda)
     yield cuda
     assert not cuda.live, "memory was not freed"
