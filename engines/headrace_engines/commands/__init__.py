@@ -14,15 +14,15 @@ def add_version(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", type=int, metavar="N", help="version of the model (default: newest served one)")
 
 
+def add_repository(parser: argparse.ArgumentParser, text: str = "the model repository") -> None:
+    """Add `--model-repository DIR`."""
+    folder = Path("model_repository")
+    parser.add_argument("--model-repository", type=Path, default=folder, metavar="DIR", help=text)
+
+
 def add_repository_and_target(parser: argparse.ArgumentParser) -> None:
     """Add `--model-repository DIR` and `--target NAME`."""
-    parser.add_argument(
-        "--model-repository",
-        type=Path,
-        default=Path("model_repository"),
-        metavar="DIR",
-        help="folder of the model repository",
-    )
+    add_repository(parser, "folder of the model repository")
     parser.add_argument(
         "--target",
         choices=NAMES,

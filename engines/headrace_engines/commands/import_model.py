@@ -11,6 +11,7 @@ from headrace.core.command_line import pickup_text
 from rich.console import Console
 from rich.text import Text
 
+from headrace_engines.commands import add_repository
 from headrace_engines.errors import CallError
 from headrace_engines.importers.check import ImportCheck, OutputErrors
 from headrace_engines.importers.environment import DEFAULT_ENVIRONMENTS
@@ -66,9 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser, framework: str) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model-repository", type=Path, default=Path("model_repository"), metavar="DIR", help="the model repository"
-    )
+    add_repository(parser)
     parser.add_argument("--name", default="", metavar="NAME", help="name of the model (default: that of the source)")
     parser.add_argument("--replace", action="store_true", help="replace a model of this name")
     text = "shape of an example, the batch first; H:224 is a free dimension of 224 in the example"

@@ -8,6 +8,7 @@ from pathlib import Path
 from headrace.core.command_line import pickup_text, plural
 from rich.console import Console
 
+from headrace_engines.commands import add_repository
 from headrace_engines.errors import CallError
 from headrace_engines.importers.onnx_import import DEFAULT_MAX_BATCH_SIZE, import_onnx, model_name
 from headrace_engines.report import BuildDisplay, print_text
@@ -26,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="", help="name of the model (default: that of the file)")
     text = "number of the version (default: the next one)"
     parser.add_argument("--version", type=int, metavar="N", help=text)
-    parser.add_argument(
-        "--model-repository", type=Path, default=Path("model_repository"), metavar="DIR", help="the model repository"
-    )
+    add_repository(parser)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

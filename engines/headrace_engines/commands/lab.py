@@ -19,6 +19,7 @@ from headrace.cuda.kernels.convolution.resources import Algorithm
 from headrace.cuda.kernels.loading import keep_code
 from rich.console import Console
 
+from headrace_engines.commands import add_repository, add_version
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.lab.conv import ConvLab, MapOptions
 from headrace_engines.lab.layers import ConvLayer, kernel_size_layers, model_layers, resnet50_layers, shape_layer
@@ -65,14 +66,8 @@ def names() -> tuple[str, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lab conv`."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="name of a model in the repository, or its folder")
-    parser.add_argument("--version", type=int, metavar="N", help="version of the model (default: newest served one)")
-    parser.add_argument(
-        "--model-repository",
-        type=Path,
-        default=Path("model_repository"),
-        metavar="DIR",
-        help="folder of the model repository",
-    )
+    add_version(parser)
+    add_repository(parser, "folder of the model repository")
     parser.add_argument(
         "--shape", action="append", default=[], metavar="N,C,H,W,K,R,S,STRIDE,PAD", help="a shape; may be repeated"
     )

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace_engines.build import BuildResult, build_engine, sample_batch
-from headrace_engines.commands import add_cache, add_version
+from headrace_engines.commands import add_cache, add_repository, add_version
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.lab.overlap import HostStage, OverlapLab, OverlapResult, PixelStage, TensorStage
 from headrace_engines.lab.overlap_page import HEADINGS, overlap_advice, overlap_cells, overlap_page
@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lab overlap`."""
     parser.add_argument("model", metavar="MODEL", help="name of a model in the repository, or its folder")
     add_version(parser)
-    parser.add_argument(
-        "--model-repository", type=Path, default=Path("model_repository"), metavar="DIR", help="the model repository"
-    )
+    add_repository(parser)
     add_cache(parser)
     parser.add_argument(
         "--precision",
