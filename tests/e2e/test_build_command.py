@@ -124,17 +124,6 @@ def test_a_running_server_swaps_in_the_engine_as_the_command_prints(tmp_path: Pa
         until(lambda: artefact_served(server) == stamp(folder)["artefact"])
 
 
-def test_the_speed_is_printed_against_fp32(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    folder = write_model(tmp_path, INT8 % "")
-    for expected_text in ("int8", "stored"):
-        done = headrace("build", str(folder), cache=cache)
-        assert expected_text in done.stdout, "the second one has its figures from the store"
-        match = re.search(r"^affine: .*?([\d.,]+) times as fast as FP32", done.stdout, re.MULTILINE)
-        assert match, done.stdout
-        assert float(match[1].replace(",", "")) > 0
-
-
 def test_a_precision_that_is_written_after_the_build_finds_its_engine(tmp_path: Path) -> None:
     repository, cache = tmp_path / "models", tmp_path / "cache"
     folder = write_model(repository, INT8.replace("precision: int8, ", "") % "")
@@ -169,16 +158,20 @@ def test_the_file_that_serves_after_the_build_is_printed(tmp_path: Path) -> None
     assert "version_policy serves 2: write version_policy: {specific: {versions: [1]}} in config.yaml" in done.stderr
 
 
-def test_the_second_build_comes_from_the_store(tmp_path: Path) -> None:
+def test_the_second_build_comes_from_the_store_with_its_speed(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     folder = write_model(tmp_path, INT8 % "")
-    assert headrace("build", str(folder), cache=cache).returncode == 0
-    first = (folder / "1" / str(stamp(folder)["artefact"])).stat().st_mtime_ns
-    (folder / "1" / "build.json").unlink()
-    done = headrace("build", str(folder), cache=cache)
-    assert done.returncode == 0, done.stderr
-    assert "stored" in done.stdout
-    assert (folder / "1" / str(stamp(folder)["artefact"])).stat().st_mtime_ns == first
+    times_ns = set()
+    for expected_text in ("int8", "stored"):
+        done = headrace("build", str(folder), cache=cache)
+        assert done.returncode == 0, done.stderr
+        assert expected_text in done.stdout, "the second one has its figures from the store"
+        match = re.search(r"^affine: .*?([\d.,]+) times as fast as FP32", done.stdout, re.MULTILINE)
+        assert match, done.stdout
+        assert float(match[1].replace(",", "")) > 0
+        times_ns.add((folder / "1" / str(stamp(folder)["artefact"])).stat().st_mtime_ns)
+        (folder / "1" / "build.json").unlink()
+    assert len(times_ns) == 1
 
 
 def test_an_inaccurate_engine_is_refused_and_marked_when_forced(tmp_path: Path) -> None:
@@ -281,13 +274,6 @@ def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
     assert "Frobnicate" in output
     assert "odd_one" in output
     assert "Traceback" not in output
-
-
-def test_a_missing_model_is_refused_with_the_names_of_the_others(tmp_path: Path) -> None:
-    write_model(tmp_path / "models", "{}")
-    done = headrace("build", "resnet51", "--model-repository", str(tmp_path / "models"), cache=tmp_path / "cache")
-    assert done.returncode == 1
-    assert "affine" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

@@ -77,8 +77,11 @@ def test_requests_share_connections() -> None:
             b"2;x=y\r\nlo\r\n0\r\na: b\r\n\r\n",
         ),
         (b"HTTP/1.1 200 OK\r\nCONTENT-LENGTH:5\r\nx: y\r\n\r\n", b"hello"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: close\r\n\r\nhello",),
+        (b"HTTP/1.1 200 OK\r\n\r\nhello",),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 5\r\n\r\nhello",),
     ],
-    ids=["bytes", "two reads", "100", "100 and answer", "chunked", "case"],
+    ids=["bytes", "two reads", "100", "100 and answer", "chunked", "case", "close", "until close", "1.0"],
 )
 def test_bodies_are_complete_however_they_arrive(parts: tuple[bytes, ...]) -> None:
     bodies = []
@@ -87,27 +90,9 @@ def test_bodies_are_complete_however_they_arrive(parts: tuple[bytes, ...]) -> No
         bodies.append(answer.body)
         return True
 
-    assert [each.status for each in send(answers(*parts), 3, check=check)] == ["", "", ""]
-    assert bodies == [b"hello"] * 3
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: close\r\n\r\nhello",
-        b"HTTP/1.1 200 OK\r\n\r\nhello",
-        b"HTTP/1.0 200 OK\r\ncontent-length: 5\r\n\r\nhello",
-    ],
-    ids=["close", "until close", "1.0"],
-)
-def test_a_connection_that_ends_with_its_answer_is_replaced(answer: bytes) -> None:
-    bodies = []
-
-    def check(index: int, answer: Answer) -> bool:
-        bodies.append(answer.body)
-        return True
-
-    assert [each.status for each in send(answers(answer, close=True), 3, check=check)] == ["", "", ""]
+    # A connection that ends with its answer is replaced.
+    is_closed = len(parts) == 1 and b"Continue" not in parts[0]
+    assert [each.status for each in send(answers(*parts, close=is_closed), 3, check=check)] == ["", "", ""]
     assert bodies == [b"hello"] * 3
 
 

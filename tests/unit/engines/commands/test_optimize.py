@@ -93,23 +93,21 @@ def test_sparse_model_is_published(project: Project, tmp_path: Path, capsys: pyt
     assert "<td>joules per row</td><td>-</td><td>-</td>" in page
 
 
-def test_measured_engines_of_another_effort_are_built_anew(project: Project, tmp_path: Path) -> None:
+def test_measured_engines_of_another_effort_are_built_anew(
+    project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ("net", "--prune", "2:4", "--target-loss", "100")
     assert call(tmp_path, *words) == 0
     stored = len(list((tmp_path / "cache").rglob("*.onnx")))
     assert stored == 2
-    assert call(tmp_path, *words) == 0
-    assert len(list((tmp_path / "cache").rglob("*.onnx"))) == stored
-    assert call(tmp_path, *words, "--optimization-level", "1") == 0
-    assert len(list((tmp_path / "cache").rglob("*.onnx"))) == 2 * stored
-
-
-def test_shares_of_the_progress_ascend(project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(tmp_path, "net", "--prune", "2:4", "--target-loss", "100", "--progress") == 0
+    assert call(tmp_path, *words, "--progress") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("progress ")]
     shares = [float(line[1]) for line in lines]
     assert len(shares) > 10
     assert shares == sorted(shares)
+    assert len(list((tmp_path / "cache").rglob("*.onnx"))) == stored
+    assert call(tmp_path, *words, "--optimization-level", "1") == 0
+    assert len(list((tmp_path / "cache").rglob("*.onnx"))) == 2 * stored
 
 
 def test_fewer_layers_are_sparse_within_a_smaller_target(project: Project, tmp_path: Path) -> None:

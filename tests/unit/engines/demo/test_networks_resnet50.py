@@ -143,11 +143,10 @@ def test_an_onnx_file_replaces_the_model(tmp_path):
     assert "SHA-256" in {entry.key: entry.value for entry in artefact.model.metadata_props}["origin"]
 
 
-def test_an_onnx_file_that_cannot_batch_is_refused(tmp_path):
-    with pytest.raises(BuildError, match="batch"):
-        networks.build_resnet50_fetched(_ignore, _published(_onnx_file(reshape_to=1), tmp_path / "weights.onnx"))
-
-
-def test_other_files_are_refused(tmp_path):
-    with pytest.raises(BuildError, match="neither a PyTorch checkpoint nor"):
-        networks.build_resnet50_fetched(_ignore, _published(b"<html>not found</html>", tmp_path / "weights.onnx"))
+def test_an_onnx_file_that_cannot_batch_and_other_files_are_refused(tmp_path):
+    for content, message in (
+        (_onnx_file(reshape_to=1), "batch"),
+        (b"<html>not found</html>", "neither a PyTorch checkpoint nor"),
+    ):
+        with pytest.raises(BuildError, match=message):
+            networks.build_resnet50_fetched(_ignore, _published(content, tmp_path / "weights.onnx"))

@@ -92,7 +92,7 @@ def test_a_model_is_published_with_configuration_labels_and_report(importer: Imp
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("last row", "output y differs from the framework: largest error"),
+        ("last row", "output y differs from the framework: largest error .* of its largest value, on random, 5 rows$"),
         ("nan", "output y is NaN or infinite in the framework for all inputs: nothing was compared"),
         ("dtype", r"output y is float32 \[1, 3\] on random, 1 row, in the framework float64 \[1, 3\]"),
         ("shape", r"output y is float32 \[1, 3\] on random, 1 row, in the framework float32 \[1, 1\]"),
@@ -104,11 +104,6 @@ def test_a_model_that_differs_is_not_published(importer: Importer, save_model: S
     assert any(re.match(message, text) for text in outcome.check.faults), outcome.check.faults
     assert contents(importer.repository) == []
     assert list(importer.repository.iterdir()) == []
-
-
-def test_the_worst_case_of_a_difference_is_named(importer: Importer, save_model: Save) -> None:
-    (fault,) = importer(save_model(), "last row").check.faults
-    assert fault.endswith("of its largest value, on random, 5 rows")
 
 
 def test_rows_that_depend_on_one_another_are_refused(importer: Importer, save_model: Save) -> None:
@@ -297,14 +292,6 @@ def test_bf16_is_refused_with_a_cure(importer: Importer, save_model: Save) -> No
     onnx.save_model(model, path)
     with pytest.raises(BuildError, match=r"y is BF16, which the comparison does not take: import it in FP32"):
         importer(path)
-
-
-def test_what_is_served_is_what_the_framework_answers(importer: Importer, save_model: Save) -> None:
-    path = save_model()
-    importer(path)
-    x = np.random.default_rng(4).normal(size=(3, 4)).astype(np.float32)
-    served = ort.InferenceSession(importer.folder / "1" / "model.onnx").run(["y"], {"x": x})[0]
-    np.testing.assert_array_equal(served, ort.InferenceSession(path).run(["y"], {"x": x})[0])
 
 
 def test_the_framework_runs_on_the_named_interpreter(importer: Importer, save_model: Save) -> None:

@@ -232,11 +232,13 @@ def test_a_graph_that_mixes_rows_is_refused_by_its_node(operator: str) -> None:
         free_batch(mixing(operator))
 
 
-def test_constants_that_differ_by_row_are_refused() -> None:
+def test_constants_that_differ_by_row_and_operators_without_a_rule_are_refused() -> None:
     net = Network()
     x = net.input("x", [3, 4])
     with pytest.raises(BuildError, match=r"Add node 'shift'.*other values for each row"):
         free_batch(net.model(net.node("Add", x, net.weight(3, 4), name="shift")))
+    with pytest.raises(BuildError, match=r"node .*foreign.* is of the domain com.microsoft"):
+        free_batch(net.model(net.node("BiasGelu", x, net.weight(4), domain="com.microsoft", name="foreign")))
 
 
 def test_inputs_need_a_common_first_dimension() -> None:
@@ -244,13 +246,6 @@ def test_inputs_need_a_common_first_dimension() -> None:
     total = net.node("Add", net.input("a", [1, 4]), net.input("b", [4]))
     with pytest.raises(BuildError, match=r"first dimensions of the inputs differ \(a: 1, b: 4\)"):
         free_batch(net.model(total))
-
-
-def test_operators_without_a_rule_are_refused() -> None:
-    net = Network()
-    x = net.input("x", [1, 4])
-    with pytest.raises(BuildError, match=r"node .*foreign.* is of the domain com.microsoft"):
-        free_batch(net.model(net.node("BiasGelu", x, net.weight(4), domain="com.microsoft", name="foreign")))
 
 
 def test_an_output_without_rows_is_refused() -> None:

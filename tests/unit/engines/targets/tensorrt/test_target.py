@@ -143,6 +143,7 @@ def test_sparse_kernels_are_allowed_by_a_flag(sparse: bool, flags: list[str], tr
     assert trt.state.config.flags == flags
 
 
+@ten
 @pytest.mark.parametrize(
     ("profiles", "words"),
     [
@@ -295,6 +296,7 @@ def handlers() -> Iterator[tuple[Any, Any]]:
 
 
 @SIGNALS
+@ten
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_signal_stops_the_build(
     trt: Any, tmp_path: Path, handlers: Any, number: int, raised: type[BaseException], step: int
@@ -308,6 +310,7 @@ def test_a_signal_stops_the_build(
 
 
 @SIGNALS
+@ten
 @pytest.mark.parametrize("when", ["starting a builder", "parsing"])
 def test_a_signal_before_the_build_stops_it(
     trt: Any, tmp_path: Path, handlers: Any, number: int, raised: type[BaseException], when: str
@@ -320,6 +323,7 @@ def test_a_signal_before_the_build_stops_it(
 
 
 @SIGNALS
+@ten
 def test_a_signal_outweighs_an_error(
     trt: Any, tmp_path: Path, handlers: Any, number: int, raised: type[BaseException]
 ) -> None:
@@ -330,6 +334,7 @@ def test_a_signal_outweighs_an_error(
 
 
 @SIGNALS
+@ten
 def test_a_signal_while_a_plan_is_loaded_is_not_lost(
     trt: Any, tmp_path: Path, handlers: Any, number: int, raised: type[BaseException]
 ) -> None:
@@ -361,6 +366,7 @@ def test_entries_cached_concurrently_by_another_builder_are_merged(trt: Any, tmp
     assert json.loads(cache.read_bytes())["kernels"] == ["Add", "Gelu", "MatMul", "Relu"]
 
 
+@ten
 @pytest.mark.parametrize("content", ["not a cache", '{"gpu": "another", "kernels": ["Gelu"]}', ""])
 def test_a_foreign_timing_cache_is_replaced(trt: Any, tmp_path: Path, content: str) -> None:
     cache = tmp_path / "timing.cache"
