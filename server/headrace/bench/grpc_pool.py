@@ -26,6 +26,7 @@ from headrace.bench.pool import (
     now_s,
     timeout_text,
 )
+from headrace.core.errors import GRPC_CODES
 from headrace.http2 import frames
 from headrace.http2.frames import (
     ACK,
@@ -64,25 +65,7 @@ _COPY_BYTES = 1 << 16
 _UNLIMITED_STREAMS = 1 << 20
 _LAST_STREAM_ID = (1 << 31) - 1
 _ESCAPE = re.compile(rb"%([0-9A-Fa-f]{2})")
-CODES = (
-    "OK",
-    "CANCELLED",
-    "UNKNOWN",
-    "INVALID_ARGUMENT",
-    "DEADLINE_EXCEEDED",
-    "NOT_FOUND",
-    "ALREADY_EXISTS",
-    "PERMISSION_DENIED",
-    "RESOURCE_EXHAUSTED",
-    "FAILED_PRECONDITION",
-    "ABORTED",
-    "OUT_OF_RANGE",
-    "UNIMPLEMENTED",
-    "INTERNAL",
-    "UNAVAILABLE",
-    "DATA_LOSS",
-    "UNAUTHENTICATED",
-)
+_STATUSES = {number: name for name, number in GRPC_CODES.items()}
 
 
 class ResponseFields(NamedTuple):
@@ -108,7 +91,7 @@ def parse_fields(fields: list[HeaderField] | None) -> ResponseFields:
     code = values.get(b"grpc-status")
     if code is not None:
         number = int(code) if code.isdigit() else -1
-        name = CODES[number] if 0 <= number < len(CODES) else f"status {code.decode('latin-1')}"
+        name = _STATUSES.get(number, f"status {code.decode('latin-1')}")
         return ResponseFields(OK if number == 0 else name, text[:ERROR_TEXT_BYTES])
     status = values.get(b":status", b"200")
     if status != b"200":

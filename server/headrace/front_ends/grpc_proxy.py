@@ -13,14 +13,14 @@ from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
 from headrace.core.clock import NS_PER_MS, NS_PER_US, monotonic_ns
-from headrace.core.errors import HeadraceError, Unavailable
+from headrace.core.errors import GRPC_CODES, HeadraceError, Unavailable
 from headrace.core.limits import ClientLimits, Limits
 from headrace.front_ends.control import Client
 from headrace.front_ends.meeting import EngineFacts
 from headrace.front_ends.proxy import EngineLink, engine_gone
 from headrace.grpc.methods import GrpcCall, Message, Methods, RequestMessage, StreamCall
 from headrace.grpc.server import GrpcServer
-from headrace.grpc.status import CODES, ErrorStatus, StatusError
+from headrace.grpc.status import ErrorStatus, StatusError
 from headrace.grpc.wire import PREFIX, MessageReader
 from headrace.http2.connection import Http2Connection
 from headrace.http2.frames import (
@@ -64,7 +64,7 @@ _WRITE_AHEAD_BYTES = 64 << 10
 _RESPONSE_LIMITS = ClientLimits(Limits(max_body_bytes=1 << 32))
 _UNITS = ((1, b"n"), (NS_PER_US, b"u"), (NS_PER_MS, b"m"))
 _MAX_TIMEOUT = 10**8
-_CODE_NAMES = {number: name for name, number in CODES.items()}
+_CODE_NAMES = {number: name for name, number in GRPC_CODES.items()}
 
 
 class PassedCall(Protocol):

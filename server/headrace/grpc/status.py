@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
-from headrace.core.errors import HeadraceError, QuotaExceeded, TooLarge, Unavailable
+from headrace.core.errors import GRPC_CODES, HeadraceError, QuotaExceeded, TooLarge, Unavailable
 from headrace.grpc.large_contents import varint
 from headrace.inference.service import internal_error
 from headrace.inference.status import grpc_code, retry_after_ms, retry_after_s, retry_delay_s
@@ -14,26 +14,6 @@ from headrace.observability.labelled_counter import ERRORS
 
 logger = logging.getLogger("headrace.grpc")
 
-# google.rpc.Code. Not from grpcio, which the server does not import.
-CODES: dict[str, int] = {
-    "OK": 0,
-    "CANCELLED": 1,
-    "UNKNOWN": 2,
-    "INVALID_ARGUMENT": 3,
-    "DEADLINE_EXCEEDED": 4,
-    "NOT_FOUND": 5,
-    "ALREADY_EXISTS": 6,
-    "PERMISSION_DENIED": 7,
-    "RESOURCE_EXHAUSTED": 8,
-    "FAILED_PRECONDITION": 9,
-    "ABORTED": 10,
-    "OUT_OF_RANGE": 11,
-    "UNIMPLEMENTED": 12,
-    "INTERNAL": 13,
-    "UNAVAILABLE": 14,
-    "DATA_LOSS": 15,
-    "UNAUTHENTICATED": 16,
-}
 # Trailers travel as a header block, which clients bound to 8 KiB by default; anything but printable ASCII is
 # percent-encoded there, a character beyond ASCII as up to four bytes of three characters each.
 _MAX_ASCII = 2048
@@ -102,7 +82,7 @@ def error_status(error: Exception, deadline_ns: int = 0) -> ErrorStatus:
     code = grpc_code(reported)
     pushback = _pushback(reported, deadline_ns)
     metadata: tuple[tuple[str, str | bytes], ...] = () if pushback is None else ((PUSHBACK_TRAILER, pushback),)
-    details = _status_details(reported, CODES[code], text)
+    details = _status_details(reported, GRPC_CODES[code], text)
     if details is not None:
         metadata = (("retry-after", str(retry_after_s(reported))), *metadata, (DETAILS_TRAILER, details))
     return ErrorStatus(code, text, metadata)

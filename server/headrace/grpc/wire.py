@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from struct import Struct
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from headrace.core.errors import BadRequest
+from headrace.core.errors import GRPC_CODES, BadRequest
 from headrace.core.limits import ClientLimits
 from headrace.grpc.message_memory import MIN_DIRECT_BYTES, AllocateMessage
 from headrace.grpc.methods import DirectMethod, Methods, StreamMethod, UnaryMethod
-from headrace.grpc.status import CODES, ErrorStatus, error_status
+from headrace.grpc.status import ErrorStatus, error_status
 from headrace.http2.connection import MalformedHeadersError
 from headrace.http2.frames import DATA, END_HEADERS, END_STREAM, FRAME_HEADER, HEADERS, HeaderField, encode
 from headrace.inference.codec_threads import CodecThreads
@@ -117,7 +117,7 @@ def _report_field(load_report: bytes) -> HeaderField:
 
 def _error_fields(status: ErrorStatus, headers_sent: bool) -> list[HeaderField]:
     fields: list[HeaderField] = [] if headers_sent else [*_OK_STATUS]
-    fields.append((b"grpc-status", b"%d" % CODES[status.code]))
+    fields.append((b"grpc-status", b"%d" % GRPC_CODES[status.code]))
     if status.text:
         fields.append((b"grpc-message", percent_encode(status.text)))
     for name, value in status.metadata:  # binary values are sent in base64 without padding

@@ -6,6 +6,7 @@ import grpc
 import pytest
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import (
+    GRPC_CODES,
     BadRequest,
     HeadraceError,
     ModelFailed,
@@ -15,13 +16,13 @@ from headrace.core.errors import (
     Unavailable,
     WouldMiss,
 )
-from headrace.grpc.status import CODES, error_status
+from headrace.grpc.status import error_status
 
 from tests.support.rich_status import retry_delay_s, rich_status
 
 
 def test_the_codes_are_those_of_grpcio() -> None:
-    assert {code.name: code.value[0] for code in grpc.StatusCode} == CODES
+    assert {code.name: code.value[0] for code in grpc.StatusCode} == GRPC_CODES
 
 
 @pytest.mark.parametrize(
