@@ -52,8 +52,8 @@ _FREE_SIZES = tuple(32 * odd for odd in range(3, 203, 2))
 _RANDOM = frozenset(
     {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
-# Operators that accept a shape that depends on the number of rows; all others would compute with it.
-_SHAPE_OPERATORS = frozenset({"ConstantOfShape", "Expand", "Reshape", "Resize", "Tile"})
+# Input that is a shape, and so may depend on the number of rows. Any other input would compute with it.
+_SHAPE_INPUTS = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1, "Resize": 3, "Tile": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class RowWalk:
             raise RowsUnproven("gives random values")
         shapes = self._infer(node)
         call = Call(node.op_type, self._opset, inputs, attributes, shapes)
-        counted = any(tensor is not None and tensor.counted is not None for tensor in inputs)
+        counted = [index for index, tensor in enumerate(inputs) if tensor is not None and tensor.counted is not None]
         with_rows = any(tensor is not None and tensor.rows is not None for tensor in inputs)
         folded = fold(call)
         if folded is not None:
@@ -220,7 +220,7 @@ class RowWalk:
             raise RowsUnproven("takes a tensor of unknown shape")
         if not with_rows and not counted:
             return [RowTensor(shape) for shape in shapes]
-        if counted and not (node.op_type in _SHAPE_OPERATORS and all(map(_is_multiple, inputs))):
+        if counted and not (counted == [_SHAPE_INPUTS.get(node.op_type)] and _is_multiple(inputs[counted[0]])):
             raise (RowsMixed if with_rows else RowsUnproven)("computes with the number of rows")
         rows_of_outputs = self._rows(call, with_rows)
         outputs = []
@@ -301,10 +301,10 @@ def _static_shape(kind: onnx.TypeProto | None) -> Shape | None:
 
 
 def _is_multiple(tensor: RowTensor | None) -> bool:
-    """True if every element that depends on the number of rows is a multiple of it."""
-    if tensor is None or tensor.counted is None:
-        return True
-    return tensor.value is not None and not (tensor.value[tensor.counted] % ROWS).any()
+    """True if every element that depends on the number of rows is a positive multiple of it."""
+    if tensor is None or tensor.counted is None or tensor.value is None:
+        return False
+    return bool(((tensor.counted == 0) | ((tensor.value == tensor.counted * ROWS) & (tensor.counted > 0))).all())
 
 
 def _check_rows(shape: Shape | None, rows: Rows | None) -> None:
@@ -335,59 +335,68 @@ def fold(call: Call) -> RowTensor | None:
     if not tensors or any(tensor.value is None or tensor.rows is not None for tensor in tensors):
         return None
     values: list[Values] = [tensor.value for tensor in tensors if tensor.value is not None]
-    marks: list[Values] = [
-        np.zeros(value.shape, np.bool_) if tensor.counted is None else tensor.counted
+    counts = [
+        np.zeros(value.shape, np.int64) if tensor.counted is None else tensor.counted
         for tensor, value in zip(tensors, values, strict=True)
     ]
-    counted = any(bool(mark.any()) for mark in marks)
-    if counted and not _foldable(call, values, marks):
+    counted = _factors(call, values, counts) if any(bool(count.any()) for count in counts) else np.zeros(())
+    if counted is None:
         return None
     with np.errstate(all="ignore"):
         value = (_FOLDS.get(call.op) or _ARITHMETIC[call.op])(call, values)
     if value.size > _MAX_VALUES:
         return None
-    mark = None
-    if counted and call.op != "Equal":
-        if call.op in _ARITHMETIC:
-            mark = np.logical_or.reduce(np.broadcast_arrays(*marks))
-        elif call.op == "Concat":
-            mark = _FOLDS[call.op](call, marks)
-        else:
-            mark = marks[0] if call.op == "Cast" else _FOLDS[call.op](call, [marks[0], *values[1:]])
-    return RowTensor(value.shape, value=value, counted=mark if mark is not None and mark.any() else None)
+    return RowTensor(value.shape, value=value, counted=counted if counted.any() else None)
 
 
-def _foldable(call: Call, values: list[Values], marks: list[Values]) -> bool:
-    """True if a result that depends on the number of rows means the same for any number of them."""
-    if call.op == "Equal":  # tests whether a size is set: no number of rows is 0 or less
-        return all(
-            bool((value[~mark] <= 0).all()) and bool(((value[mark] > 0) & (value[mark] % ROWS == 0)).all())
-            for value, mark in zip(values, marks, strict=True)
-        ) and not bool(np.logical_and.reduce(np.broadcast_arrays(*marks)).any())
-    if call.op == "Where":
-        return not marks[0].any()
-    if call.op == "Cast":
-        return int(call.attributes["to"]) in (6, 7)  # INT32, INT64
-    if call.op in _ARITHMETIC:
-        return all(value.dtype.kind == "i" for value in values)
-    if call.op in ("ConstantOfShape", "Range"):
-        return False
-    return call.op == "Concat" or not any(bool(mark.any()) for mark in marks[1:])
+def _factors(call: Call, values: list[Values], counts: list[Values]) -> Values | None:
+    """Return the factors of the number of rows in the elements of a result.
+
+    Args:
+        call: node of which `fold` has a rule.
+        values: of the inputs, with `ROWS` for the number of rows.
+        counts: factors in `values`; not all are 0.
+
+    Returns:
+        None if the result is not factor * rows + constant with whole numbers, for any number of rows.
+    """
+    first, *rest = counts
+    op, others = call.op, any(bool(count.any()) for count in rest)
+    if op in ("Add", "Concat", "Sub"):
+        return (_FOLDS.get(op) or _ARITHMETIC[op])(call, counts)
+    if op == "Mul" and not (first * rest[0]).any():
+        return np.asarray(first * values[1] + values[0] * rest[0])
+    if op == "Div" and not others and values[1].all():
+        exact = (first == 0) | ((first % values[1] == 0) & (values[0] % values[1] == 0))
+        return np.asarray(first // values[1]) if exact.all() else None
+    if op == "Where" and not first.any():
+        return np.where(values[0], *rest)
+    if op == "Equal":  # tests whether a size is set: no number of rows is 0 or less
+        sizes = [
+            np.where(count == 0, value <= 0, (value == count * ROWS) & (count > 0))
+            for value, count in zip(values, counts, strict=True)
+        ]
+        both = np.logical_and(*counts).any()
+        return np.zeros(()) if all(size.all() for size in sizes) and not both else None
+    if op == "Cast":
+        return first if int(call.attributes["to"]) in (6, 7) else None  # INT32, INT64
+    if op in ("Gather", "Identity", "Slice", "Squeeze", "Unsqueeze") and not others:
+        return _FOLDS[op](call, [first, *values[1:]])
+    return None
 
 
 def _shape_value(call: Call) -> RowTensor | None:
     tensor = call.inputs[0]
     if tensor is None or tensor.shape is None:
         return None
-    shape, rows = tensor.shape, tensor.rows
-    sizes = np.array(shape, np.int64)
-    marks = np.array([rows is not None and axis == rows.axis for axis in range(len(shape))], np.bool_)
+    sizes = np.array(tensor.shape, np.int64)
+    axis = np.arange(sizes.size) == (-1 if tensor.rows is None else tensor.rows.axis)
     if call.op == "Size":
-        sizes, marks = np.asarray(np.prod(sizes), np.int64), np.asarray(marks.any())
+        sizes, axis = np.asarray(sizes.prod()), np.asarray(axis.any())
     else:
         start, end = int(call.attributes.get("start", 0)), call.attributes.get("end")
-        sizes, marks = sizes[start:end], marks[start:end]
-    return RowTensor(sizes.shape, value=sizes, counted=marks if marks.any() else None)
+        sizes, axis = sizes[start:end], axis[start:end]
+    return RowTensor(sizes.shape, value=sizes, counted=axis * (sizes // ROWS) if axis.any() else None)
 
 
 def _axes(call: Call, values: list[Values]) -> list[int] | None:
@@ -440,6 +449,14 @@ def _range(_call: Call, values: list[Values]) -> Values:
     return steps
 
 
+def _divide(_call: Call, values: list[Values]) -> Values:
+    if values[0].dtype.kind not in "iu":
+        return np.asarray(np.divide(*values))
+    quotient = np.floor_divide(*values)
+    # ONNX rounds towards 0.
+    return np.asarray(quotient + ((quotient < 0) & (quotient * values[1] != values[0])))
+
+
 _FOLDS: dict[str, Callable[[Call, list[Values]], Values]] = {
     "Cast": _cast,
     "Concat": lambda call, values: np.concatenate(values, axis=int(call.attributes.get("axis", 0))),
@@ -453,7 +470,7 @@ _FOLDS: dict[str, Callable[[Call, list[Values]], Values]] = {
 }
 _ARITHMETIC: dict[str, Callable[[Call, list[Values]], Values]] = {
     "Add": lambda _call, values: np.add(*values),
-    "Div": lambda _call, values: (np.floor_divide if values[0].dtype.kind in "iu" else np.divide)(*values),
+    "Div": _divide,
     "Equal": lambda _call, values: np.equal(*values),
     "Mul": lambda _call, values: np.multiply(*values),
     "Sub": lambda _call, values: np.subtract(*values),

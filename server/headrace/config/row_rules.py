@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 Values = npt.NDArray[Any]
@@ -56,14 +55,15 @@ class RowTensor:
         shape: with `ROWS` for the number of rows; None if unknown.
         rows: location of the rows; None for a tensor with the same values for all rows.
         value: its elements, if they are few and known.
-        counted: for each element of `value`, True if it depends on the number of rows; None if no element does.
+        counted: factor of the number of rows in each element of `value`, which is factor * rows + a constant; None if all
+            are 0.
         problem: reason why nothing can be proven for the tensor; None if there is none.
     """
 
     shape: Shape | None
     rows: Rows | None = None
     value: Values | None = None
-    counted: npt.NDArray[np.bool_] | None = None
+    counted: Values | None = None
     problem: RowsMixed | RowsUnproven | None = None
 
     @property
@@ -196,8 +196,6 @@ def broadcast(call: Call) -> list[Rows | None]:
     for tensor in call.inputs:
         if tensor is None or tensor.rows is not None:
             continue
-        if tensor.counted is not None:
-            raise RowsMixed("computes with the number of rows")
         shape = shape_of(tensor)
         index = rows.axis - rank + len(shape)
         if index >= 0 and shape[index] != 1:
@@ -207,11 +205,14 @@ def broadcast(call: Call) -> list[Rows | None]:
 
 def _matmul(call: Call, left: int = 0, right: int = 1) -> list[Rows | None]:
     """A matrix product of the inputs `left` and `right`; the others are constants."""
-    if any(not t.constant for i, t in enumerate(call.inputs) if t is not None and i not in (left, right)):
+    scales = [t for i, t in enumerate(call.inputs) if t is not None and i not in (left, right)]
+    if any(not scale.constant for scale in scales):
         raise RowsUnproven("takes the rows in its scales or zero points")
     a, b = call.inputs[left], call.inputs[right]
     if a is None or b is None:
         raise RowsUnproven("lacks an input")
+    if b.rows is not None and any(math.prod(shape_of(scale)) != 1 for scale in scales):
+        raise RowsUnproven("has a scale for each row")
     (shape_a, shape_b), rank = (shape_of(a), shape_of(b)), max(len(shape_of(a)), len(shape_of(b)))
     if len(shape_a) < 2 or len(shape_b) < 2:
         raise RowsUnproven("multiplies by a vector")
@@ -244,8 +245,6 @@ def _gemm(call: Call) -> list[Rows | None]:
     bias = call.input(2)
     out = rows._replace(axis=0)
     if bias is not None:
-        if bias.counted is not None:
-            raise RowsMixed("computes with the number of rows")
         shape = shape_of(bias)
         if bias.rows is not None and (len(shape) != 2 or bias.rows != out):
             raise RowsMixed("combines the batch dimension with another dimension")
@@ -310,6 +309,8 @@ def _layer_norm(call: Call) -> list[Rows | None]:
     call.require_constant()
     _, shape, _ = call.first
     axis = int(call.attributes.get("axis", -1)) % len(shape)
+    if any(math.prod(shape_of(t)[: axis - len(shape)]) != 1 for t in call.inputs[1:] if t is not None):
+        raise RowsUnproven("has a scale for each row")
     return _along(call, range(axis, len(shape)))
 
 
@@ -425,8 +426,6 @@ def _gather(call: Call) -> list[Rows | None]:
     axis = int(call.attributes.get("axis", 0)) % len(shape_of(data))
     if data.rows is not None and indices.rows is not None:
         raise RowsMixed("looks up rows by other rows")
-    if not (data.constant or data.rows) or not (indices.constant or indices.rows):
-        raise RowsMixed("computes with the number of rows")
     if indices.rows is not None:
         return [indices.rows._replace(axis=indices.rows.axis + axis)]
     assert data.rows is not None, "a rule is for inputs with rows"
@@ -448,7 +447,7 @@ def _gather_nd(call: Call) -> list[Rows | None]:
     data, indices = call.inputs[0], call.inputs[1]
     shared = int(call.attributes.get("batch_dims", 0))
     if data is not None and indices is not None:
-        if data.constant and indices.rows is not None and not shared:
+        if data.rows is None and indices.rows is not None and not shared:
             if indices.rows.axis < len(shape_of(indices)) - 1:
                 return [indices.rows]
         elif data.rows is not None and data.rows == indices.rows and data.rows.axis < shared:
@@ -467,8 +466,9 @@ def _quantize(call: Call) -> list[Rows | None]:
     _, shape, rows = call.first
     call.require_constant()
     scale = call.input(1)
-    single = scale is not None and math.prod(shape_of(scale)) == 1
-    if not single and int(call.attributes.get("axis", 1)) % len(shape) == rows.axis:
+    scales = () if scale is None else shape_of(scale)
+    along_rows = len(scales) > 1 or int(call.attributes.get("axis", 1)) % len(shape) == rows.axis
+    if math.prod(scales) != 1 and along_rows:
         raise RowsUnproven("has a scale for each row")
     return [rows]
 
@@ -521,9 +521,7 @@ def _recurrent(call: Call) -> list[Rows | None]:
         raise across_rows()
     expected = {4: Rows(0), 5: Rows(0 if layout else 1), 6: Rows(0 if layout else 1)}
     for index, tensor in enumerate(call.inputs[1:], start=1):
-        if tensor is None:
-            continue
-        if tensor.rows != expected.get(index) or (tensor.rows is None and tensor.counted is not None):
+        if tensor is not None and tensor.rows != expected.get(index):
             raise RowsUnproven("takes states that do not belong to the rows")
     return [Rows(0) if layout else Rows(2), *[Rows(0) if layout else Rows(1)] * (len(call.shapes) - 1)]
 
@@ -538,8 +536,6 @@ def _einsum(call: Call) -> list[Rows | None]:
         if tensor is not None and tensor.rows is not None:
             letters.add(term[tensor.rows.axis])
             all_rows.add(tensor.rows._replace(axis=0))
-        elif tensor is None or not tensor.constant:
-            raise RowsMixed("computes with the number of rows")
     if len(letters) != 1 or len(all_rows) != 1:
         raise RowsMixed("multiplies the rows by one another")
     letter = letters.pop()

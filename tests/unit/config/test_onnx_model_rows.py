@@ -40,7 +40,7 @@ def verdict(
         [helper.make_tensor_value_info(name, kind, None) for name in outputs.split()],
         [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in (constants or {}).items()],
     )
-    return analyse_rows(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), ["X"])
+    return analyse_rows(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)]), ["X"])
 
 
 SIZE_OF_BATCH: list[Node] = [("Shape", "X", "shape"), ("Gather", "shape zero", "rows")]
@@ -131,7 +131,82 @@ DEPENDENT: dict[str, tuple[list[Node], Sequence[int | str], Mapping[str, Any]]] 
         ("batch", 4), {"t": np.array([1, -1]), "u": np.array([-1, 4])},
     ),
     "unknown operator": ([("Det", "X", "d"), ("Identity", "X", "Y0"), ("Add", "X d", "Y")], ("batch", 4, 4), {}),
+    "a scale of a normalisation for each of three rows": (
+        [("LayerNormalization", "X s", "Y")], ("batch", 4), {"s": np.ones((3, 4), np.float32)},
+    ),
+    "zero points for three rows": (
+        [("QuantizeLinear", "X s", "q"), ("Transpose", "q", "t"), ("MatMulInteger", "w t absent z", "p"),
+         ("Transpose", "p", "u"), ("Cast", "u", "Y", {"to": FP32})],
+        ("batch", 4), {"s": np.float32(1), "w": np.ones((2, 4), np.uint8), "absent": np.uint8(0), "z": np.ones(3, np.uint8)},
+    ),
+    "scales of blocks for three rows": (
+        [("QuantizeLinear", "X s", "q", {"axis": 1, "block_size": 2}),
+         ("DequantizeLinear", "q s", "Y", {"axis": 1, "block_size": 2})],
+        ("batch", 4), {"s": np.ones((3, 2), np.float32)},
+    ),
 }  # fmt: skip
+
+
+# The count of rows, INT64 (1,), as the values of an output Y (batch, 4) of X INT64 (batch, 4).
+COUNTED: dict[str, list[Node]] = {
+    "expanded": [("Expand", "rows shape", "e"), ("Add", "X e", "Y")],
+    "expanded, by another number": [("Mul", "rows two", "r"), ("Expand", "r shape", "Y")],
+    "expanded, by a slice": [("Slice", "shape zero one", "r"), ("Expand", "r shape", "Y")],
+    "expanded, by a column": [("Unsqueeze", "rows zero", "r"), ("Expand", "r shape", "Y")],
+    "expanded, by rows less one": [("Sub", "rows one", "r"), ("Expand", "r shape", "Y")],
+    "tiled": [("Unsqueeze", "rows one", "r"), ("Concat", "rows four", "t", {"axis": 0}), ("Tile", "r t", "Y")],
+    "reshaped": [("Mul", "shape shape", "s"), ("Expand", "shape t", "e"), ("Reshape", "e t", "r"), ("Add", "X r", "Y")],
+    "added": [("Add", "X rows", "Y")],
+    "chosen": [("Equal", "rows one", "b"), ("Where", "b X zero", "Y")],
+    "looked up": [("Gather", "table rows", "r"), ("Add", "X r", "Y")],
+    "sum of a filled tensor": [
+        ("ConstantOfShape", "rows", "f"), ("ReduceSum", "f", "s", {"keepdims": 0}), ("Cast", "s", "r", {"to": INT64}),
+        ("Add", "X r", "Y"),
+    ],
+    "columns of a filled tensor": [
+        ("Mul", "rows rows", "q"), ("Add", "q rows", "r"), ("ConstantOfShape", "r", "f"),
+        ("Concat", "rows rest", "t", {"axis": 0}), ("Reshape", "f t", "c"), ("ReduceSum", "c one", "d"),
+        ("Cast", "d", "i", {"to": INT64}), ("Add", "X i", "Y"),
+    ],
+    "pairs of rows": [
+        ("Add", "rows one", "a"), ("Mul", "rows a", "b"), ("Div", "b two", "r"), ("ConstantOfShape", "r", "f"),
+        ("Concat", "rows rest", "t", {"axis": 0}), ("Reshape", "f t", "c"), ("ReduceSum", "c one", "d"),
+        ("Cast", "d", "i", {"to": INT64}), ("Add", "X i", "Y"),
+    ],
+    "positions in the batch": [
+        ("Squeeze", "rows", "r"), ("Range", "z r o", "p"), ("Unsqueeze", "p one", "c"), ("Add", "X c", "Y"),
+    ],
+    "running sum of a filled tensor": [
+        ("ConstantOfShape", "shape", "f"), ("CumSum", "f z", "s"), ("Cast", "s", "i", {"to": INT64}), ("Add", "X i", "Y"),
+    ],
+    "places of ones": [
+        ("ConstantOfShape", "rows", "f"), ("Not", "f", "b"), ("NonZero", "b", "p"), ("Transpose", "p", "c"), ("Add", "X c", "Y"),
+    ],
+    "padded columns": [
+        ("Concat", "zero zero zero rows", "p", {"axis": 0}), ("Pad", "X p", "w"), ("Slice", "w rows end one", "Y"),
+    ],
+    "count of elements": [("Size", "X", "n"), ("Expand", "n shape", "e"), ("Add", "X e", "Y")],
+    "sizes of a picture": [
+        ("Unsqueeze", "X zero", "a"), ("Cast", "a", "f", {"to": FP32}), ("Concat", "one rows rows", "s", {"axis": 0}),
+        ("Resize", "f absent absent s", "b"), ("Squeeze", "b zero", "c"), ("Cast", "c", "Y", {"to": INT64}),
+    ],
+    "the output": [("Expand", "rows shape", "Y")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_number_of_rows_is_no_value(name: str) -> None:
+    numbers = {
+        **NUMBERS,
+        "four": np.array([4]),
+        "z": np.array(0),
+        "o": np.array(1),
+        "t": np.array([-1, 2]),
+        "end": np.array([99]),
+    }
+    numbers |= {"table": np.arange(64), "absent": np.array([], np.float32)}
+    actual = verdict([*SIZE_OF_BATCH, *COUNTED[name]], ("batch", 4), numbers, INT64)
+    assert not actual.independent
 
 
 @pytest.mark.parametrize("name", INDEPENDENT)
