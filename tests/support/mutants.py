@@ -295,7 +295,32 @@ SEQUENCES = (
     ),
 )
 
-MUTANTS = (*SCHEDULING, *COMPLETION, *SHARED_MEMORY, *GPU_PIPELINE, *FRONT_ENDS, *PYTHON_MODELS, *PIPELINES, *SEQUENCES)
+ROWS = (
+    Mutant(
+        "the number of rows may be data of an operator that has a shape as input",
+        "not (counted == [_SHAPE_INPUTS.get(node.op_type)] and _is_multiple(inputs[counted[0]])):\n",
+        "not (node.op_type in _SHAPE_INPUTS and all(_is_multiple(inputs[index]) for index in counted)):\n",
+        ("test_random_graphs_that_are_proven_compute_each_request_alone",),
+    ),
+    Mutant(
+        "half the number of rows is a constant",
+        "        return np.asarray(first // values[1]) if exact.all() else None\n",
+        "        return np.asarray(first // values[1])\n",
+        ("test_random_graphs_that_are_proven_compute_each_request_alone",),
+    ),
+)
+
+MUTANTS = (
+    *SCHEDULING,
+    *COMPLETION,
+    *SHARED_MEMORY,
+    *GPU_PIPELINE,
+    *FRONT_ENDS,
+    *PYTHON_MODELS,
+    *PIPELINES,
+    *SEQUENCES,
+    *ROWS,
+)
 
 
 def sources(tree: Path) -> Iterator[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,11 +12,15 @@ import onnx
 import onnxruntime as ort
 import pytest
 from headrace.config.onnx_model import RowVerdict, analyse_rows
+from headrace.config.row_rules import RULES
 from onnx import TensorProto, helper
 
 from loadtest.onnx_models import onnx_model
+from tests.support.examples import examples
 from tests.support.onnx_blocks import small_cnn, transformer_block
 from tests.support.random_models import FOUND_ENDS, MIXED_STEPS, OTHER_ENDS, Sample, sample
+from tests.support.row_graphs import RowGraph, Unsuitable, difference, graph, session_of
+from tests.support.row_operators import EXTRAS, OPERATORS
 
 FP32, INT64 = TensorProto.FLOAT, TensorProto.INT64
 
@@ -318,3 +323,57 @@ def test_proven_row_independence_holds_at_run_time() -> None:
         }:
             raise AssertionError(f"{created.name} {created.steps} keeps rows apart: {actual.reason}")
     assert shown > 20
+
+
+# Operators whose rule is that they mix rows.
+NEVER_PROVEN = {"Compress", "DynamicQuantizeLinear", "NonMaxSuppression", "NonZero", "Unique"}
+NAMES = sorted(OPERATORS)
+
+
+def compared(seed: int, name: str) -> tuple[RowGraph | None, str | None]:
+    """The graph of a seed with an operator; None if it does not fit. And the difference; None if nothing is to be compared."""
+    try:
+        created = graph(seed, name, OPERATORS, EXTRAS)
+    except Unsuitable:
+        return None, None
+    if not analyse_rows(created.model, ["X"]).independent:
+        return created, None
+    try:
+        session = session_of(created.model, optimized=seed % 4 == 0)
+    except Exception:  # it has no kernel for a datatype or a version of an operator
+        return created, None
+    return created, difference(created, session, seed)
+
+
+def compare_graphs(count: int) -> int:
+    """Compare the graphs of fresh seeds, or from HEADRACE_RANDOM_SEED on; return how many were compared."""
+    first = int(os.environ.get("HEADRACE_RANDOM_SEED", secrets.randbits(40)))
+    total = 0
+    for seed in range(first, first + count):
+        name = NAMES[seed % len(NAMES)]
+        created, text = compared(seed, name)
+        total += text is not None
+        if created is not None and text:
+            printed = onnx.printer.to_text(created.model)
+            raise AssertionError(f"{text}\nagain: HEADRACE_RANDOM_SEED={seed}, a graph with {name}:\n{printed}")
+    return total
+
+
+def test_every_operator_with_a_rule_is_in_graphs_that_are_compared() -> None:
+    assert set(NAMES) == set(RULES)
+    for name in NAMES:
+        for seed in range(40):
+            created, text = compared(seed, name)
+            if created is not None and name in created.operators and (text is not None or name in NEVER_PROVEN):
+                break
+        else:
+            raise AssertionError(f"no graph with {name} is proven to keep rows apart, and compared")
+
+
+def test_random_graphs_that_are_proven_compute_each_request_alone() -> None:
+    assert compare_graphs(examples(500)) > 0
+
+
+@pytest.mark.slow
+def test_many_random_graphs_that_are_proven_compute_each_request_alone() -> None:
+    assert compare_graphs(examples(10_000)) > 0
