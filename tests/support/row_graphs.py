@@ -100,7 +100,6 @@ class Steps:
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
         self.functions: list[onnx.FunctionProto] = []
-        self.operators: set[str] = set()
         self.values = [Value("X", self.choice(_SHAPES))]
 
     # Choices
@@ -128,7 +127,6 @@ class Steps:
     def node_of(self, op: str, *inputs: str, outputs: int = 1, **attributes: Any) -> list[str]:
         names = [f"t{len(self.nodes)}_{index}" for index in range(outputs)]
         self.nodes.append(helper.make_node(op, list(inputs), names, **attributes))
-        self.operators.add(op)
         return names
 
     def const(self, values: Any, dtype: Any = np.float32) -> str:
@@ -459,14 +457,19 @@ def graph(seed: int, operator: str, operators: dict[str, Operator], extras: Sequ
             name = steps.node("Reshape", name, steps.node("Concat", steps.rows(), steps.ints(-1), axis=0))
         steps.nodes.append(helper.make_node("Identity", [name], [f"Y{index}"]))
         outputs.append(helper.make_tensor_value_info(f"Y{index}", value.kind, None))
+    needed, nodes = {output.name for output in outputs}, []
+    for node in reversed(steps.nodes):  # without those that no output needs
+        if needed.intersection(node.output):
+            nodes.insert(0, node)
+            needed.update(node.input)
     shape = steps.values[0].shape[1:]
     free = int(steps.rng.integers(len(shape))) if steps.chance(0.15) else -1
     dims = ["batch", *(f"d{i}" if i == free else size for i, size in enumerate(shape))]
     x = helper.make_tensor_value_info("X", FLOAT, dims)
     opsets = [helper.make_opsetid("", steps.opset), helper.make_opsetid(_DOMAIN, 1)]
-    created = helper.make_graph(steps.nodes, "rows", [x], outputs, steps.constants)
+    created = helper.make_graph(nodes, "rows", [x], outputs, steps.constants)
     model = helper.make_model(created, opset_imports=opsets, ir_version=10, functions=steps.functions)
-    return RowGraph(seed, model, shape, free, frozenset(steps.operators))
+    return RowGraph(seed, model, shape, free, frozenset(node.op_type for node in nodes))
 
 
 def session_of(model: onnx.ModelProto, optimized: bool) -> ort.InferenceSession:

@@ -460,27 +460,27 @@ def gemm(steps: Steps, op: str) -> None:
 
 def einsum(steps: Steps, op: str) -> None:
     x = steps.of_shape(3, 4)
-    ways = {"bij->bji": (4, 3), "bij->bi": (3,), "bij->jbi": None, "bij,jk->bik": (3, 2), "kj,bij->bik": (3, 2)}
-    mixing = {"bij->ij": None, "bij,cij->bci": None}
-    equation = steps.choice([*ways, "bij,bkj->bik", *(mixing if steps.with_mixing else ())])
-    names = [x.name]
-    if equation == "bij,bkj->bik":
-        names, shape = [x.name, x.name], (3, 3)
-    elif equation in mixing:
-        result = steps.node(op, *([x.name] * (1 + ("," in equation))), equation=equation)
-        total = steps.node("ReduceMax", result, keepdims=0)
-        steps.add(steps.node("Add", x.name, total), x.shape, FLOAT, False)
-        return
-    elif equation == "bij->jbi":
-        steps.add(steps.node(op, x.name, equation=equation), (4, x.shape[0], 3), FLOAT, x.exact)
-        return
-    else:
-        shape = ways[equation] or ()
-        if equation == "bij,jk->bik":
-            names.append(steps.weights(4, 2))
-        elif equation == "kj,bij->bik":
-            names.insert(0, steps.weights(2, 4))
-    steps.add(steps.node(op, *names, equation=equation), (x.shape[0], *shape), FLOAT, x.exact)
+    lead = x.shape[0]
+    ways: dict[str, Sequence[int]] = {
+        "bij->bji": (lead, 4, 3), "bij->bi": (lead, 3), "bij->jbi": (4, lead, 3), "bij,jk->bik": (lead, 3, 2),
+        "kj,bij->bik": (lead, 3, 2), "bij,bkj->bik": (lead, 3, 3),
+    }  # fmt: skip
+    if steps.with_mixing:
+        ways |= {"bij->ij": (1, 3, 4), "bij,cij->bci": (lead, 3)}
+    equation = steps.choice(list(ways))
+    names = [x.name] if "," not in equation else [x.name, x.name]
+    if "jk" in equation:
+        names[1] = steps.weights(4, 2)
+    elif "kj," in equation:
+        names[0] = steps.weights(2, 4)
+    letters = steps.choice(["bijck", "nijmk", "abcde", "zyxwv"])
+    written = equation.translate(str.maketrans("bijck", letters))
+    name = steps.node(op, *names, equation=written)
+    if equation == "bij->ij":
+        name = steps.node("Add", x.name, name)
+    elif equation == "bij,cij->bci":
+        name = steps.with_axes("ReduceSum", name, [1], keepdims=0)
+    steps.add(name, x.shape if equation == "bij->ij" else ways[equation], FLOAT, x.exact)
 
 
 # Pictures
@@ -513,11 +513,8 @@ def picture(steps: Steps, op: str) -> None:
         positive = steps.node("Abs", steps.weights(4))
         parameters = [steps.weights(4), steps.weights(4), steps.weights(4), positive]
         steps.add(steps.node(op, x.name, *parameters, epsilon=1.0), x.shape, FLOAT, False)
-    elif op == "InstanceNormalization":
-        steps.add(steps.node(op, x.name, steps.weights(4), steps.weights(4)), x.shape, FLOAT, False)
     else:
-        size = 4 if steps.opset >= 21 else 2
-        steps.add(steps.node(op, x.name, steps.weights(size), steps.weights(size), num_groups=2), x.shape, FLOAT, False)
+        steps.add(steps.node(op, x.name, steps.weights(4), steps.weights(4)), x.shape, FLOAT, False)
 
 
 def resize(steps: Steps, op: str) -> None:
@@ -530,7 +527,12 @@ def resize(steps: Steps, op: str) -> None:
     if mode == "nearest":
         attributes["nearest_mode"] = steps.choice(["floor", "ceil", "round_prefer_floor"])
     empty = steps.const(np.zeros(0))
-    if steps.chance(0.5):
+    if steps.with_mixing and steps.chance(0.3):
+        # The second half of the batch.
+        attributes["coordinate_transformation_mode"] = "tf_crop_and_resize"
+        region = steps.const([0.5, 0, 0, 0, 1, 1, 1, 1])
+        name = steps.node(op, x.name, region, steps.const([1, 1, height / 4, 2]), **attributes)
+    elif steps.chance(0.5):
         name = steps.node(op, x.name, empty, steps.const([1, 1, height / 4, 2]), **attributes)
     else:
         sizes = steps.target((x.shape[0], 2, height, 8))
@@ -705,7 +707,7 @@ OPERATORS: dict[str, Operator] = {
     ),
     **_named("ReduceSumSquare", reduce),
     **_named("AveragePool BatchNormalization Conv ConvTranspose DepthToSpace GlobalAveragePool GlobalLpPool", picture),
-    **_named("GlobalMaxPool GroupNormalization InstanceNormalization LRN LpPool MaxPool SpaceToDepth", picture),
+    **_named("GlobalMaxPool InstanceNormalization LRN LpPool MaxPool SpaceToDepth", picture),
     **_named("GRU LSTM RNN", recurrent),
     **_named("ConvInteger DequantizeLinear DynamicQuantizeLinear MatMulInteger QLinearConv QLinearMatMul", quantized),
     **_named("QuantizeLinear", quantized),

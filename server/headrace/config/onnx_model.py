@@ -202,6 +202,7 @@ class RowWalk:
         if node.domain not in ("", "ai.onnx"):
             raise RowsUnproven(f"is of the domain {node.domain}")
         attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+        attributes = {name: value.decode() if isinstance(value, bytes) else value for name, value in attributes.items()}
         if node.op_type == "Constant":
             return [self._constant(node, attributes)]
         if any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute):

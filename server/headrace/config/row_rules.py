@@ -570,8 +570,8 @@ _BROADCAST = """
     PRelu Pow Sub Sum Where Xor
 """
 _LEADING = """
-    AveragePool Conv ConvInteger ConvTranspose DepthToSpace GlobalAveragePool GlobalLpPool GlobalMaxPool GroupNormalization
-    InstanceNormalization LRN LpPool QLinearConv SpaceToDepth
+    AveragePool Conv ConvInteger ConvTranspose DepthToSpace GlobalAveragePool GlobalLpPool GlobalMaxPool InstanceNormalization LRN
+    LpPool QLinearConv SpaceToDepth
 """
 _REDUCE = """
     ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare

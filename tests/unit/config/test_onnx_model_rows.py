@@ -53,6 +53,9 @@ NUMBERS = {"zero": np.array([0]), "one": np.array([1]), "rest": np.array([-1]), 
 
 INDEPENDENT: dict[str, tuple[list[Node], Sequence[int | str], Mapping[str, Any]]] = {
     "element-wise": ([("Relu", "X", "a"), ("Add", "a bias", "Y")], ("batch", 4), {"bias": np.ones(4, np.float32)}),
+    "product of other letters": (
+        [("Einsum", "X w", "Y", {"equation": "nij,jk->nik"})], ("batch", 2, 4), {"w": np.ones((4, 3), np.float32)},
+    ),
     "softmax over a row": ([("Softmax", "X", "Y", {"axis": -1})], ("batch", 4), {}),
     "matrix": ([("MatMul", "X w", "Y")], ("batch", 4), {"w": np.ones((4, 3), np.float32)}),
     "row sums": ([("ReduceSum", "X one", "Y")], ("batch", 4), NUMBERS),
@@ -136,6 +139,10 @@ DEPENDENT: dict[str, tuple[list[Node], Sequence[int | str], Mapping[str, Any]]] 
         ("batch", 4), {"t": np.array([1, -1]), "u": np.array([-1, 4])},
     ),
     "unknown operator": ([("Det", "X", "d"), ("Identity", "X", "Y0"), ("Add", "X d", "Y")], ("batch", 4, 4), {}),
+    "half of the batch, resized": (
+        [("Resize", "X roi scales", "Y", {"coordinate_transformation_mode": "tf_crop_and_resize"})], ("batch", 1, 4, 4),
+        {"roi": np.array([0.5, 0, 0, 0, 1, 1, 1, 1], np.float32), "scales": np.ones(4, np.float32)},
+    ),
     "a scale of a normalisation for each of three rows": (
         [("LayerNormalization", "X s", "Y")], ("batch", 4), {"s": np.ones((3, 4), np.float32)},
     ),
