@@ -61,7 +61,7 @@ class DataPlane:
         model_filter: Mapping[Path, frozenset[str]],
         bodies: BodyMemory | None = None,
     ) -> None:
-        self.registry = Registry(settings.ready_when)
+        self.registry = Registry(settings.ready_when, is_starting=True)
         self.gpu_model_cache = GpuModelCache()
         if settings.host_memory_budget:
             self.gpu_model_cache.ledger.set_limit(CPU, settings.host_memory_budget)

@@ -5,15 +5,19 @@ Each fault is repeated in the slow tests: ten times, or as often as FAULT_REPEAT
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tritonclient.grpc as triton_grpc
@@ -166,6 +170,76 @@ def _statuses(opened: list[http.client.HTTPConnection]) -> list[int]:
             assert "error" in json.loads(body)
         statuses.append(status)
     return statuses
+
+
+@REPEATED
+def test_changes_of_clients_outlive_the_engine_process(tmp_path: Path, times: int) -> None:
+    repository, name = tmp_path / "models", f"test-{uuid.uuid4().hex}"
+    for model in ("row_sums", "dropped", "later", "changed"):
+        add_model(repository, model, row_sums(), config="version_policy { all { } }")
+    shutil.copytree(repository / "row_sums" / "1", repository / "row_sums" / "2")
+    options = [
+        "--front-ends",
+        "2",
+        "--model-control",
+        "explicit",
+        "--load-model",
+        "row_sums",
+        "--load-model",
+        "dropped",
+    ]
+    options += ["--allow-model-override", "--allow-client-shm"]
+    uploaded = base64.b64encode((repository / "later" / "1" / "model.onnx").read_bytes()).decode()
+    changes: dict[str, Any] = {
+        "v2/repository/models/later/load": {},
+        "v2/repository/models/dropped/unload": {},
+        "v2/repository/models/changed/load": {"parameters": {"config": '{"max_batch_size": 3}'}},
+        "v2/repository/models/uploaded/load": {"parameters": {"config": "{}", "file:1/model.onnx": uploaded}},
+        "v2/repository/models/row_sums/traffic": {"versions": {"1": "25%"}},
+        "v2/systemsharedmemory/region/r/register": {"key": f"/{name}", "byte_size": 64},
+        "v2/logging": {"log_verbose_level": 1},
+        "v2/trace/setting": {"trace_rate": "77"},
+        "v2/models/later/trace/setting": {"trace_rate": "78"},
+    }
+
+    def state() -> dict[str, Any]:
+        paths = (
+            "v2/models/changed/config",
+            "v2/repository/models/row_sums/traffic",
+            "v2/systemsharedmemory/status",
+            "v2/logging",
+        )
+        result = {path: server.request("GET", f"/{path}")[2] for path in (*paths, "v2/trace/setting")}
+        result["trace of later"] = server.request("GET", "/v2/models/later/trace/setting")[2]
+        rows = json.loads(server.request("POST", "/v2/repository/index", b"{}")[2])
+        result["index"] = {row["name"]: row["state"] for row in rows if row["name"] != "uploaded"}
+        return result
+
+    path = Path("/dev/shm", name)
+    path.write_bytes(bytes(64))
+    try:
+        with serving(repository, tmp_path, *options) as server:
+            for change, document in changes.items():
+                status, _, content = server.request("POST", f"/{change}", json.dumps(document).encode())
+                assert status == 200, (change, content)
+            before = state()
+            shares = {
+                row["version"]: row["share"]
+                for row in json.loads(before["v2/repository/models/row_sums/traffic"])["versions"]
+            }
+            assert (shares["1"], before["index"]["later"]) == (0.25, "READY"), before
+            for _ in range(times):
+                os.kill(processes(server)["engine"], signal.SIGKILL)
+                until(lambda: "engine" not in processes(server) or server.request("GET", "/v2/health/ready")[0] == 503)
+                until(lambda: server.request("GET", "/v2/health/ready")[0] == 200)
+                assert state() == before
+                rows = json.loads(server.request("POST", "/v2/repository/index", b"{}")[2])
+                (lost,) = [row for row in rows if row["name"] == "uploaded"]
+                assert (lost["state"], "load it again" in lost["reason"]) == ("UNAVAILABLE", True)
+                assert server.request("POST", "/v2/models/later/infer", BODY)[0] == 200
+            assert "Traceback" not in server.text
+    finally:
+        path.unlink()
 
 
 @REPEATED

@@ -56,6 +56,7 @@ class Start(msgspec.Struct, array_like=True):
         model_filter: names of the served models, for each repository that is served in part.
         first_model: of the banner.
         arrays: descriptors of the counters of all processes: of the engine, then of each front end.
+        control_state: descriptor of the memory of `headrace.front_ends.control_state`, for the engine.
     """
 
     settings: Settings
@@ -69,6 +70,7 @@ class Start(msgspec.Struct, array_like=True):
     model_filter: dict[str, list[str]]
     first_model: str
     arrays: list[int]
+    control_state: int = -1
 
     @property
     def name(self) -> str:

@@ -15,6 +15,7 @@ from headrace.banner import Addresses, announce, describe_access, describe_proce
 from headrace.cuda.shared_memory import ClientMemory, find_client_memory
 from headrace.front_ends.access_records import RecordSink, record_needs
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all, repository_filter
+from headrace.front_ends.control_state import ControlState
 from headrace.front_ends.engine_requests import EngineRequests
 from headrace.front_ends.meeting import EngineFacts, Greeting, Listener, answer
 from headrace.front_ends.passed_requests import EngineGrpcServer, EngineHttpServer, FrontEndPeer
@@ -43,6 +44,8 @@ _FLUSH_S = 0.5
 _KEEP_ALIVE_S = 3600.0
 # Ends of the paths of reports with counts of requests.
 _REPORTS = ("/metrics", "/stats", "/status", "/explain", "/ModelStatistics")
+# Ends of the paths that change regions and settings; loads and traffic have callbacks, as not only requests change them.
+_CHANGES = ("register", "Register", "/logging", "/LogSettings", "/trace/setting", "/TraceSetting")
 
 
 class EngineProcess:
@@ -95,7 +98,9 @@ class EngineProcess:
         wiring.observer.on_change(self._update_settings)
         wiring.services.access.on_change(lambda: self._broadcast("keys", None))
         self._tables = TableSync(loop, registry, self._requests, self._writer, self._peers)
-        registry.on_published = self._tables.publish
+        self._control_state = ControlState(self._start.control_state, wiring)
+        wiring.data_plane.reconciler.on_requested = self._control_state.save
+        registry.on_published = self._on_published
         if wiring.keys is not None:
             self._reloads.callbacks.append(wiring.keys.reload)
         raise_file_limit(self._settings.limits.max_connections)
@@ -161,6 +166,8 @@ class EngineProcess:
                 await application(scope, receive, send)
             finally:
                 self._update_settings()
+                if scope["path"].endswith(_CHANGES):
+                    self._control_state.save()
 
         return run
 
@@ -174,6 +181,8 @@ class EngineProcess:
                 return await method(message, call)
             finally:
                 self._update_settings()
+                if path.endswith(_CHANGES):
+                    self._control_state.save()
 
         return run
 
@@ -227,6 +236,11 @@ class EngineProcess:
         self._peers[number] = peer
         await asyncio.get_running_loop().connect_accepted_socket(lambda: peer.stream, greeting.sock)
         peer.opened.set()
+
+    def _on_published(self) -> None:
+        """Save changes of the traffic, and update the front ends; on any thread."""
+        self._control_state.save()
+        self._tables.publish()
 
     def _update_settings(self) -> None:
         """Pass settings that a request has changed to the front ends."""

@@ -23,6 +23,7 @@ from headrace.accept import bind
 from headrace.front_ends.acceptor import Acceptor
 from headrace.front_ends.channel import Ports, Start
 from headrace.front_ends.children import Child, describe_end
+from headrace.front_ends.control_state import create_control_state
 from headrace.front_ends.counter_array import CounterArray
 from headrace.front_ends.meeting import engine_listener
 from headrace.front_ends.names import set_process_name
@@ -120,11 +121,12 @@ class ServerSupervisor:
             {str(path): sorted(names) for path, names in self._model_filter.items()},
             self._first_model,
             [array.fd for array in self._arrays],
+            create_control_state(),
         )
         make = partial(
             Child, hang_timeout_s=settings.hang_timeout_s, on_message=self._on_message, on_ended=self._on_ended
         )
-        self._engine = make(start, (self._listener.fileno(), *start.arrays))
+        self._engine = make(start, (self._listener.fileno(), start.control_state, *start.arrays))
         self._engine.start()
         for number in range(1, settings.front_ends + 1):
             child = make(msgspec.structs.replace(start, number=number), start.arrays)

@@ -333,6 +333,15 @@ class Tracer:
         self._apply(model, chosen)
         return self.settings(model)
 
+    def changes(self) -> dict[str, dict[str, int]]:
+        """Return the changed settings by model, and of all models under ""; any thread may call."""
+        return {"": self._global, **self._models}
+
+    def restore(self, changes: Mapping[str, dict[str, int]]) -> None:
+        """Take over the `changes` of another process."""
+        for model, own in changes.items():
+            self._apply(model, own)
+
     def select(self, model: str, context: TraceContext | None) -> TraceSelection | None:
         """Return the destination of a request's trace, None if it is not traced; call it once for each request while `active`.
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from headrace.config.documents import read_config_json
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
@@ -175,6 +175,11 @@ class Reconciler:
         builder: command that builds engines, without the model's folder.
         stores: repositories that mirror a store; None without any.
         clock: returns monotonic nanoseconds, for scans and the settle time.
+
+    Attributes:
+        requested: by model that a client has loaded or unloaded: its configuration in the request, None for its own, and whether
+            it had files; None if it is unloaded. Set before `start`, it takes the place of such requests.
+        on_requested: called on the control thread after a change of `requested`.
     """
 
     def __init__(
@@ -212,6 +217,8 @@ class Reconciler:
         self._skipped: set[SkippedFolder] = set()
         self._scan_cache = ScanCache()
         self._next_scan_ns = 0
+        self.requested: dict[str, Sequence[Any] | None] = {}
+        self.on_requested: Callable[[], None] = lambda: None
         self._pending: dict[str, object] = {}  # models that wait for the installation of their Python environments
         self._loading: set[str] = set()  # models whose load has begun; the event loop reads it
         self._memory_ns: int | None = None  # next `load_requested` of the GPU model cache
@@ -440,11 +447,29 @@ class Reconciler:
             reason = "the model repository has no folder of this name"
             logger.error("model %s is not served: %s", name, reason)
             self._registry.mark(name, "", State.UNAVAILABLE, reason)
+        selected = [model for model in selected if model.name not in self.requested]
+        selected += [m for m in models if m.problem is None and self.requested.get(m.name) == [None, False]]
         ordered = in_load_order(selected, _served(models))
         for model in ordered:
             self._registry.forget(model.name, "")
             self._registry.mark(model.name, "", State.UNKNOWN)
         self._load_all(ordered)
+        for name, request in sorted(self.requested.items()):
+            if request is not None and request[1]:
+                reason = "it was loaded from the files of a request, which the engine process has lost: load it again"
+                logger.error("model %s is not served: %s", name, reason)
+                self._registry.mark(name, "", State.UNAVAILABLE, reason)
+            elif request is not None and request[0] is not None:
+                self._load_again(name, request[0])
+
+    def _load_again(self, name: str, config: str) -> None:
+        """Load a model with a configuration that a client has sent to an earlier process."""
+        try:
+            self._load(name, config, {}, {})
+        except EnvironmentPending as pending:
+            pending.done.add_done_callback(lambda _: self._post(lambda: self._load_again(name, config)))
+        except HeadraceError as error:
+            logger.error("model %s could not be loaded again: %s", name, error)
 
     def _load_all(self, models: Sequence[RepositoryModel]) -> None:
         """Load models in this order; processes of Python models start ahead, unless the model serves already.
@@ -517,13 +542,19 @@ class Reconciler:
             source = ModelSource(name, model.path, model.repository, document)
             self._load_called(source)
             self._load_source(source)
+            self._set_requested({name: [config, False]})
             return
         check_files(files, document)
         private = PrivateFolder(name, files)
         try:
             self._load_source(ModelSource(name, private.path, private.repository, document, private))
+            self._set_requested({name: [None, True]})
         finally:
             private.release()
+
+    def _set_requested(self, requests: Mapping[str, Sequence[Any] | None]) -> None:
+        self.requested.update(requests)
+        self.on_requested()
 
     def _load_source(self, source: ModelSource) -> None:
         self._loading.add(source.name)
@@ -549,6 +580,7 @@ class Reconciler:
         for each in (name, *unused):
             self._pending.pop(each, None)
             self._deployments.unload(each)
+        self._set_requested(dict.fromkeys((name, *unused)))
 
     def _refresh_index(self) -> None:
         try:

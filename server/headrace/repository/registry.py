@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 from headrace.core.clock import pause, stepwise
 from headrace.core.errors import BadRequest, HeadraceError, NotFound, Unavailable
@@ -194,6 +194,7 @@ class Registry:
 
     Args:
         ready_when: "any": the server is ready while one model serves; "all": while every model that should serve does.
+        is_starting: an unknown name may be that of a model until the initial load has ended.
 
     Attributes:
         generation: number of changes of the serving versions, from 1.
@@ -203,7 +204,7 @@ class Registry:
         sequences: versions with live sequences; one that is being unloaded serves the sequences that it has.
     """
 
-    def __init__(self, ready_when: ReadyWhen = "any") -> None:
+    def __init__(self, ready_when: ReadyWhen = "any", is_starting: bool = False) -> None:
         self._lock = threading.Lock()
         self._ready_when = ready_when
         self._serving: Mapping[str, Serving] = {}
@@ -218,7 +219,7 @@ class Registry:
         self._pipelines: dict[str, Serving] = {}  # those of `_serving` that call other models
         self._similar: tuple[Mapping[str, Serving], SimilarNames] = ({}, SimilarNames(()))
         self._used: dict[tuple[str, str], VersionHandle] = {}  # those of `_serving` that were loaded or had a request
-        self._complete = False
+        self._complete, self._is_starting = False, is_starting
         self.sequences = SequenceDirectory()
 
     # For the front ends
@@ -378,7 +379,7 @@ class Registry:
 
     def set_complete(self, complete: bool) -> None:
         """Record that the initial load has ended (True), or that the server drains (False)."""
-        self._complete = complete
+        self._complete, self._is_starting = complete, False
 
     def mark(self, name: str, version: str, state: State, reason: str = "") -> None:
         """Move a version to a state.
@@ -578,6 +579,15 @@ class Registry:
             self._set_traffic(name, traffic)
         self.on_published()
 
+    def traffic_changes(self) -> dict[str, tuple[Traffic | None, Traffic]]:
+        """Return by model the traffic of its configuration, and the one that `set_traffic` has put in its place."""
+        with self._lock:
+            return self._traffic_changes.copy()
+
+    def restore_traffic(self, changes: Mapping[str, Sequence[Any]]) -> None:
+        """Take over the changes of another process, before the models are loaded."""
+        self._traffic_changes.update({name: (configured, traffic) for name, (configured, traffic) in changes.items()})
+
     def replace_traffic(self, name: str, before: Traffic, traffic: Traffic) -> None:
         """Use other traffic for a model if `before` is in force; see `set_traffic`."""
         with self._lock:
@@ -648,6 +658,8 @@ class Registry:
                 f"{_UNKNOWN} {quoted} is not a valid name or version: names have letters, digits, '_', '-' and '.', "
                 "versions are numbers or labels"
             )
+        if self._is_starting:
+            return Unavailable(f"the server is starting and has not listed its models: it may have model {quoted}")
         return NotFound(f"{_UNKNOWN} {quoted} is not found{self._hint(name, version)}")
 
     def suggestion(self, name: str) -> str:

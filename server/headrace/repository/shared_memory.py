@@ -179,6 +179,7 @@ class _Registration:
     kind: str
     region: Region
     status: SystemRegionStatus | CudaRegionStatus
+    arguments: tuple[str | bytes | int, ...]
 
 
 class SharedMemoryRegions:
@@ -239,7 +240,7 @@ class SharedMemoryRegions:
             )
         region = _open_system(file, offset, size_bytes, self._pin)
         status: SystemRegionStatus = {"name": name, "key": key, "offset": offset, "byte_size": size_bytes}
-        self._regions[name] = _Registration(SYSTEM, region, status)
+        self._regions[name] = _Registration(SYSTEM, region, status, (key, offset, size_bytes))
 
     def register_cuda(self, name: str, handle: bytes, device: int, size_bytes: int) -> None:
         """Register GPU memory.
@@ -263,7 +264,16 @@ class SharedMemoryRegions:
                 "no CUDA device on this machine: send the tensor in the request, or use system shared memory"
             )
         region = self._cuda(handle, device, size_bytes)
-        self._regions[name] = _Registration(CUDA, region, {"name": name, "device_id": device, "byte_size": size_bytes})
+        status: CudaRegionStatus = {"name": name, "device_id": device, "byte_size": size_bytes}
+        self._regions[name] = _Registration(CUDA, region, status, (handle, device, size_bytes))
+
+    def registered(self) -> list[tuple[str, str, tuple[str | bytes | int, ...]]]:
+        """Return kind, name and further arguments of `register` of all regions; any thread may call."""
+        return [(each.kind, name, each.arguments) for name, each in self._regions.copy().items()]
+
+    def register(self, kind: str, name: str, arguments: Sequence[Any]) -> None:
+        """Register a region of another process, from `registered`; raises as `register_system` and `register_cuda`."""
+        (self.register_system if kind == SYSTEM else self.register_cuda)(name, *arguments)
 
     def unregister(self, kind: str, name: str) -> None:
         """Remove a region, or all regions of a kind if `name` is ""; requests that run keep the memory open.

@@ -307,3 +307,12 @@ def test_an_unused_version_is_closed_at_once_unless_another_process_uses_it() ->
         held.end_hold()
         assert closer.wait(10)
         assert closed[1:] == ["drain fake/1"]
+
+
+def test_an_unknown_model_may_exist_until_the_initial_load_has_ended() -> None:
+    registry = Registry(is_starting=True)
+    with pytest.raises(Unavailable, match="is starting"):
+        registry.lease("m", "")
+    registry.set_complete(True)
+    with pytest.raises(NotFound):
+        registry.lease("m", "")
