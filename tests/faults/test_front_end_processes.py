@@ -276,6 +276,25 @@ def test_a_process_that_hangs_is_replaced(repository: Path, tmp_path: Path, name
         assert "has not answered" in server.text
 
 
+def test_a_stopped_front_end_gets_no_new_connections(repository: Path, tmp_path: Path) -> None:
+    """Others get them after a missed heartbeat, although they have more connections."""
+    options = ("--front-ends", "2", "--hang-timeout-s", "120")
+    with serving(repository, tmp_path, *options) as server, contextlib.ExitStack() as stack:
+        until(lambda: is_whole(server))
+        stopped = processes(server)["front end 1"]
+        os.kill(stopped, signal.SIGSTOP)
+        stack.callback(os.kill, stopped, signal.SIGCONT)
+
+        def are_served() -> bool:
+            opened = [stack.enter_context(contextlib.closing(connect(server))) for _ in range(6)]
+            for connection in opened:
+                connection.sock.settimeout(1)
+            return all(map(survives, opened))
+
+        until(are_served)
+        assert processes(server)["front end 1"] == stopped
+
+
 @REPEATED
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("name", ["engine", "front end 2"])

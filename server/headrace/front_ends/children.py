@@ -83,6 +83,11 @@ class Child:
         return self._process is not None
 
     @property
+    def is_late(self) -> bool:
+        """True if the process has missed a heartbeat."""
+        return self._unanswered > 1
+
+    @property
     def pid(self) -> int:
         """Process id; 0 without a process."""
         return 0 if self._process is None else self._process.pid

@@ -1,4 +1,4 @@
-"""What clients have changed in the engine process, in memory that outlives it: the next engine process begins with it.
+"""Changes by clients in the engine process, in memory that outlives it: the next engine process begins with them.
 
 That is: models that were loaded and unloaded, traffic, regions of shared memory, trace and log settings.
 """

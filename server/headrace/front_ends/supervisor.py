@@ -136,8 +136,11 @@ class ServerSupervisor:
     # --- Connections --------------------------------------------------------------------------------------------------
 
     def _pass_on(self, port: str, sock: socket.socket) -> bool:
-        """Pass a connection to a front end, which serves it; False if none reads: then the acceptors go on once one does."""
-        for child in sorted(self._front_ends, key=lambda child: self._connections(child.number)):
+        """Pass a connection to a front end, which serves it; False if none reads: then the acceptors go on once one does.
+
+        One that has missed a heartbeat gets none while another answers.
+        """
+        for child in sorted(self._front_ends, key=lambda child: (child.is_late, self._connections(child.number))):
             if child.is_ready and child.send("connection", port, (sock.fileno(),)):
                 self._passed[child.number] += 1
                 return True
