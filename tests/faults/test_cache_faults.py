@@ -6,10 +6,11 @@ The worst error is a wrong answer with status 200: every test compares the answe
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from headrace.core.tensor import FP32, ModelSpec, TensorSpec
 from tests.e2e.test_response_cache import CACHED, body, explained, post, statistics
 from tests.support import models
 from tests.support.fakes import FakeModel, handle, infer_request
+from tests.support.python_models import add_python_model
 from tests.support.redis_servers import Reply, false_redis, redis_server, wait_for
 from tests.support.serving import HOST, Server, serving
 
@@ -113,6 +115,44 @@ def test_the_memory_is_exact_under_a_hostile_mix_of_sizes() -> None:
     for version in versions:
         version.close()
     assert (store.used_bytes, len(store)) == (0, 0)
+
+
+ECHO_ID = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        names = [np.array([[request.request_id().encode()]], object) for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", name)]) for name in names]
+"""
+
+
+@pytest.mark.parametrize("model", ["echo", "around"])
+def test_an_answer_that_depends_on_the_id_is_not_that_of_another_client(echo_server: Server, model: str) -> None:
+    tensor = {"name": "X", "shape": [1, 1], "datatype": "FP32", "data": [1]}
+
+    def answer(request_id: str) -> str:
+        document = json.loads(post(echo_server, model, json.dumps({"id": request_id, "inputs": [tensor]}).encode()))
+        return str(document["outputs"][0]["data"][0])
+
+    assert [answer(each) for each in ("alice", "bob", "alice", "bob")] == ["alice", "bob", "alice", "bob"]
+    assert statistics(echo_server, model)["cache_hit"] == 2
+
+
+@pytest.fixture(scope="module")
+def echo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("echo")
+    io: Any = {"X": ("TYPE_FP32", (1,))}, {"Y": ("TYPE_STRING", (1,))}
+    tensors = (
+        'input [{ name: "X" data_type: TYPE_FP32 dims: [1] }] output [{ name: "Y" data_type: TYPE_STRING dims: [1] }]'
+    )
+    for name, cached in (("echo", CACHED), ("inner", "max_batch_size: 8\n")):
+        add_python_model(folder / "models", name, ECHO_ID, f'backend: "python"\n{cached}{tensors}')
+    steps = [("inner", {"X": "X"}, {"Y": "Y"})]
+    models.add_pipeline(folder / "models", "around", models.ensemble_config(steps, *io, CACHED))
+    with serving(folder / "models", folder, "--cache-config", "local,size=1MiB") as running:
+        yield running
 
 
 def test_keys_cannot_be_predicted_without_the_secret() -> None:

@@ -1,8 +1,8 @@
 """Keys of cached responses: a keyed hash of all that decides a response.
 
 These are the version (its artefact and configuration), the datatypes, shapes and bytes of the inputs, the requested outputs, and
-the parameters of the request if the model reads them. The hash is BLAKE3 with a secret key and 256 bits. Clients cannot compute
-it, so they cannot search for two requests with one key, and inputs need not be stored for a comparison
+the parameters and the id of the request if the model reads them. The hash is BLAKE3 with a secret key and 256 bits. Clients
+cannot compute it, so they cannot search for two requests with one key, and inputs need not be stored for a comparison
 (docs/decisions/0019-response-cache.md).
 """
 
@@ -42,12 +42,13 @@ class KeyFactory:
         self._reads_parameters = reads_parameters
         self._heads: dict[object, bytes] = {}
 
-    def key(self, request: InferRequest, state: bytes = b"") -> bytes | None:
+    def key(self, request: InferRequest, state: bytes = b"", reads_ids: bool = False) -> bytes | None:
         """Return the 32 bytes that identify the response; None if the inputs are not in host memory.
 
         Args:
             request: the request.
             state: digest of the versions that compute a pipeline's steps; of the same size in all calls.
+            reads_ids: the model reads ids of requests; others do not count.
         """
         inputs = request.inputs
         shapes: list[object] = []
@@ -71,8 +72,8 @@ class KeyFactory:
                 parts.append(array.data if array.flags.c_contiguous else np.ascontiguousarray(array).data)
                 size += array.nbytes
         parameters = request.parameters if self._reads_parameters else None
-        if request.outputs or parameters:
-            parts[0] = self._head(shapes, request.outputs, parameters or {})
+        if request.outputs or parameters or (reads_ids and request.id):
+            parts[0] = self._head(shapes, request.outputs, parameters or {}, request.id if reads_ids else "")
         else:
             label = tuple(shapes)
             parts[0] = self._heads.get(label) or self._cached_head(label)
@@ -90,11 +91,15 @@ class KeyFactory:
         return head
 
     def _head(
-        self, shapes: Iterable[object], outputs: tuple[str, ...], parameters: Mapping[str, ParameterValue]
+        self,
+        shapes: Iterable[object],
+        outputs: tuple[str, ...],
+        parameters: Mapping[str, ParameterValue],
+        request_id: str = "",
     ) -> bytes:
         """Return the part before the contents. It determines their sizes, so equal keys mean equal parts."""
         types = [[*names, shape] for names, shape in zip(self._types, shapes, strict=True)]
-        document = [self._identity, types, sorted(set(outputs)), sorted(parameters.items())]
+        document = [self._identity, types, sorted(set(outputs)), sorted(parameters.items()), request_id]
         text = json.dumps(document, separators=(",", ":")).encode()
         return len(text).to_bytes(8, "little") + text
 

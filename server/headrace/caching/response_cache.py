@@ -118,19 +118,20 @@ class VersionStates:
 
     Attributes:
         is_shareable: True while the keys are the same in other servers.
+        reads_ids: see `VersionHandle`.
     """
 
     def __init__(self, handle: VersionHandle, shared: bool = False) -> None:
         self._handle, self._shared = handle, shared
         self._current = NO_REVISION
-        self.is_shareable = False
+        self.is_shareable = self.reads_ids = False
 
     def current(self) -> tuple[Revision, bytes]:
         """Return the revision of the version and the digest for keys; called on the loop."""
         revision = self._handle.revision()
         if revision != self._current[0]:
             digests = self._handle.digests() if self._shared else ""
-            self.is_shareable = bool(digests)
+            self.is_shareable, self.reads_ids = bool(digests), self._handle.reads_ids
             self._current = (
                 revision,
                 blake3(f"files {digests}".encode() if digests else repr(revision).encode()).digest(),
@@ -185,6 +186,7 @@ class VersionCache:
         self._versions = (
             VersionStates(handle, remote is not None) if handle.calls or handle.callee_revision is not None else None
         )
+        self._reads_ids = handle.reads_ids
         self._remote = remote
 
     def infer(self, request: InferRequest, compute: Compute) -> LoopCompletion:
@@ -198,11 +200,18 @@ class VersionCache:
         if request.size_bytes > LARGE_BYTES:
             return self._infer_large(request, compute)
         start_ns = self._clock()
-        revision, state = NO_REVISION if self._versions is None else self._versions.current()
-        key = self._keys.key(request, state)
+        revision, state, reads_ids = self._state()
+        key = self._keys.key(request, state, reads_ids)
         if key is None:
             return compute(request)
         return self._look_up(request, compute, key, revision, start_ns)
+
+    def _state(self) -> tuple[Revision, bytes, bool]:
+        """Return revision and digest of the versions, and whether ids of requests are part of keys."""
+        if self._versions is None:
+            return (*NO_REVISION, self._reads_ids)
+        revision, state = self._versions.current()
+        return revision, state, self._versions.reads_ids
 
     def _look_up(
         self, request: InferRequest, compute: Compute, key: bytes, revision: Revision, start_ns: int
@@ -477,7 +486,7 @@ class VersionCache:
         completion = LoopCompletion(self._mailbox)
         loop = self._mailbox.loop
         start_ns = self._clock()
-        revision, state = NO_REVISION if self._versions is None else self._versions.current()
+        revision, state, reads_ids = self._state()
 
         def resume(key: bytes | None, spent_ns: int) -> None:
             if completion.is_settled:  # its caller has disconnected
@@ -493,7 +502,7 @@ class VersionCache:
         def hash_inputs() -> None:
             begin_ns = self._clock()
             try:
-                key = self._keys.key(request, state)
+                key = self._keys.key(request, state, reads_ids)
             except Exception:  # such as MemoryError: the request is computed
                 logger.exception("the inputs of a request to model %s could not be hashed", self._handle.spec.name)
                 key = None

@@ -486,6 +486,12 @@ class PipelineHandle(VersionHandle):
             numbers.extend((0,) if member is None else member.revision())
         return tuple(numbers)
 
+    @property
+    def reads_ids(self) -> bool:
+        """See `VersionHandle`."""
+        members = [self._members.serving(name, version) for name, version in self._callees]
+        return any(member.reads_ids for member in members if member is not None)
+
     def digests(self) -> str:
         """Return the digests of the pipeline and of the versions that serve its steps and fallbacks now; "" if one is unknown."""
         texts = [self.digest]

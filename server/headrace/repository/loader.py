@@ -406,7 +406,8 @@ class Loader:
             policy = replace(policy, sequences=replace(policy.sequences, states=states))
         if plan.runtime in PYTHON_RUNTIMES:
             max_rows = min(policy.batch.max_rows, MAX_MEMBERS)
-            policy = replace(policy, by_member=True, batch=replace(policy.batch, max_rows=max_rows))
+            batch, reads_ids = replace(policy.batch, max_rows=max_rows), plan.runtime == "python"
+            policy = replace(policy, by_member=True, reads_ids=reads_ids, batch=batch)
         # Requests of different shapes are joined in host memory.
         is_joined = policy.ragged is not None or policy.padding is not None
         residents = frozenset[int]() if model is None or is_joined else model.resident_devices

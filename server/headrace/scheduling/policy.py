@@ -201,6 +201,7 @@ class HandlePolicy:
         inline_bound_ns: a lone request of a model that runs on any thread runs on the event loop if the 95th percentile of its
             compute time does not exceed this; 0: never.
         by_member: the executions run the requests of a batch as a list (`headrace.backends.base.MemberExecution`).
+        reads_ids: the model gets the ids of requests, so its responses may depend on them.
         ragged: batches of requests of different shapes; None if the requests of a batch have equal shapes.
         padding: batches of requests of different length; None if the requests of a batch have equal lengths.
         sequences: rules of a model whose requests belong to sequences; None for any other.
@@ -221,6 +222,7 @@ class HandlePolicy:
     rate_limits: RateLimits | None = None
     inline_bound_ns: int = 0
     by_member: bool = False
+    reads_ids: bool = False
     ragged: RaggedPolicy | None = None
     padding: PaddingPolicy | None = None
     max_wait_ns: int = 0

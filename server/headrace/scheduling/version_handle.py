@@ -317,6 +317,11 @@ class VersionHandle(ABC):
         """Return numbers that differ once another version computes its responses, or part of them; any thread may call."""
         return (self.serial,) if self.callee_revision is None else (self.serial, self.callee_revision())
 
+    @property
+    def reads_ids(self) -> bool:
+        """True if the model, or one that a pipeline calls, gets the ids of requests."""
+        return self.policy.reads_ids
+
     def digests(self) -> str:
         """Return `digest`, with those of the versions that it calls; "" if one is unknown."""
         return self.digest if self.callee_revision is None or not self.callee_revision() else ""
