@@ -155,6 +155,35 @@ def assert_healthy(server: Attacked) -> None:
         assert check(health_pb.HealthCheckRequest(), timeout=10).status == health_pb.HealthCheckResponse.SERVING
 
 
+@pytest.mark.parametrize("kind", ["headers", "bodies", "responses"])
+def test_slow_connections_give_way(tmp_path: Path, kind: str) -> None:
+    """Requests that stop in the middle, and responses that are not read, on all connections; no timeout ends them."""
+    first_bytes = {
+        "headers": f"POST {INFER_PATH} HTTP/1.1\r\nHost: loc".encode(),
+        "bodies": head(INFER_PATH, "Content-Length: 100") + b"{",
+        "responses": b"",
+    }[kind]
+    options = ["--max-connections", "8", "--header-timeout-s", "600"]
+    if kind == "responses":
+        body = http_body({"name": "X", "datatype": "BYTES", "shape": [1], "data": ["x" * (8 << 20)]})
+        first_bytes = head("/v2/models/identity_bytes/infer", f"Content-Length: {len(body)}") + body
+    with attack(tmp_path, *options) as server:
+        with watched(server, f"S43 slow {kind}") as watch, ExitStack() as stack:
+            socks = [stack.enter_context(socket.socket()) for _ in range(8)]
+            for sock in socks:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                sock.connect((HOST, server.server.port))
+                sock.sendall(first_bytes)
+            until(lambda: server.infer(http_body()) == (200, ""))
+            until(lambda: server.infer(http_body()) == (200, ""))
+            hits = [
+                server.reached(name)
+                for name in ("header_timeout_s", "body_timeout_s", "min_body_bytes_per_s", "stall_timeout_s")
+            ]
+            assert not any(hits), hits
+        watch.check()
+
+
 @pytest.mark.parametrize("first_bytes", [b"", HELLO], ids=["silent", "after the preface"])
 def test_idle_grpc_connections_give_way(small: Attacked, first_bytes: bytes) -> None:
     with watched(small, "S19 idle gRPC connections") as watch, ExitStack() as stack:

@@ -524,8 +524,8 @@ _HITS = {limit: 2 + index for index, limit in enumerate(LIMIT_NAMES)}
 class LimitedConnection(Protocol):
     """A connection of a protocol, as `ConnectionReserve` sees it."""
 
-    def idle_rank(self) -> tuple[bool, float] | None:
-        """Return the rank in which idle connections are closed, lowest first; None for a connection that is not idle."""
+    def idle_rank(self) -> tuple[int, float] | None:
+        """Return the rank in which idle connections, and those of slow clients, are closed, lowest first; None for others."""
 
     def close_idle(self) -> None:
         """Close the connection, which is idle."""
@@ -545,7 +545,7 @@ class ConnectionReserve:
 
     - Requests that the protocol reserves, such as liveness, are answered, then the connection is closed.
     - For any other request the connection that has been idle for longest is closed: first connections without a request, then
-      those between two requests. The new connection takes its place.
+      those between two requests, then those of clients that send or read too slowly. The new connection takes its place.
     - If no connection is idle, the request is refused.
 
     At most `ClientLimits.reserved_connections` connections over the limit wait for their first request; the oldest gives way
@@ -561,7 +561,7 @@ class ConnectionReserve:
         self._limits = client_limits
         self._connections: dict[LimitedConnection, None] = {}
         self._over: dict[LimitedConnection, None] = {}
-        self._candidates: deque[tuple[tuple[bool, float], LimitedConnection]] = deque()
+        self._candidates: deque[tuple[tuple[int, float], LimitedConnection]] = deque()
         self._next_search_ns = 0
 
     def add(self, connection: LimitedConnection) -> None:

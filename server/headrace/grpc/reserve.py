@@ -23,7 +23,7 @@ class LimitedGrpcConnection:
     def __init__(self, connection: Http2Connection) -> None:
         self._connection = connection
 
-    def idle_rank(self) -> tuple[bool, float] | None:
+    def idle_rank(self) -> tuple[int, float] | None:
         """See `LimitedConnection`. The time has the precision of the connection's ticks."""
         connection = self._connection
         if connection.streams or connection.cancelled_running or connection.partial_frame_since_ns:

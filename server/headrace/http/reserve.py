@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from headrace.core.limits import ConnectionReserve
+from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.limits import GIVE_WAY_NS, ConnectionReserve
 from headrace.http.connection import HeadraceHttpProtocol
 from headrace.http.infer_endpoint import InferEndpoint
 from headrace.http.timeouts import Stage
@@ -64,7 +65,22 @@ class LimitedHttpProtocol(HeadraceHttpProtocol):
             self._refuse(
                 503, "the server has closed a connection without a request in favour of another one: retry later"
             )
+        elif self.stage in (Stage.HEADERS, Stage.BODY):
+            self._refuse(
+                408, "the request arrives too slowly while the server has as many connections as it may: retry later"
+            )
+        elif self._unread.held_bytes:
+            self.abort()
         self.transport.close()
+
+    def _is_slow(self) -> bool:
+        """True if the client has been too slow for `GIVE_WAY_NS`: headers and bodies that do not arrive, responses unread."""
+        rates, now_ns = self._client_limits.bodies.rates, monotonic_ns()
+        for rate in (rates.get(self._reservation), rates.get(self._unread)):
+            if rate is not None and rate.is_slow(now_ns, GIVE_WAY_NS):
+                return True
+        is_read = self.stage is Stage.HEADERS and not self.is_waiting_for_server()
+        return is_read and self._timeouts.age_s(self.since) * NS_PER_S >= GIVE_WAY_NS
 
     def refuse_connection(self, with_response: bool) -> None:
         """See `LimitedConnection`."""
@@ -72,17 +88,19 @@ class LimitedHttpProtocol(HeadraceHttpProtocol):
         if not with_response and not self.transport.is_closing():
             self.transport.close()
 
-    def idle_rank(self) -> tuple[bool, float] | None:
+    def idle_rank(self) -> tuple[int, float] | None:
         """See `LimitedConnection`."""
         transport = self.transport
         if transport.is_closing() or self.stage is Stage.ENDING or self._is_over:
             return None
         if not self._has_received:
-            return False, self._connected_s
+            return 0, self._connected_s
+        if self._is_slow():
+            return 2, self._connected_s
         cycle = self.cycle
         if self.stage is not Stage.BETWEEN or cycle is None or not cycle.response_complete or self.pipeline:
             return None
         if transport.get_write_buffer_size():
             return None
         timer = self.timeout_keep_alive_task
-        return True, max(self._idle_since_s, timer.when() - self.timeout_keep_alive if timer is not None else 0.0)
+        return 1, max(self._idle_since_s, timer.when() - self.timeout_keep_alive if timer is not None else 0.0)

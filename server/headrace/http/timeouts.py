@@ -93,6 +93,10 @@ class ConnectionTimeouts:
         if self._timer is None:
             self._arm()
 
+    def age_s(self, since: int) -> float:
+        """Return the time since a tick, in seconds."""
+        return (self.epoch - since) * self._tick_s
+
     def discard(self, connection: ObservedConnection) -> None:
         """Remove a closed connection; the timer stops with the last one."""
         self._connections.pop(connection, None)
