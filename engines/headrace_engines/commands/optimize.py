@@ -264,9 +264,7 @@ def _default_name(original: Original, options: argparse.Namespace, code: PyTorch
     return f"{original.project.name if code is None else code.path.stem}_{suffix}"
 
 
-def _comparison(
-    original: Original, samples_of: Callable[[Original], Any], report: Report
-) -> Callable[[onnx.ModelProto], Accuracy]:
+def _comparison(original: Original, samples_of: Callable[[Original], Any]) -> Callable[[onnx.ModelProto], Accuracy]:
     """Return a function that compares a model with the original one on samples."""
     reference, rows = OnnxRunner(original.model), min(ROWS, max(original.project.config.max_batch_size, 1))
 
@@ -290,9 +288,9 @@ def _sparse(original: Original, options: argparse.Namespace, report: Report) -> 
             f"{original.project.name} has no layer for 2:4 sparsity, a Conv without groups, Gemm or MatMul with a constant "
             f"weight whose reduction is a multiple of {MIN_REDUCTION}: {cure}"
         )
-    calibrate = _comparison(original, lambda o: o.train.head(_SENSITIVITY_SAMPLES), report)
+    calibrate = _comparison(original, lambda o: o.train.head(_SENSITIVITY_SAMPLES))
     ranked = rank_layers(original.model, layers, calibrate, part(report, 0.0, 0.7))
-    judged = _comparison(original, lambda o: o.held_out, report)
+    judged = _comparison(original, lambda o: o.held_out)
     choice = choose_layers(original.model, ranked, judged, options.target_loss, part(report, 0.7, 1.0))
     if choice.model is None:
         reason = "; ".join(missed_target(choice.accuracy, options.target_loss))
@@ -349,7 +347,7 @@ def _pruned(original: Original, options: argparse.Namespace, report: Report, pyt
         device=options.device,
         training=_training_options(options),
     )
-    compare = _comparison(original, lambda o: o.held_out, report)
+    compare = _comparison(original, lambda o: o.held_out)
 
     def prune(share: float, inner: Report) -> TorchResult:
         return run_torch_job(python, job.with_share(share), inputs, inner)

@@ -93,14 +93,12 @@ class Case:
         rows: rows of the batch; 0 without a batch dimension.
         inputs: arrays by input name.
         has_other_sizes: free dimensions differ from those of the example; a model may refuse them.
-        is_random: the values are random.
     """
 
     name: str
     rows: int
     inputs: dict[str, Array]
     has_other_sizes: bool = False
-    is_random: bool = True
 
 
 def input_forms(
@@ -196,4 +194,4 @@ def sample_cases(source: Path, function: str, config: ModelConfig) -> Iterator[C
     for inputs in samples.batches(_SAMPLE_ROWS):
         rows = len(next(iter(inputs.values()))) if samples.batched else 0
         noun = "row" if rows == 1 else "rows"
-        yield Case(f"{samples.name}, {rows} {noun}" if rows else samples.name, rows, dict(inputs), is_random=False)
+        yield Case(f"{samples.name}, {rows} {noun}" if rows else samples.name, rows, dict(inputs))

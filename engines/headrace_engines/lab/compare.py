@@ -9,7 +9,7 @@ import numpy.typing as npt
 from headrace.core.tensor import Array
 from headrace.cuda.driver import CudaStream, check, loaded
 from headrace.cuda.kernels.loading import Kernels, is_half
-from headrace.cuda.memory import DeviceBuffer, copy_on_gpu, read_gpu
+from headrace.cuda.memory import DeviceBuffer, copy_address, read_gpu
 
 _BLOCKS = 1056
 _THREADS = 256
@@ -34,9 +34,7 @@ class ResultComparison:
     def save(self, address: int, size_bytes: int) -> None:
         """Copy a result: later ones are compared with it."""
         self._saved.reserve(size_bytes)
-        source = DeviceBuffer()
-        source.address = address
-        copy_on_gpu(self._saved.address, source, size_bytes, self._stream)
+        copy_address(self._saved.address, address, size_bytes, self._stream)
         self._stream.synchronize()
 
     def wrong(self, address: int, elements: int, limit: float, reference: int = 0) -> int:
@@ -63,16 +61,14 @@ class ResultComparison:
 
 
 def read_pixels(
-    device: int,
     address: int,
     shape: tuple[int, int, int, int],
     dtype: np.dtype[np.generic],
     pixels: npt.NDArray[np.int64],
 ) -> Array:
-    """Return all channels of an output in GPU memory at (p, 3) pixels: picture, row, column.
+    """Return all channels of an output in memory of the current GPU at (p, 3) pixels: picture, row, column.
 
     Args:
-        device: number of the GPU; its context must be current.
         address: of the output.
         shape: (n, out_h, out_w, k).
         dtype: of the elements.

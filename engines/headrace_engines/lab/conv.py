@@ -395,11 +395,11 @@ class ConvLab:
     ) -> tuple[Errors, bool]:
         """Return the errors of a candidate, and True once a result is saved for the comparison of all elements."""
         address = candidate.run()
-        shape, device = host.shape, self._options.device
+        shape = host.shape
         elements = math.prod(shape.y_shape)
         errors = reference.errors(
             candidate.name,
-            lambda pixels: read_pixels(device, address, shape.y_shape, host.dtype, pixels),
+            lambda pixels: read_pixels(address, shape.y_shape, host.dtype, pixels),
             half_sums=candidate.half_sums,
         )
         if not has_saved:

@@ -144,7 +144,7 @@ class CutGraph:
         edges = [0, *(boundary.position for boundary in chosen), len(self._nodes)]
         owners = {i: part for part, (a, b) in enumerate(pairwise(edges)) for i in range(a, b)}
         nodes = [self._closure(range(a, b), a) for a, b in pairwise(edges)]
-        inputs = [self._inputs(each, part, owners) for part, each in enumerate(nodes)]
+        inputs = [self._inputs(each) for each in nodes]
         read_later = {name for names in inputs for name in names}
         parts = []
         for number, (each, names) in enumerate(zip(nodes, inputs, strict=True)):
@@ -156,7 +156,7 @@ class CutGraph:
             parts.append(Part(each, names, outputs, float(self._times_us[list(each)].sum()), received))
         return parts
 
-    def _inputs(self, nodes: Sequence[int], part: int, owners: Mapping[int, int]) -> tuple[str, ...]:
+    def _inputs(self, nodes: Sequence[int]) -> tuple[str, ...]:
         """Return what a part reads from outside: inputs of the model, then crossing tensors in their order."""
         inside = {name for i in nodes for name in self._nodes[i].output}
         read = {name for i in nodes for name in self._graph.reads(self._nodes[i])} - inside

@@ -259,7 +259,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._parse(data)
             return
         if head.status == 0 or not self.is_busy:
-            self._refuse(head)
+            self._refuse()
         elif head.length == _CHUNKED:
             self._parse_chunks(head, data, start)
         elif head.length >= 0:
@@ -278,7 +278,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if decoded is not None:
             self._answer(head, decoded[0])
 
-    def _refuse(self, head: ResponseHead) -> None:
+    def _refuse(self) -> None:
         """Close a connection with bytes that are no response to a request."""
         if self.is_busy:
             self.fail(BROKEN, "the server does not speak HTTP/1.1")

@@ -223,7 +223,7 @@ class Bench:
                     if self._is_interrupted:
                         break
                     await self._measure(point, number, rows)
-        return self._document(metadata, server, requests, rows, count)
+        return self._document(server, requests, rows, count)
 
     @contextmanager
     def _encoded(self, requests: Sequence[Request]) -> Iterator[list[bytes]]:
@@ -323,9 +323,7 @@ class Bench:
             await asyncio.sleep(max(0.0, at_s - time.monotonic()))
             reads.append(await self._read_server())
 
-    def _document(
-        self, metadata: dict[str, Any], server: dict[str, Any], requests: Sequence[Request], rows: int, count: int
-    ) -> dict[str, Any]:
+    def _document(self, server: dict[str, Any], requests: Sequence[Request], rows: int, count: int) -> dict[str, Any]:
         options = self._options
         return {
             "format": FORMAT,

@@ -61,7 +61,7 @@ def test_results_are_right_in_each_layout_and_with_each_epilogue(
                 candidate = CudnnCandidate(loaded(stream), host, operands, fused=fused, layout=layout)
                 address = candidate.run()
                 errors = reference.errors(
-                    candidate.name, lambda p, at=address: read_pixels(0, at, SHAPE.y_shape, np.dtype(dtype), p)
+                    candidate.name, lambda p, at=address: read_pixels(at, SHAPE.y_shape, np.dtype(dtype), p)
                 )
                 assert errors.is_right, (candidate.name, layout)
                 candidate.close()
