@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+from headrace.config.manifest import Machine, Stamp
 from headrace_engines.project import Project, open_project
+from headrace_engines.store import StoreEntry
 
 
 def write_project(
@@ -41,3 +43,20 @@ def write_project(
     # JSON is YAML.
     (folder / "config.yaml").write_text(json.dumps(config))
     return open_project(str(folder), repository)
+
+
+def stamp_of(entry: StoreEntry, machine: Machine, sources: tuple[str, str], precision: str = "int8") -> Stamp:
+    """Return the stamp of a built file; `sources` are the digests of model and configuration."""
+    return Stamp(
+        key=entry.key,
+        artefact=entry.path.name,
+        artefact_sha256=entry.sha256,
+        size_bytes=entry.size_bytes,
+        onnx_sha256=sources[0],
+        config_digest=sources[1],
+        spec_digest="c" * 64,
+        precision=precision,
+        requested=precision,
+        overridden=False,
+        machine=machine,
+    )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+
+from headrace.bench.pool import Address, Answer, Pool, PoolOptions
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -54,3 +57,28 @@ class Outcomes:
     async def take(self, count: int) -> list[Outcome]:
         """The next outcomes, by number of the request."""
         return sorted([await self.queue.get() for _ in range(count)], key=lambda each: each.index)
+
+
+def outcomes_of(
+    talk: Talk,
+    open_pool: Callable[[PoolOptions], Pool],
+    count: int,
+    *,
+    connections: int = 1,
+    check: Callable[[int, Answer], bool] | None = None,
+    timeout_s: float = 60.0,
+) -> list[Outcome]:
+    """Outcomes of so many requests of a pool, all submitted at once."""
+
+    async def run() -> list[Outcome]:
+        outcomes = Outcomes()
+        async with listening(talk) as port:
+            address = Address("127.0.0.1", port)
+            pool = open_pool(PoolOptions(address, connections, timeout_s, outcomes.finished, check))
+            for index in range(count):
+                pool.submit(index, time.monotonic())
+            result = await outcomes.take(count)
+            pool.close()
+        return result
+
+    return asyncio.run(run())

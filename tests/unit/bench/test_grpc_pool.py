@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import struct
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import h2.config
 import h2.connection
@@ -14,11 +14,11 @@ import h2.events
 import h2.settings
 import pytest
 from headrace.bench.grpc_pool import GrpcPool, parse_fields
-from headrace.bench.pool import BROKEN, CLOSED, TIMEOUT, WRONG, Address, Answer, PoolOptions
+from headrace.bench.pool import BROKEN, CLOSED, TIMEOUT, WRONG, Answer, PoolOptions
 from headrace.bench.target import ServerUrl
 from headrace.bench.wire import grpc_headers
 
-from tests.support.stub_server import Outcome, Outcomes, listening
+from tests.support.stub_server import Outcome, outcomes_of
 
 MESSAGE = b"answer"
 HEADERS = [(":status", "200"), ("content-type", "application/grpc")]
@@ -80,29 +80,14 @@ def plain(connection: h2.connection.H2Connection, stream: int, message: bytes) -
     connection.send_headers(stream, OK, end_stream=True)
 
 
-def send(
-    peer: Peer,
-    messages: list[bytes],
-    *,
-    connections: int = 1,
-    check: Callable[[int, Answer], bool] | None = None,
-    timeout_s: float = 60.0,
-) -> list[Outcome]:
+def send(peer: Peer, messages: list[bytes], **options: Any) -> list[Outcome]:
     """Outcomes of one call for each message, all submitted at once."""
 
-    async def run() -> list[Outcome]:
-        outcomes = Outcomes()
-        async with listening(peer.talk) as port:
-            headers = grpc_headers(ServerUrl("grpc", "127.0.0.1", port, False), {"X-Client": "me"})
-            options = PoolOptions(Address("127.0.0.1", port), connections, timeout_s, outcomes.finished, check)
-            pool = GrpcPool(messages, headers, options)
-            for index in range(len(messages)):
-                pool.submit(index, time.monotonic())
-            result = await outcomes.take(len(messages))
-            pool.close()
-        return result
+    def open_pool(pool_options: PoolOptions) -> GrpcPool:
+        url = ServerUrl("grpc", "127.0.0.1", pool_options.address.port, False)
+        return GrpcPool(messages, grpc_headers(url, {"X-Client": "me"}), pool_options)
 
-    return asyncio.run(run())
+    return outcomes_of(peer.talk, open_pool, len(messages), **options)
 
 
 def test_calls_share_connections() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 from headrace.bench.http_pool import HttpPool, parse_head, read_chunks
 from headrace.bench.pool import BROKEN, CLOSED, NO_CONNECTION, TIMEOUT, WRONG, Address, Answer, PoolOptions
 
-from tests.support.stub_server import Outcome, Outcomes, Talk, listening, read_request
+from tests.support.stub_server import Outcome, Outcomes, Talk, listening, outcomes_of, read_request
 from tests.support.waiting import until_async
 
 OK_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
@@ -36,28 +36,10 @@ def answers(*parts: bytes, close: bool = False) -> Talk:
     return talk
 
 
-def send(
-    talk: Talk,
-    count: int = 1,
-    *,
-    connections: int = 1,
-    check: Callable[[int, Answer], bool] | None = None,
-    timeout_s: float = 30.0,
-) -> list[Outcome]:
+def send(talk: Talk, count: int = 1, **options: Any) -> list[Outcome]:
     """Outcomes of so many requests that are submitted at once."""
-
-    async def run() -> list[Outcome]:
-        outcomes = Outcomes()
-        async with listening(talk) as port:
-            options = PoolOptions(Address("127.0.0.1", port), connections, timeout_s, outcomes.finished, check)
-            pool = HttpPool([request(b"x" * number) for number in range(count)], options)
-            for index in range(count):
-                pool.submit(index, time.monotonic())
-            result = await outcomes.take(count)
-            pool.close()
-        return result
-
-    return asyncio.run(run())
+    requests = [request(b"x" * number) for number in range(count)]
+    return outcomes_of(talk, lambda pool_options: HttpPool(requests, pool_options), count, **options)
 
 
 def test_requests_share_connections() -> None:

@@ -16,6 +16,8 @@ from headrace_engines import store as publishing
 from headrace_engines.errors import BuildError
 from headrace_engines.store import Store, StoreEntry, publish
 
+from tests.support.engine_projects import stamp_of
+
 ROOT = Path(__file__).parents[3]
 CPU = Machine("onnxruntime", "1.31", "cpu", "avx2")
 GPU = Machine("tensorrt", "10.6.0", "NVIDIA H200", "9.0", 550)
@@ -44,19 +46,7 @@ def _entry(store: Store, name: str, suffix: str = ".plan") -> StoreEntry:
 
 
 def _stamp(entry: StoreEntry, machine: Machine = CPU) -> Stamp:
-    return Stamp(
-        key=entry.key,
-        artefact=entry.path.name,
-        artefact_sha256=entry.sha256,
-        size_bytes=entry.size_bytes,
-        onnx_sha256=ONNX,
-        config_digest=CONFIG,
-        spec_digest="c" * 64,
-        precision="int8",
-        requested="int8",
-        overridden=False,
-        machine=machine,
-    )
+    return stamp_of(entry, machine, (ONNX, CONFIG))
 
 
 def _names(folder: Path) -> set[str]:

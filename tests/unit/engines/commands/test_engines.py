@@ -14,7 +14,6 @@ import pytest
 from headrace.config.manifest import (
     STAMP_FILE,
     Machine,
-    Stamp,
     config_digest,
     onnxruntime_machine,
     read_stamps,
@@ -27,6 +26,7 @@ from headrace_engines.project import open_project
 from headrace_engines.store import ENTRY_FILE, Store, StoreEntry, publish
 from rich.console import Console
 
+from tests.support.engine_projects import stamp_of
 from tests.support.models import affine
 
 HERE = onnxruntime_machine()
@@ -58,21 +58,9 @@ class _Place:
     def publish(self, name: str, machine: Machine = HERE, **changes: Any) -> StoreEntry:
         entry = self.add_entry(name, machine)
         project = open_project(name, self.repository)
-        stamp = Stamp(
-            key=entry.key,
-            artefact=entry.path.name,
-            artefact_sha256=entry.sha256,
-            size_bytes=entry.size_bytes,
-            onnx_sha256=project.digest(),
-            config_digest=config_digest(project.config),
-            spec_digest="c" * 64,
-            precision="int8",
-            requested="int8",
-            overridden=False,
-            machine=machine,
-            accuracy={"top1_agreement": 0.9876, "accuracy": None},
-        )
-        publish(entry.path, project.source.parent, replace(stamp, **changes))
+        stamp = stamp_of(entry, machine, (project.digest(), config_digest(project.config)))
+        accuracy = {"top1_agreement": 0.9876, "accuracy": None}
+        publish(entry.path, project.source.parent, replace(stamp, accuracy=accuracy, **changes))
         return entry
 
     def run(self, action: str, *words: str, repositories: bool = True, width: int = 200) -> tuple[int, str]:

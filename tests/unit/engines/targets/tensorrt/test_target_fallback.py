@@ -20,6 +20,8 @@ from tests.support.engine_projects import write_project
 from tests.support.networks import inputs_of, residual
 
 pytestmark = pytest.mark.slow
+# The fallback does not look at the version of TensorRT.
+ten = pytest.mark.parametrize("trt_version", ["10.6.0"])
 
 NO_KERNEL = "Error Code 10: Internal Error (Could not find any implementation for node {}.)"
 
@@ -69,6 +71,7 @@ def test_layers_without_kernel_stay_in_floating_point(trt: Any, tmp_path: Path) 
     assert element_types(built_models[-1]) == {onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT}
 
 
+@ten
 def test_without_a_mixed_kernel_floating_point_is_fp32(trt: Any, tmp_path: Path) -> None:
     built_models = []
 
@@ -83,6 +86,7 @@ def test_without_a_mixed_kernel_floating_point_is_fp32(trt: Any, tmp_path: Path)
     assert dequantized(built_models[-1], "node_c2")
 
 
+@ten
 def test_a_layer_that_no_precision_helps_ends_the_build(trt: Any, tmp_path: Path) -> None:
     built_models = []
 
