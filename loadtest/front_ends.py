@@ -47,7 +47,7 @@ from headrace.front_ends.counter_array import CounterArray
 from headrace.front_ends.meeting import EngineFacts, connect, engine_listener
 from headrace.front_ends.proxy import EngineLink
 from headrace.front_ends.request_groups import MIN_SLOT_BYTES
-from headrace.front_ends.table import VersionRow, decode_table, model_spec
+from headrace.front_ends.table import VersionRow, decode_table
 from headrace.front_ends.tensors import TensorReader, TensorWriter
 from headrace.settings import Settings
 
@@ -140,13 +140,13 @@ class SyntheticFrontEnd:
         self._sock = sock
         self._expected = expected
         self._groups = groups
-        spec, members = model_spec(row), len(next(iter(inputs.values())))
+        spec, members = row.spec, len(next(iter(inputs.values())))
         self._reader = TensorReader(spec.outputs)
         self._memory: list[Array] = []  # the slots of the rows
         self._frame = bytearray(self._request(row, inputs, arena))
         self._times = np.frombuffer(self._frame, "<i8", members, _TIMES_OFFSET)
         self._group = np.frombuffer(self._frame, "<u8", 1, _GROUP_OFFSET)
-        self._counts = frames.counts_frame(row.number, [20_000, 20_000] * _COUNTED)
+        self._counts = frames.message_frame(frames.COUNTS, [20_000, 20_000] * _COUNTED, row.number)
         self._counted = 0
         self._members = members
         self._missing: dict[int, int] = {}
@@ -160,7 +160,7 @@ class SyntheticFrontEnd:
     def _request(self, row: VersionRow, inputs: Mapping[str, Array], arena: Arena | None) -> bytes:
         """Encode a group of a row for each member: in slots if the rows are large, as `RemoteModels` does."""
         members = len(next(iter(inputs.values())))
-        arrival, rows, writer = [0] * members, [1] * members, TensorWriter(model_spec(row).inputs)
+        arrival, rows, writer = [0] * members, [1] * members, TensorWriter(row.spec.inputs)
         if arena is None or min(array.nbytes for array in inputs.values()) < members * MIN_SLOT_BYTES:
             block, data, size = writer.write((inputs,), 0)
             return b"".join(frames.requests_frame(0, row.number, arrival, rows, block, data, size))
@@ -278,7 +278,7 @@ def prepared_rows(spec: ModelSpec, rows: int) -> dict[str, Array]:
 
 def _describe(data: bytes, kind: int, start: int, end: int) -> str:
     if kind == frames.ERROR:
-        return repr(frames.parse_error(data, start, end)[1])
+        return repr(frames.parse_message(data, start, end).content)
     return f"a frame of kind {kind}"
 
 
@@ -384,7 +384,7 @@ class EngineAlone:
 
         def on_notice(name: str, content: Any) -> None:
             if name == "table":
-                rows = [row for row in decode_table(content) if row.name == self._model]
+                rows = [row for row in decode_table(content) if row.spec.name == self._model]
                 self._row = rows[0] if rows else None
                 table.set()
 
@@ -417,7 +417,7 @@ class EngineAlone:
         row = self._row
         if row is None:
             raise EngineFailed(f"the engine does not serve '{self._model}'")
-        inputs = prepared_rows(model_spec(row), members)
+        inputs = prepared_rows(row.spec, members)
         expected = await self._outputs(row, inputs, members)
         front_ends = [
             SyntheticFrontEnd(sock, row, inputs, max(callers // members, 1), expected, arena)

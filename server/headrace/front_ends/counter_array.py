@@ -104,13 +104,18 @@ class CounterArray:
 
     Attributes:
         fd: see above.
-        cells: all numbers.
+        bodies: cells of the `BodyMemory`.
+        errors, dropped: cells of the counters of errors and of dropped telemetry.
+        requests: cells of the requests that have ended and have failed; see `headrace.inference.load_report`.
+        lag: cells of the `LoopLag`, as an array.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.cells = map_memory(fd, ARRAY_BYTES)
-        self._header = self.cells[_HEADER]
+        self._cells = cells = map_memory(fd, ARRAY_BYTES)
+        self._header, self.bodies = cells[_HEADER], cells[_BODIES]
+        self.errors, self.dropped, self.requests = cells[_ERRORS], cells[_DROPPED], cells[_REQUESTS]
+        self.lag: Counts = np.frombuffer(cells[_LAG], np.int64)
 
     @classmethod
     def create(cls, name: str = "headrace-counters") -> CounterArray:
@@ -144,37 +149,12 @@ class CounterArray:
 
     def limits(self, protocol: str) -> memoryview[int]:
         """Return the cells of a protocol's `ClientLimits`."""
-        return self.cells[_LIMITS[protocol]]
-
-    @property
-    def bodies(self) -> memoryview[int]:
-        """Cells of the `BodyMemory`."""
-        return self.cells[_BODIES]
-
-    @property
-    def errors(self) -> memoryview[int]:
-        """Cells of the counter of errors."""
-        return self.cells[_ERRORS]
-
-    @property
-    def dropped(self) -> memoryview[int]:
-        """Cells of the counter of dropped telemetry."""
-        return self.cells[_DROPPED]
-
-    @property
-    def requests(self) -> memoryview[int]:
-        """Cells of the requests that have ended and have failed; see `headrace.inference.load_report`."""
-        return self.cells[_REQUESTS]
-
-    @property
-    def lag(self) -> Counts:
-        """Cells of the `LoopLag`, as an array."""
-        return np.frombuffer(self.cells[_LAG], np.int64)
+        return self._cells[_LIMITS[protocol]]
 
     def failures(self, slot: int) -> memoryview[int]:
         """Return the cells of a version: its key, the time of its failures in nanoseconds, and their number by reason."""
         first = _FAILURES.start + slot * _SLOT_CELLS
-        return self.cells[first : first + _SLOT_CELLS]
+        return self._cells[first : first + _SLOT_CELLS]
 
     def begin(self, pid: int) -> None:
         """Start to count in a new process."""

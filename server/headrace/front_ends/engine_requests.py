@@ -32,7 +32,7 @@ from headrace.front_ends.arena import ALIGNMENT, MappedArena
 from headrace.front_ends.errors import describe_error
 from headrace.front_ends.frame_stream import FrameStream
 from headrace.front_ends.frames import CountEvent, FrameError, RequestsFrame, TensorPlace, parse_slots
-from headrace.front_ends.table import VersionRow, encode_table, version_row
+from headrace.front_ends.table import VersionRow, encode_table
 from headrace.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
 from headrace.inference.request_options import SharedRange
 from headrace.inference.request_template import RawInput, named_tensor, read_shared_input, write_shared_output
@@ -269,10 +269,10 @@ class EngineRequests:
 
 def _row(handle: VersionHandle, versions: Sequence[str], traffic: Traffic | None) -> VersionRow:
     is_model = isinstance(handle, ModelHandle)
-    return version_row(
+    return VersionRow(
         handle.spec,
         handle.serial,
-        versions,
+        tuple(versions),
         has_cache=handle.has_cache,
         has_details=not is_model or handle.policy.by_member,
         max_group_rows=handle.max_group_rows if isinstance(handle, ModelHandle) else 1,
@@ -399,18 +399,22 @@ class FrontEndLink:
             group = self._groups.get(frames.HEADER.unpack_from(buffer, start)[4])
             for completion in () if group is None else tuple(group.completions):
                 completion.abandon()
-        elif kind == frames.COUNTS:
-            number, times_ns = frames.parse_counts(buffer, start, end)
-            version = self._requests.versions.get(number)
+        else:
+            self._on_message(frames.parse_message(buffer, start, end))
+
+    def _on_message(self, message: frames.Message) -> None:
+        kind, content = message.kind, message.content
+        if kind == frames.COUNTS:
+            version = self._requests.versions.get(message.number)
             if version is not None:
-                version.handle.recorder.record_codec_times(*times_ns)
+                version.handle.recorder.record_codec_times(*content)
         elif kind == frames.EVENTS:
-            for event in frames.parse_events(buffer, start, end):
+            for event in content:
                 self._count(event)
         elif kind == frames.RETIRED:
-            self._release_version(frames.parse_retired(buffer, start, end))
+            self._release_version(message.number)
         elif kind == frames.CHARGE:
-            self._charge(frames.HEADER.unpack_from(buffer, start)[4], frames.parse_charge(buffer, start, end))
+            self._charge(message.group, content)
         else:
             raise FrameError(f"front end {self.number} sent a frame of kind {kind}")
 
@@ -421,7 +425,7 @@ class FrontEndLink:
             self._requests.charge(name)
         except HeadraceError as error:
             refusal = describe_error(error)
-        self.stream.write((frames.charged_frame(number, refusal),))
+        self.stream.write((frames.message_frame(frames.CHARGED, refusal, group=number),))
 
     def _count(self, event: CountEvent) -> None:
         version = self._requests.versions.get(event.version)
@@ -560,7 +564,7 @@ class FrontEndLink:
         self.stream.write(frames.answers_frame(group.number, first, members, response, block, data, data_bytes))
 
     def _write_error(self, group: int, first: int, members: int, error: BaseException) -> None:
-        self.stream.write((frames.error_frame(group, first, members, describe_error(error)),))
+        self.stream.write((frames.message_frame(frames.ERROR, describe_error(error), first, group, members),))
 
     def pin_arena(self) -> None:
         """Pin the arena if a model on a GPU reads it."""
@@ -580,7 +584,7 @@ class FrontEndLink:
         released = self._released
         slots = [released.popleft() for _ in range(len(released))]
         if slots and not self.stream.is_lost:
-            self.stream.write((frames.release_frame(slots),))
+            self.stream.write((frames.message_frame(frames.RELEASE, slots),))
 
     def _count_undelivered(self, group: _Group, response: InferResponse) -> None:
         for received_ns in group.received_ns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from headrace.core import errors
-from headrace.core.errors import HeadraceError, ModelFailed, QuotaExceeded, Unavailable
+from headrace.core.errors import HeadraceError
 from headrace.front_ends.frames import ErrorRecord
 from headrace.inference.service import internal_error
 
@@ -22,32 +22,22 @@ def _classes(kind: type[HeadraceError]) -> dict[str, type[HeadraceError]]:
 _CLASSES = {reason: kind for reason, kind in _classes(HeadraceError).items() if kind is not errors.ConfigError}
 
 
+_DETAILS = ("retry_after_s", "can_retry", "client", "reference")
+"""Attributes of errors besides their message and steps."""
+
+
 def describe_error(error: BaseException) -> ErrorRecord:
     """Return the record of an error. Any other exception is logged, and becomes ModelFailed with a reference."""
     failure = error if isinstance(error, HeadraceError) else internal_error(error, logger)
-    return ErrorRecord(
-        failure.reason,
-        str(failure),
-        failure.retry_after_s if isinstance(failure, Unavailable | QuotaExceeded) else 0.0,
-        failure.client if isinstance(failure, QuotaExceeded) else "",
-        failure.reference if isinstance(failure, ModelFailed) else "",
-        tuple(failure.steps),
-        failure.can_retry if isinstance(failure, Unavailable) else True,
-    )
+    details = {name: getattr(failure, name) for name in _DETAILS if hasattr(failure, name)}
+    return ErrorRecord(failure.reason, str(failure), details, tuple(failure.steps))
 
 
 def restore_error(record: ErrorRecord) -> HeadraceError:
     """Return the error of a record; one of an unknown class is a HeadraceError."""
-    kind = _CLASSES.get(record.reason, HeadraceError)
-    error: HeadraceError
-    if issubclass(kind, QuotaExceeded):
-        error = kind(record.message, record.retry_after_s, record.client)
-    elif issubclass(kind, Unavailable):
-        error = kind(record.message, record.retry_after_s, record.can_retry)
-    elif issubclass(kind, ModelFailed):
-        error = kind(record.message, record.reference)
-    else:
-        error = kind(record.message)
+    error = _CLASSES.get(record.reason, HeadraceError)(record.message)
+    for name, value in record.details.items():
+        setattr(error, name, value)
     if record.steps:
         error.steps = record.steps
     return error

@@ -9,14 +9,15 @@ nanoseconds, which all processes of a machine share.
               tensors of one member, in any slot; the data are slot u32, generation u32, offset u64 of each member, tensor by
               tensor
     ANSWERS   first member u32, batch rows u32, tensor block u32, extras u32, five times i64, extras (msgpack), tensor block, data
-    ERROR     first member u32, size u32, `ErrorRecord` (msgpack)
     CANCEL    nothing: all members of the group
-    COUNTS    version u32, number u32, decode and encode times i64 of that number of responses
-    EVENTS    size u32, 0 u32, list of `CountEvent` (msgpack)
-    RELEASE   number u32, 0 u32, slot u32 and generation u32 of each
-    RETIRED   version u32, 0 u32: the front end uses a version no longer
-    CHARGE    0 u32, size u32, name of a key (msgpack), with a number in the place of the group: take a token from its quota. The
-              engine responds with the same kind and number, and `ErrorRecord` or nil (msgpack)
+    others    number u32, size u32, content (msgpack): see `Message`
+      ERROR     `ErrorRecord` of members from the number on
+      COUNTS    decode and encode times of responses of a version, alternating, in nanoseconds
+      EVENTS    list of `CountEvent`
+      RELEASE   slots, each with its generation, that the engine reads no longer
+      RETIRED   nil: the front end uses a version no longer
+      CHARGE    name of a key: take a token from its quota
+      CHARGED   `ErrorRecord` of the refused CHARGE, or nil
 
 A tensor block describes tensors: a text (u16 size), and for each tensor its number u16, datatype u8, dimensions u8, place u32,
 size u64, dims i64. Blocks repeat from request to request, so that a receiver keeps their parsed form by their bytes. The data of
@@ -29,22 +30,16 @@ import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from headrace.core.request import (
-    BatchTimes,
-    InferRequest,
-    InferResponse,
-    PipelineStepTimes,
-)
+from headrace.core.request import BatchTimes, InferRequest, InferResponse, PipelineStepTimes
 from headrace.core.tensor import BYTES, DATATYPES
 
 Buffer = bytes | memoryview
 
-REQUESTS, ANSWERS, ERROR, CANCEL, COUNTS, EVENTS, RELEASE, RETIRED, CHARGE = range(1, 10)
-KINDS = frozenset(range(1, 10))
+REQUESTS, ANSWERS, ERROR, CANCEL, COUNTS, EVENTS, RELEASE, RETIRED, CHARGE, CHARGED = range(1, 11)
 
 FINAL, CACHED, TIMED = 1, 2, 4
 """Flags of ANSWERS: no further answers of its members follow; from the response cache; the times of a batch are present."""
@@ -148,11 +143,8 @@ class ErrorRecord(msgspec.Struct, array_like=True, frozen=True, eq=True):
 
     reason: str
     message: str
-    retry_after_s: float = 0.0
-    client: str = ""
-    reference: str = ""
+    details: dict[str, str | float | bool] = {}
     steps: tuple[PipelineStepTimes, ...] = ()
-    can_retry: bool = True
 
 
 class CountEvent(msgspec.Struct, array_like=True, frozen=True, eq=True):
@@ -175,10 +167,6 @@ class CountEvent(msgspec.Struct, array_like=True, frozen=True, eq=True):
 
 _extras_decoder = msgspec.msgpack.Decoder(RequestExtras)
 _answer_extras_decoder = msgspec.msgpack.Decoder(AnswerExtras)
-_error_decoder = msgspec.msgpack.Decoder(ErrorRecord)
-_name_decoder = msgspec.msgpack.Decoder(str)
-_charged_decoder = msgspec.msgpack.Decoder(ErrorRecord | None)
-_events_decoder = msgspec.msgpack.Decoder(list[CountEvent])
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -513,122 +501,61 @@ def parse_answers(buffer: bytes, start: int, end: int) -> AnswersFrame:
 # --- Other frames ------------------------------------------------------------------------------------------------------
 
 
-def error_frame(group: int, first: int, members: int, record: ErrorRecord) -> bytes:
-    """Encode the error of `members` members of a group from `first`."""
-    return _packed_frame(ERROR, members, group, first, _encode(record))
+class Message(NamedTuple):
+    """A frame whose content is msgpack.
+
+    Attributes:
+        kind: ERROR, COUNTS, EVENTS, RELEASE, RETIRED, CHARGE or CHARGED.
+        members: number of members that an ERROR ends.
+        group: of an ERROR; number of a CHARGE and its CHARGED.
+        number: first member of an ERROR; version of COUNTS and RETIRED.
+        content: see the table at the top.
+    """
+
+    kind: int
+    members: int
+    group: int
+    number: int
+    content: Any
 
 
-def parse_error(buffer: bytes, start: int, end: int) -> tuple[int, ErrorRecord]:
-    """Parse an ERROR frame; returns its first member and the error; raises FrameError."""
-    first, content = _packed(buffer, start, end)
-    record: ErrorRecord = _decoded(_error_decoder, content)
-    return first, record
+_MESSAGE_DECODERS = {
+    kind: msgspec.msgpack.Decoder(content)
+    for kind, content in {
+        ERROR: ErrorRecord,
+        COUNTS: tuple[Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)], ...],
+        EVENTS: list[CountEvent],
+        RELEASE: list[tuple[int, int]],
+        RETIRED: None,
+        CHARGE: str,
+        CHARGED: ErrorRecord | None,
+    }.items()
+}
 
 
-def cancel_frame(group: int) -> bytes:
-    """Encode the cancellation of all members of a group."""
-    return HEADER.pack(HEADER_BYTES, CANCEL, 0, 0, group)
-
-
-def counts_frame(version: int, times_ns: Sequence[int]) -> bytes:
-    """Encode decode and encode times of responses, alternating, in nanoseconds."""
-    body = struct.pack(f"<{len(times_ns)}q", *times_ns)
-    size = HEADER_BYTES + _PAIR.size + len(body)
-    return HEADER.pack(size, COUNTS, 0, 0, 0) + _PAIR.pack(version, len(times_ns) // 2) + body
-
-
-def parse_counts(buffer: bytes, start: int, end: int) -> tuple[int, tuple[int, ...]]:
-    """Parse a COUNTS frame: number of the version, and times in pairs; raises FrameError."""
-    version, number = _pair(buffer, start, end)
-    return version, _values(buffer, start, end, f"<{2 * number}q")
-
-
-def events_frame(events: Sequence[CountEvent]) -> bytes:
-    """Encode events that the engine counts."""
-    return _packed_frame(EVENTS, 0, 0, 0, _encode(events))
-
-
-def parse_events(buffer: bytes, start: int, end: int) -> list[CountEvent]:
-    """Parse an EVENTS frame; raises FrameError."""
-    events: list[CountEvent] = _decoded(_events_decoder, _packed(buffer, start, end)[1])
-    return events
-
-
-def release_frame(slots: Sequence[tuple[int, int]]) -> bytes:
-    """Encode slots, each with its generation, that the engine reads no longer."""
-    body = b"".join([_PAIR.pack(*slot) for slot in slots])
-    return HEADER.pack(HEADER_BYTES + _PAIR.size + len(body), RELEASE, 0, 0, 0) + _PAIR.pack(len(slots), 0) + body
-
-
-def parse_release(buffer: bytes, start: int, end: int) -> list[tuple[int, int]]:
-    """Parse a RELEASE frame: slots with their generations; raises FrameError."""
-    number = _pair(buffer, start, end)[0]
-    values = _values(buffer, start, end, f"<{2 * number}I")
-    return list(zip(values[::2], values[1::2], strict=True))
-
-
-def retired_frame(version: int) -> bytes:
-    """Encode that the front end uses a version no longer."""
-    return HEADER.pack(HEADER_BYTES + _PAIR.size, RETIRED, 0, 0, 0) + _PAIR.pack(version, 0)
-
-
-def parse_retired(buffer: bytes, start: int, end: int) -> int:
-    """Parse a RETIRED frame: number of the version; raises FrameError."""
-    return _pair(buffer, start, end)[0]
-
-
-def charge_frame(number: int, name: str) -> bytes:
-    """Encode the charge of a quota by the name of its key."""
-    return _packed_frame(CHARGE, 0, number, 0, _encode(name))
-
-
-def parse_charge(buffer: bytes, start: int, end: int) -> str:
-    """Parse a CHARGE frame of a front end: name of the key; raises FrameError."""
-    name: str = _decoded(_name_decoder, _packed(buffer, start, end)[1])
-    return name
-
-
-def charged_frame(number: int, refusal: ErrorRecord | None) -> bytes:
-    """Encode the result of a charge: None if the quota had a token."""
-    return _packed_frame(CHARGE, 0, number, 0, _encode(refusal))
-
-
-def parse_charged(buffer: bytes, start: int, end: int) -> ErrorRecord | None:
-    """Parse a CHARGE frame of the engine: the refusal, None for none; raises FrameError."""
-    refusal: ErrorRecord | None = _decoded(_charged_decoder, _packed(buffer, start, end)[1])
-    return refusal
-
-
-def _packed_frame(kind: int, members: int, group: int, number: int, packed: bytes) -> bytes:
+def message_frame(kind: int, content: object = None, number: int = 0, group: int = 0, members: int = 0) -> bytes:
+    """Encode a frame; arguments as in `Message`."""
+    packed = _encode(content)
     pad = padding(len(packed))
     size = HEADER_BYTES + _PAIR.size + len(packed) + len(pad)
     return HEADER.pack(size, kind, 0, members, group) + _PAIR.pack(number, len(packed)) + packed + pad
 
 
-def _packed(buffer: bytes, start: int, end: int) -> tuple[int, bytes]:
-    number, size_bytes = _pair(buffer, start, end)
-    begin = start + HEADER_BYTES + _PAIR.size
-    if begin + size_bytes > end:
-        raise FrameError(f"a message of {size_bytes} bytes exceeds its frame of {end - start} bytes")
-    return number, buffer[begin : begin + size_bytes]
-
-
-def _pair(buffer: bytes, start: int, end: int) -> tuple[int, int]:
+def parse_message(buffer: bytes, start: int, end: int) -> Message:
+    """Parse a frame of `message_frame`; raises FrameError, also for a frame of another kind."""
     if end - start < HEADER_BYTES + _PAIR.size:
         raise FrameError(f"a frame of {end - start} bytes ends within its first numbers")
-    first, second = _PAIR.unpack_from(buffer, start + HEADER_BYTES)
-    return first, second
-
-
-def _values(buffer: bytes, start: int, end: int, layout: str) -> tuple[int, ...]:
-    begin = start + HEADER_BYTES + _PAIR.size
-    if begin + struct.calcsize(layout) > end:
-        raise FrameError(f"a frame of {end - start} bytes is too small for its {layout[1:-1]} numbers")
-    return struct.unpack_from(layout, buffer, begin)
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[Any], content: bytes) -> Any:
+    _, kind, _, members, group = HEADER.unpack_from(buffer, start)
+    number, size_bytes = _PAIR.unpack_from(buffer, start + HEADER_BYTES)
+    decoder, begin = _MESSAGE_DECODERS.get(kind), start + HEADER_BYTES + _PAIR.size
+    if decoder is None or begin + size_bytes > end:
+        raise FrameError(f"a frame of kind {kind} and {end - start} bytes has a message of {size_bytes} bytes")
     try:
-        return decoder.decode(content)
+        return Message(kind, members, group, number, decoder.decode(buffer[begin : begin + size_bytes]))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FrameError(f"a message cannot be read: {error}") from None
+
+
+def cancel_frame(group: int) -> bytes:
+    """Encode the cancellation of all members of a group."""
+    return HEADER.pack(HEADER_BYTES, CANCEL, 0, 0, group)

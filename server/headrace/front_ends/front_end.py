@@ -222,7 +222,7 @@ class FrontEndProcess:
         return Services(
             models=cast(Any, self._models),
             repository=absent,
-            regions=RemoteRegions() if allows_regions else absent,
+            regions=cast(Any, RemoteRegions()) if allows_regions else absent,
             traces=absent,
             observer=cast(Any, self._observer),
             logs=absent,

@@ -23,17 +23,16 @@ from headrace.core.errors import HeadraceError, Unavailable
 from headrace.core.request import NO_RANGES, InferRequest, InferResponse, ModelLoad, Probe
 from headrace.core.tensor import Array, ModelSpec, as_input, is_resident
 from headrace.front_ends import frames
-from headrace.front_ends.arena import ALIGNMENT, DEFAULT_ARENA_BYTES, Arena
+from headrace.front_ends.arena import ALIGNMENT, Arena
 from headrace.front_ends.errors import restore_error
 from headrace.front_ends.frame_stream import FrameStream
 from headrace.front_ends.frames import CountEvent, FrameError, TensorPlace
 from headrace.front_ends.remote_quotas import RemoteQuotas
 from headrace.front_ends.remote_regions import RegionRange, can_name_regions, rows_in_engine
 from headrace.front_ends.request_groups import MIN_SLOT_BYTES, group_requests
-from headrace.front_ends.table import VersionRow, decode_table, model_spec
+from headrace.front_ends.table import VersionRow, decode_table
 from headrace.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
 from headrace.inference.load_report import ServerFigures
-from headrace.inference.services import Models
 from headrace.observability.counters import Recorder
 
 logger = logging.getLogger("headrace.front_ends")
@@ -162,7 +161,7 @@ class RemoteRecorder(Recorder):
     def flush(self) -> None:
         """Send the codec times."""
         if self.times_ns:
-            self._models.send(frames.counts_frame(self._version, self.times_ns))
+            self._models.send(frames.message_frame(frames.COUNTS, self.times_ns, self._version))
             self.times_ns.clear()
 
     def failure(self, reason: str, time_ns: int, answered_ns: int | None = None) -> None:
@@ -199,7 +198,7 @@ class RemoteHandle:
 
     def __init__(self, models: RemoteModels, row: VersionRow) -> None:
         self.models, self.row, self.number = models, row, row.number
-        self.spec: ModelSpec = model_spec(row)
+        self.spec = row.spec
         self.recorder: Recorder = RemoteRecorder(models, row.number, row.histograms)
         self.has_cache = row.has_cache
         self.pending: list[tuple[InferRequest, RemoteCompletion]] = []
@@ -295,32 +294,21 @@ class RemoteModels:
 
     Args:
         loop: event loop of the front end.
-        state: shared page of the engine, until `attached` replaces it; None for none.
-        control: answers every other question about models, by the engine; None for none.
-        arena_bytes: size of the arena for large tensors.
 
     Attributes:
         mailbox: of the loop.
         is_attached: the engine is connected.
-        state: see Args.
+        state: page of the engine process; None before the first.
         quotas: of keys, which the engine charges.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        state: EngineState | None = None,
-        control: Models | None = None,
-        arena_bytes: int = DEFAULT_ARENA_BYTES,
-    ) -> None:
-        self._arena_bytes = arena_bytes
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._arena: Arena | None = None
         self.mailbox = Mailbox(loop)
         self.is_attached = False
-        self.state: EngineState = NoState() if state is None else state
+        self.state: EngineState = NoState()
         self.quotas = RemoteQuotas(loop, self.send)
         self._loop = loop
-        self._control = control
         self._stream: FrameStream | None = None
         self._by_name: dict[tuple[str, str], RemoteHandle] = {}
         self._handles: dict[int, RemoteHandle] = {}
@@ -336,7 +324,7 @@ class RemoteModels:
     def new_arena(self) -> int:
         """Create the arena of the next connection; returns its descriptor, for the engine. Owned by this object."""
         self._close_arena()
-        arena = self._arena = Arena(self._arena_bytes)
+        arena = self._arena = Arena()
         return arena.fd
 
     def _close_arena(self) -> None:
@@ -390,7 +378,7 @@ class RemoteModels:
             handle.row = row  # names and limits may differ, tensor specs do not
             handles[row.number] = handle
             for version in row.requested_as:
-                by_name[row.name, version] = handle
+                by_name[row.spec.name, version] = handle
         retired = [handle for number, handle in self._handles.items() if number not in handles]
         self._by_name, self._handles = by_name, handles
         for handle in retired:
@@ -421,8 +409,6 @@ class RemoteModels:
         """Bytes of the arena that requests use."""
         return 0 if self._arena is None else self._arena.allocated_bytes
 
-    # `headrace.inference.services.Models`
-
     def lease(self, name: str, version: str) -> RemoteHandle:
         """Lease a version; raises Unavailable, which a caller gets only if it has waited since `serves`."""
         handle = self._by_name.get((name, version))
@@ -430,31 +416,6 @@ class RemoteModels:
             raise Unavailable(_REPLACED)
         handle.lease()
         return handle
-
-    def versions(self, name: str) -> Sequence[str]:
-        """See `Models.versions`."""
-        return self._all().versions(name)
-
-    def config(self, model: str, version: str = "") -> Mapping[str, object]:
-        """See `Models.config`."""
-        return self._all().config(model, version)
-
-    def statistics(self, name: str, version: str) -> Sequence[Mapping[str, object]]:
-        """See `Models.statistics`."""
-        return self._all().statistics(name, version)
-
-    def index(self) -> Sequence[Mapping[str, object]]:
-        """See `Models.index`."""
-        return self._all().index()
-
-    def ready(self) -> bool:
-        """True while the engine is connected and ready."""
-        return self.is_attached and (self._control is None or self._control.ready())
-
-    def _all(self) -> Models:
-        if self._control is None:
-            raise Unavailable("this front end answers inference only: send the request to the engine")
-        return self._control
 
     # Requests
 
@@ -478,7 +439,7 @@ class RemoteModels:
         assert isinstance(handle.recorder, RemoteRecorder)
         handle.recorder.flush()
         self._flush_events()
-        self.send(frames.retired_frame(handle.number))
+        self.send(frames.message_frame(frames.RETIRED, number=handle.number))
 
     def _flush(self) -> None:
         """Send the requests of this turn; those of later turns too while the engine does not read."""
@@ -620,24 +581,24 @@ class RemoteModels:
     # Answers
 
     def _on_frame(self, buffer: bytes, start: int, end: int) -> None:
-        _, kind, _, members, number = frames.HEADER.unpack_from(buffer, start)
-        if kind == frames.ANSWERS:
+        if buffer[start + 4] == frames.ANSWERS:
             self._on_answers(frames.parse_answers(buffer, start, end), buffer)
-        elif kind == frames.ERROR:
-            first, record = frames.parse_error(buffer, start, end)
+            return
+        kind, members, number, first, content = frames.parse_message(buffer, start, end)
+        if kind == frames.ERROR:
             group = self._groups.get(number)
             if group is None:
                 return
             completions = group.completions[first : first + members]
             self._end_members(group, completions)
             for completion in completions:
-                completion.settle_now(restore_error(record))
+                completion.settle_now(restore_error(content))
         elif kind == frames.RELEASE:
             if self._arena is not None:
-                for slot in frames.parse_release(buffer, start, end):
+                for slot in content:
                     self._arena.release(*slot)
-        elif kind == frames.CHARGE:
-            self.quotas.on_charged(number, frames.parse_charged(buffer, start, end))
+        elif kind == frames.CHARGED:
+            self.quotas.on_charged(number, content)
         else:
             raise FrameError(f"the engine sent a frame of kind {kind}")
 
@@ -748,7 +709,7 @@ class RemoteModels:
     def _flush_events(self) -> None:
         events, self._events = self._events, []
         if events:
-            self.send(frames.events_frame(events))
+            self.send(frames.message_frame(frames.EVENTS, events))
 
 
 def _settle(handle: RemoteHandle, completion: RemoteCompletion, response: InferResponse) -> None:

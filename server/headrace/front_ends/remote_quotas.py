@@ -39,7 +39,7 @@ class RemoteQuotas:
             bucket.check(now_ns)
         self._last = number = self._last + 1
         waiter = self._waiting[number] = self._loop.create_future()
-        self._send(frames.charge_frame(number, bucket.name))
+        self._send(frames.message_frame(frames.CHARGE, bucket.name, group=number))
         try:
             refusal = await waiter
         finally:

@@ -7,7 +7,7 @@ concern the engine alone.
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,31 +72,11 @@ class RemoteRegion:
 
 
 class RemoteRegions:
-    """All regions of the engine, see `headrace.inference.services.Regions`."""
+    """All regions of the engine, for inference: registering them is a route of the engine."""
 
     def find(self, name: str) -> RemoteRegion:
         """Return a region of any name."""
         return RemoteRegion(name)
-
-    def register_system(self, name: str, key: str, offset: int, size_bytes: int) -> None:
-        """Raise Unavailable: a route of the engine."""
-        raise _not_here()
-
-    def register_cuda(self, name: str, handle: bytes, device: int, size_bytes: int) -> None:
-        """Raise Unavailable: a route of the engine."""
-        raise _not_here()
-
-    def unregister(self, kind: str, name: str) -> None:
-        """Raise Unavailable: a route of the engine."""
-        raise _not_here()
-
-    def status(self, kind: str, name: str) -> NoReturn:
-        """Raise Unavailable: a route of the engine."""
-        raise _not_here()
-
-
-def _not_here() -> Unavailable:
-    return Unavailable("shared memory is registered in the engine process: send the request again")
 
 
 def can_name_regions(spec: ModelSpec) -> bool:

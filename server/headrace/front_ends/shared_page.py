@@ -16,7 +16,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 import numpy as np
@@ -44,9 +44,9 @@ from headrace.scheduling.version_handle import OverloadFigures
 _KEY, _REJECTS, _SEQUENCE, _CHECKSUM, _FIRST = range(5)
 _FIGURES = struct.Struct("<7qdq11q")
 _RECORD_CELLS = 32
-_LAST = _FIRST + _FIGURES.size // 8
+# The header of the page is the record of the whole server; its key is the epoch.
 _HEADER_CELLS = _RECORD_CELLS
-_EPOCH, _RECORD_NEEDS, _SERVER_SEQUENCE, _SERVER_CHECKSUM, _SERVER_FIRST = range(5)
+_EPOCH, _RECORD_NEEDS = _KEY, _REJECTS
 _SERVER = struct.Struct("<q3d")  # time of the record and `ServerFigures`
 PAGE_BYTES = (_HEADER_CELLS + SLOTS * _RECORD_CELLS) * 8
 # A reader gives up after this many torn reads: the writer has ended in the middle of a record.
@@ -173,19 +173,40 @@ class SharedPage:
         """Return the record of a version; None if it has ended or has no slot."""
         if slot < 0:
             return None
-        cells, base = self._cells, _HEADER_CELLS + slot * _RECORD_CELLS
-        key = version_key(self.epoch, serial)
+        base = _HEADER_CELLS + slot * _RECORD_CELLS
+        figures = self._read(base, _FIGURES, version_key(self.epoch, serial))
+        return None if figures is None else VersionRecord._make(figures)
+
+    def _read(self, base: int, layout: struct.Struct, key: int) -> tuple[Any, ...] | None:
+        """Return the figures of a record once it is not being written; None before the first write, or if its key differs.
+
+        Args:
+            base: first cell of the record.
+            layout: of the figures.
+            key: of the record.
+        """
+        cells, first = self._cells, (base + _FIRST) * 8
         for _ in range(_MAX_READS):
             sequence = cells[base + _SEQUENCE]
             if sequence & 1:
                 continue
-            content = bytes(self._bytes[(base + _FIRST) * 8 : (base + _LAST) * 8])
+            content = bytes(self._bytes[first : first + layout.size])
             is_whole = cells[base + _CHECKSUM] == _checksum(content, sequence)
-            if cells[base + _KEY] != key:
+            if not sequence or cells[base + _KEY] != key:
                 return None
             if is_whole and cells[base + _SEQUENCE] == sequence:
-                return VersionRecord._make(_FIGURES.unpack(content))
+                return layout.unpack(content)
         return None
+
+    def _write(self, base: int, layout: struct.Struct, key: int, figures: Iterable[float]) -> None:
+        cells, first = self._cells, (base + _FIRST) * 8
+        content = layout.pack(*figures)
+        sequence = cells[base + _SEQUENCE] + 2
+        cells[base + _SEQUENCE] = sequence - 1
+        self._bytes[first : first + layout.size] = content
+        cells[base + _CHECKSUM] = _checksum(content, sequence)
+        cells[base + _KEY] = key
+        cells[base + _SEQUENCE] = sequence
 
     def load(self, slot: int, serial: int) -> ModelLoad:
         """Return the load of a version; zeros if it has ended or has no slot."""
@@ -194,19 +215,8 @@ class SharedPage:
 
     def server_figures(self, now_ns: int) -> ServerFigures | None:
         """Return the load of the server; None while it is unknown, or not written any more."""
-        cells, first = self._cells, _SERVER_FIRST * 8
-        for _ in range(_MAX_READS):
-            sequence = cells[_SERVER_SEQUENCE]
-            if sequence & 1:
-                continue
-            content = bytes(self._bytes[first : first + _SERVER.size])
-            is_whole = cells[_SERVER_CHECKSUM] == _checksum(content, sequence)
-            if not sequence:
-                return None
-            if is_whole and cells[_SERVER_SEQUENCE] == sequence:
-                written_ns, *figures = _SERVER.unpack(content)
-                return ServerFigures(*figures) if now_ns - written_ns <= _MAX_AGE_NS else None
-        return None
+        written_ns, *figures = self._read(0, _SERVER, self.epoch) or (0,)
+        return ServerFigures(*figures) if written_ns and now_ns - written_ns <= _MAX_AGE_NS else None
 
     def rejection(self, slot: int, serial: int, now_ns: int, has_deadline: bool = False) -> HeadraceError | None:
         """Return the error of a request that arrives now; None if it is accepted, or the engine process decides.
@@ -227,25 +237,13 @@ class SharedPage:
     def write(self, slot: int, key: int, record: VersionRecord, rejects: bool) -> None:
         """Write the record of a version."""
         cells, base = self._cells, _HEADER_CELLS + slot * _RECORD_CELLS
-        content = _FIGURES.pack(*record)
-        sequence = cells[base + _SEQUENCE] + 2
-        cells[base + _SEQUENCE] = sequence - 1
-        self._bytes[(base + _FIRST) * 8 : (base + _LAST) * 8] = content
-        cells[base + _CHECKSUM] = _checksum(content, sequence)
-        cells[base + _KEY] = key
-        cells[base + _SEQUENCE] = sequence
+        self._write(base, _FIGURES, key, record)
         if bool(cells[base + _REJECTS]) != rejects:
             cells[base + _REJECTS] = rejects
 
     def write_server(self, now_ns: int, figures: ServerFigures) -> None:
         """Write the load of the server."""
-        cells, first = self._cells, _SERVER_FIRST * 8
-        content = _SERVER.pack(now_ns, *figures)
-        sequence = cells[_SERVER_SEQUENCE] + 2
-        cells[_SERVER_SEQUENCE] = sequence - 1
-        self._bytes[first : first + _SERVER.size] = content
-        cells[_SERVER_CHECKSUM] = _checksum(content, sequence)
-        cells[_SERVER_SEQUENCE] = sequence
+        self._write(0, _SERVER, self.epoch, (now_ns, *figures))
 
     def clear(self, slot: int) -> None:
         """End the record of a version."""

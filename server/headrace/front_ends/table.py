@@ -7,35 +7,19 @@ that the table does not have is passed to the engine, which answers with the err
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import msgspec
+import numpy as np
 
-from headrace.core.tensor import BY_NAME, ModelSpec, PaddedInputs, TensorSpec
-
-
-class TensorRow(msgspec.Struct, array_like=True, frozen=True):
-    """See `headrace.core.tensor.TensorSpec`."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    optional: bool
-    labels: tuple[str, ...]
-
-
-class PaddedRow(msgspec.Struct, array_like=True, frozen=True):
-    """See `headrace.core.tensor.PaddedInputs`."""
-
-    names: tuple[str, ...]
-    axis: int
-    multiple_of: int
-    longest: int
+from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 
 
 class VersionRow(msgspec.Struct, array_like=True, frozen=True):
-    """One served version; see `headrace.core.tensor.ModelSpec`.
+    """One served version.
 
     Attributes:
+        spec: of the version.
         number: of the version, unique in the engine process.
         requested_as: version texts that select it: its number, labels, "" for the latest.
         has_cache: responses may come from a response cache.
@@ -45,105 +29,39 @@ class VersionRow(msgspec.Struct, array_like=True, frozen=True):
         sticky_header: header that the engine routes requests of the model by; "" for none.
     """
 
+    spec: ModelSpec
     number: int
-    name: str
-    version: str
-    platform: str
     requested_as: tuple[str, ...]
-    inputs: tuple[TensorRow, ...]
-    outputs: tuple[TensorRow, ...]
-    max_batch_size: int
-    parameters: dict[str, str | int | float | bool]
-    resident_devices: tuple[int, ...] = ()
-    ragged: tuple[str, ...] = ()
-    padded: PaddedRow | None = None
     has_cache: bool = False
     has_details: bool = True
     max_group_rows: int = 1
     histograms: bool = True
-    decoupled: bool = False
     sticky_header: str = ""
 
 
-_decoder = msgspec.msgpack.Decoder(list[VersionRow])
+_encoder = msgspec.msgpack.Encoder(enc_hook=str)  # of the NumPy dtype of a datatype
+_decoder = msgspec.msgpack.Decoder(list[VersionRow], dec_hook=lambda _, name: np.dtype(name))
 
 
 def encode_table(rows: Iterable[VersionRow]) -> bytes:
     """Encode the table."""
-    return msgspec.msgpack.encode(list(rows))
+    return _encoder.encode(list(rows))
 
 
 def decode_table(content: bytes) -> list[VersionRow]:
     """Decode the table; raises ValueError for other content."""
-    return _decoder.decode(content)
+    return [msgspec.structs.replace(row, spec=_with_datatypes(row.spec)) for row in _decoder.decode(content)]
 
 
 def sticky_headers(content: bytes) -> frozenset[str]:
     """Return the sticky headers of all models in the table; raises ValueError for other content."""
-    return frozenset(row.sticky_header for row in decode_table(content)) - {""}
+    return frozenset(row.sticky_header for row in _decoder.decode(content)) - {""}
 
 
-def _tensor_rows(specs: Mapping[str, TensorSpec]) -> tuple[TensorRow, ...]:
-    return tuple(
-        TensorRow(spec.name, spec.datatype.name, spec.shape, spec.optional, spec.labels) for spec in specs.values()
-    )
+def _with_datatypes(spec: ModelSpec) -> ModelSpec:
+    """Return a decoded spec with the datatypes of this process, which are compared by identity."""
 
+    def tensors(decoded: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        return {name: replace(tensor, datatype=BY_NAME[tensor.datatype.name]) for name, tensor in decoded.items()}
 
-def _tensor_specs(rows: Iterable[TensorRow]) -> dict[str, TensorSpec]:
-    return {row.name: TensorSpec(row.name, BY_NAME[row.datatype], row.shape, row.optional, row.labels) for row in rows}
-
-
-def version_row(
-    spec: ModelSpec,
-    number: int,
-    requested_as: Iterable[str],
-    has_cache: bool,
-    has_details: bool,
-    max_group_rows: int,
-    histograms: bool,
-    sticky_header: str = "",
-) -> VersionRow:
-    """Return the row of a version; arguments as in `VersionRow`."""
-    padded = spec.padded
-    return VersionRow(
-        number,
-        spec.name,
-        spec.version,
-        spec.platform,
-        tuple(requested_as),
-        _tensor_rows(spec.inputs),
-        _tensor_rows(spec.outputs),
-        spec.max_batch_size,
-        dict(spec.parameters),
-        tuple(sorted(spec.resident_devices)),
-        tuple(sorted(spec.ragged)),
-        None
-        if padded is None
-        else PaddedRow(tuple(sorted(padded.names)), padded.axis, padded.multiple_of, padded.longest),
-        has_cache,
-        has_details,
-        max_group_rows,
-        histograms,
-        spec.decoupled,
-        sticky_header,
-    )
-
-
-def model_spec(row: VersionRow) -> ModelSpec:
-    """Return the spec of a version."""
-    padded = row.padded
-    return ModelSpec(
-        row.name,
-        row.version,
-        row.platform,
-        _tensor_specs(row.inputs),
-        _tensor_specs(row.outputs),
-        row.max_batch_size,
-        row.parameters,
-        frozenset(row.resident_devices),
-        frozenset(row.ragged),
-        None
-        if padded is None
-        else PaddedInputs(frozenset(padded.names), padded.axis, padded.multiple_of, padded.longest),
-        row.decoupled,
-    )
+    return replace(spec, inputs=tensors(spec.inputs), outputs=tensors(spec.outputs))

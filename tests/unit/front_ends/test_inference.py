@@ -12,7 +12,7 @@ import uvloop
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.front_ends.inference import ServedModels, StreamForwarder
 from headrace.front_ends.remote_models import RemoteModels
-from headrace.front_ends.table import encode_table, version_row
+from headrace.front_ends.table import VersionRow, encode_table
 from headrace.grpc.codec import scan
 
 from tests.support import models
@@ -58,7 +58,7 @@ def test_requests_of_decoupled_models_are_passed_on_without_an_order() -> None:
         rows = []
         for number, is_decoupled in enumerate((False, True), 1):
             spec = ModelSpec(f"m{number}", "1", "onnx", tensors, tensors, 8, decoupled=is_decoupled)
-            rows.append(version_row(spec, number, ("", "1"), False, False, 1, True))
+            rows.append(VersionRow(spec, number, ("", "1"), has_details=False))
         served.apply_table(encode_table(rows))
         forwarder = StreamForwarder(served, absent, "")
         x = np.ones((1, 4), np.float32)

@@ -47,7 +47,7 @@ def test_a_refusal_is_repeated_without_the_engine_until_the_next_token(monkeypat
         bucket = RemoteBucket("shop", Quota(2.0, 1))
         waiting = asyncio.ensure_future(quotas.charge(bucket))
         await asyncio.sleep(0)
-        assert frames.parse_charge(bytes(sent[0]), 0, len(sent[0])) == "shop"
+        assert frames.parse_message(bytes(sent[0]), 0, len(sent[0])).content == "shop"
         refusal = QuotaExceeded("client 'shop' exceeded", 0.5, "shop")
         quotas.on_charged(1, describe_error(refusal))
         with pytest.raises(QuotaExceeded, match="client 'shop' exceeded") as caught:
