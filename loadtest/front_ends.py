@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import onnx
 import uvloop
@@ -42,10 +41,8 @@ from headrace.core.tensor import ModelSpec
 from headrace.front_ends import frames
 from headrace.front_ends.arena import Arena
 from headrace.front_ends.channel import Ports, Start, SupervisorChannel, channel_pair, close_all, send_start
-from headrace.front_ends.control import Hello
 from headrace.front_ends.counter_array import CounterArray
-from headrace.front_ends.meeting import EngineFacts, connect, engine_listener
-from headrace.front_ends.proxy import EngineLink
+from headrace.front_ends.meeting import Hello, connect, engine_listener
 from headrace.front_ends.request_groups import MIN_SLOT_BYTES
 from headrace.front_ends.table import VersionRow, decode_table
 from headrace.front_ends.tensors import TensorReader, TensorWriter
@@ -228,14 +225,14 @@ class SyntheticFrontEnd:
         """Read the answers that have arrived, and send a group for each that is complete."""
         received = self._sock.recv(_READ_BYTES)
         if not received:
-            raise EngineFailed("the engine has closed the data stream")
+            raise EngineFailed("the engine has closed the stream")
         data = self._received + received if self._received else received
         offset, complete = 0, 0
         while len(data) - offset >= frames.HEADER_BYTES:
             size, kind, _, members, group = frames.HEADER.unpack_from(data, offset)
             if offset + size > len(data):
                 break
-            if kind == frames.RELEASE:
+            if kind in (frames.RELEASE, frames.NOTICE):
                 offset += size
                 continue
             if kind != frames.ANSWERS:
@@ -298,7 +295,6 @@ class EngineAlone:
             http_port=0,
         )  # fmt: skip
         self._model, self._front_ends, self._cpus = model, front_ends, cpus
-        self._links: list[EngineLink] = []
         self._sockets: list[socket.socket] = []
         self._arenas: list[Arena] = []
         self._row: VersionRow | None = None
@@ -331,7 +327,6 @@ class EngineAlone:
         self._start = Start(
             settings=self._settings,
             number=0,
-            incarnation=1,
             parent=os.getpid(),
             token=secrets.token_bytes(16),
             engine=self._listener.getsockname(),
@@ -357,8 +352,6 @@ class EngineAlone:
         for sock in self._sockets:
             self._loop.remove_reader(sock)
             sock.close()
-        for link in self._links:
-            link.close()
         for arena in self._arenas:
             arena.close()
         self._channel.send("stop")
@@ -375,29 +368,20 @@ class EngineAlone:
         self._messages.put_nowait(name)
 
     async def _connect(self, number: int) -> None:
-        hello = Hello(self._start.token, "control", number, 1, os.getpid())
-        opened, table = asyncio.Event(), asyncio.Event()
-
-        def on_open(_facts: EngineFacts, descriptors: Sequence[int]) -> None:
-            close_all(descriptors)
-            opened.set()
-
-        def on_notice(name: str, content: Any) -> None:
-            if name == "table":
-                rows = [row for row in decode_table(content) if row.spec.name == self._model]
-                self._row = rows[0] if rows else None
-                table.set()
-
-        link = EngineLink(self._start.engine, hello, on_open, lambda: None, on_notice)
-        link.start()
-        self._links.append(link)
-        await asyncio.wait_for(opened.wait(), _SILENCE_S)
-        data = msgspec.structs.replace(hello, role="data")
         self._arenas.append(Arena())
-        sock, _, descriptors = await connect(self._start.engine, data, [self._arenas[-1].fd])
+        hello = Hello(self._start.token, "stream", number)
+        sock, _, descriptors = await connect(self._start.engine, hello, [self._arenas[-1].fd])
         close_all(descriptors)
         self._sockets.append(sock)
-        await asyncio.wait_for(table.wait(), _SILENCE_S)
+        data, name = b"", ""
+        while name != "table":
+            data += await asyncio.wait_for(self._loop.sock_recv(sock, _READ_BYTES), _SILENCE_S)
+            while len(data) >= frames.HEADER_BYTES and len(data) >= (size := frames.frame_bytes(data, 0)):
+                notice, data = frames.parse_message(data, 0, size), data[size:]
+                name, content = notice.content
+                if name == "table":
+                    await self._loop.sock_sendall(sock, frames.message_frame(frames.ACKNOWLEDGED, group=notice.group))
+                    self._row = next((row for row in decode_table(content) if row.spec.name == self._model), None)
 
     async def drive(self, members: int, callers: int, seconds: float, rounds: int) -> list[EngineSample]:
         """Send groups for some rounds.

@@ -57,7 +57,7 @@ class Pair:
         """Connect a front end, again if it was detached."""
         engine_end, front_end_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         arena = os.dup(self.front_ends[number].new_arena())
-        await self.engine.attach(number, 1, engine_end, arena)
+        await self.engine.attach(number, arena).open(engine_end)
         await self.front_ends[number].attached(front_end_end)
 
 

@@ -47,7 +47,6 @@ class Start(msgspec.Struct, array_like=True):
     Attributes:
         settings: of the server.
         number: of the front end, from 1; 0 for the engine.
-        incarnation: number of times that this process was started, from 1.
         parent: process id of the supervisor.
         token: that front ends send to the engine.
         engine: address of the engine's Unix socket.
@@ -61,7 +60,6 @@ class Start(msgspec.Struct, array_like=True):
 
     settings: Settings
     number: int
-    incarnation: int
     parent: int
     token: bytes
     engine: bytes

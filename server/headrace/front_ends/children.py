@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.front_ends.channel import Start, SupervisorChannel, channel_pair, close_all, process_name, send_start
 
@@ -34,7 +32,7 @@ class Child:
     Ownership: the event loop.
 
     Args:
-        start: first message; its incarnation is counted here.
+        start: first message.
         descriptors: that the process inherits.
         hang_timeout_s: time without an answer after which the process is killed.
         on_message: called with the child, name and content of each message.
@@ -97,7 +95,6 @@ class Child:
         self._restart_timer = None
         ours, theirs = channel_pair()
         try:
-            self._start = msgspec.structs.replace(self._start, incarnation=self._start.incarnation + 1)
             send_start(ours, self._start)
             self._process = subprocess.Popen(
                 [*_PROGRAM, str(theirs.fileno())],

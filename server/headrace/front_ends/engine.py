@@ -189,11 +189,9 @@ class EngineProcess:
     # --- Front ends ---------------------------------------------------------------------------------------------------
 
     def _on_greeting(self, greeting: Greeting) -> None:
-        """Open a stream of a front end, or serve a connection that it has opened for a client."""
-        hello = greeting.hello
-        peer = self._peers.get(hello.number)
-        opens = {"control": self._open_control, "data": self._open_data}.get(hello.role)
-        if opens is None:
+        """Open the stream of a front end, or serve a connection that it has opened for a client."""
+        opens, peer = self._open_stream, self._peers.get(greeting.hello.number)
+        if greeting.hello.role != "stream":
             close_all(greeting.descriptors)
             if peer is None:  # the front end has ended
                 greeting.sock.close()
@@ -203,39 +201,25 @@ class EngineProcess:
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    async def _open_data(self, greeting: Greeting) -> None:
-        """Open the stream of requests of a front end, and send it the table."""
-        hello, descriptors = greeting.hello, greeting.descriptors
-        peer = self._peers.get(hello.number)
+    async def _open_stream(self, greeting: Greeting) -> None:
+        """Open the stream of a front end, and send it the table."""
+        number, descriptors, methods = greeting.hello.number, greeting.descriptors, self._methods
+        facts = EngineFacts()
+        if methods is not None:
+            facts = EngineFacts(list(methods.unary), list(methods.streams), list(methods.open_paths))
         try:
-            answer(greeting.sock, EngineFacts(os.getpid()), (self._page.fd,))
-        except OSError:
-            peer = None
-        if peer is None:  # the front end has ended
+            answer(greeting.sock, facts, (self._page.fd,))
+        except OSError:  # the front end has ended
             close_all(descriptors)
             greeting.sock.close()
             return
-        arena = descriptors[0] if descriptors else None
-        await peer.opened.wait()
-        await self._requests.attach(hello.number, hello.incarnation, greeting.sock, arena)
-        peer.stream.send("logs", self._log_settings)
+        peer = FrontEndPeer(self._http, self._grpc, self._records.receive)
+        arena, on_closed = descriptors[0] if descriptors else None, partial(self._on_peer_closed, number, peer)
+        stream = peer.stream = self._requests.attach(number, arena, peer.on_notice, on_closed)
+        self._peers[number] = peer  # before its next connection is accepted
+        await stream.open(greeting.sock)
+        stream.send("logs", self._log_settings)
         await self._tables.send(peer)
-
-    async def _open_control(self, greeting: Greeting) -> None:
-        close_all(greeting.descriptors)
-        methods, number = self._methods, greeting.hello.number
-        peer = FrontEndPeer(self._http, self._grpc, self._records.receive, partial(self._on_peer_closed, number))
-        facts = EngineFacts(os.getpid())
-        if methods is not None:
-            facts = EngineFacts(os.getpid(), list(methods.unary), list(methods.streams), list(methods.open_paths))
-        try:
-            answer(greeting.sock, facts)
-        except OSError:  # the front end has ended
-            greeting.sock.close()
-            return
-        self._peers[number] = peer
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: peer.stream, greeting.sock)
-        peer.opened.set()
 
     def _on_published(self) -> None:
         """Save changes of the traffic, and update the front ends; on any thread."""
@@ -264,9 +248,9 @@ class EngineProcess:
             peer.stream.send(name, content)
 
     def _on_peer_closed(self, number: int, peer: FrontEndPeer) -> None:
+        peer.abort()
         if self._peers.get(number) is peer:
             del self._peers[number]
-            self._requests.detach(number)
 
     # --- Supervisor ---------------------------------------------------------------------------------------------------
 

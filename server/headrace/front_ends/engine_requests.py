@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -208,7 +207,7 @@ class EngineRequests:
         """
         names: dict[VersionHandle, list[str]] = {}
         for version, handle in self._registry.selections():
-            # The frames of the data stream carry no sequence: requests of these models come through the proxy.
+            # The frames of the stream carry no sequence: requests of these models come through the proxy.
             if not handle.closing and not self._has_sequences(handle):
                 names.setdefault(handle, []).append(version)
         self._listed = frozenset(handle.serial for handle in names)
@@ -223,22 +222,28 @@ class EngineRequests:
             _row(handle, versions, self._registry.traffic(handle.spec.name)) for handle, versions in names.items()
         )
 
-    async def attach(self, number: int, incarnation: int, sock: socket.socket, arena: int | None = None) -> None:
-        """Serve the data stream of a front end.
+    def attach(
+        self,
+        number: int,
+        arena: int | None = None,
+        on_notice: Callable[[str, Any], None] = lambda *_: None,
+        on_closed: Callable[[], None] = lambda: None,
+    ) -> FrameStream:
+        """Return the stream that serves a front end, which the caller opens.
 
         Args:
             number: of the front end; an earlier process with this number is detached.
-            incarnation: of its process.
-            sock: connected socket; owned by the stream from now on.
             arena: descriptor of its arena, owned from now on; None for none.
+            on_notice: called with name and content of each notice.
+            on_closed: called once after the stream has ended.
         """
         self.detach(number)
-        link = self._links[number] = FrontEndLink(self, number, incarnation, arena)
+        link = self._links[number] = FrontEndLink(self, number, arena, on_notice, on_closed)
         link.hold(version.handle for serial, version in self.versions.items() if serial in self._listed)
-        await link.stream.open(sock)
+        return link.stream
 
     def detach(self, number: int) -> None:
-        """End the data stream of a front end: its queued requests are cancelled, its versions and its arena released."""
+        """End the stream of a front end: its queued requests are cancelled, its versions and its arena released."""
         link = self._links.get(number)
         if link is not None:
             link.stream.close()
@@ -359,18 +364,26 @@ class FrontEndLink:
 
     Args:
         requests: versions, and all links.
-        number, incarnation: of the front end's process.
-        arena: descriptor of its arena, None for none.
+        number: of the front end.
+        arena, on_notice, on_closed: see `EngineRequests.attach`.
 
     Attributes:
-        number, incarnation: see Args.
-        stream: the data stream.
+        number: see Args.
+        stream: of the front end.
         held: versions that the front end may use, by number.
     """
 
-    def __init__(self, requests: EngineRequests, number: int, incarnation: int, arena: int | None) -> None:
-        self.number, self.incarnation = number, incarnation
-        self.stream = FrameStream(self._on_frame, self._on_lost)
+    def __init__(
+        self,
+        requests: EngineRequests,
+        number: int,
+        arena: int | None,
+        on_notice: Callable[[str, Any], None],
+        on_closed: Callable[[], None],
+    ) -> None:
+        self.number = number
+        self.stream = FrameStream(self._on_frame, self._on_lost, on_notice=on_notice)
+        self._on_closed = on_closed
         self.held: dict[int, VersionHandle] = {}
         self._requests = requests
         self._groups: dict[int, _Group] = {}
@@ -402,7 +415,7 @@ class FrontEndLink:
         else:
             self._on_message(frames.parse_message(buffer, start, end))
 
-    def _on_message(self, message: frames.Message) -> None:
+    def _on_message(self, message: frames.MessageFrame) -> None:
         kind, content = message.kind, message.content
         if kind == frames.COUNTS:
             version = self._requests.versions.get(message.number)
@@ -607,3 +620,4 @@ class FrontEndLink:
         if self._arena is not None:
             self._arena.close()
         self._requests.end_link(self)
+        self._on_closed()

@@ -1,4 +1,8 @@
-"""A stream of frames over a Unix socket, on asyncio: one write for each turn of the event loop, many frames in one read."""
+"""A stream of frames over a Unix socket, on asyncio: one write for each turn of the event loop, many frames in one read.
+
+The stream itself handles notices. From the engine: "table" of versions, "flush" counts, "logs" settings, "keys" have changed.
+From a front end: "records" of requests, "stopping" when it drains, "cancel" when its drain timeout has passed.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,19 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
-from headrace.front_ends.frames import HEADER_BYTES, Buffer, FrameError, frame_bytes
+from headrace.front_ends.frames import (
+    ACKNOWLEDGED,
+    HEADER_BYTES,
+    NOTICE,
+    Buffer,
+    FrameError,
+    MessageFrame,
+    frame_bytes,
+    message_frame,
+    parse_message,
+)
 
 logger = logging.getLogger("headrace.front_ends")
 
@@ -28,6 +42,7 @@ class FrameStream(asyncio.Protocol):
         on_frame: handles each frame.
         on_lost: called once when the stream ends, with the error, None for an orderly end.
         on_room: called when the peer has read enough for further writes.
+        on_notice: called with name and content of each notice, before it is acknowledged.
 
     Attributes:
         is_full: the peer does not read: more writes would only grow the buffer.
@@ -39,14 +54,17 @@ class FrameStream(asyncio.Protocol):
         on_frame: OnFrame,
         on_lost: Callable[[Exception | None], None],
         on_room: Callable[[], None] = lambda: None,
+        on_notice: Callable[[str, Any], None] = lambda *_: None,
     ) -> None:
-        self._on_frame, self._on_lost, self._on_room = on_frame, on_lost, on_room
+        self._on_frame, self._on_lost, self._on_room, self._on_notice = on_frame, on_lost, on_room, on_notice
         self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.Transport | None = None
         self._chunks: list[bytes] = []  # the beginning of a frame
         self._size_bytes = self._needed_bytes = 0  # of the chunks, and of their frame
         self._parts: list[Buffer] = []
         self._has_large = self._is_scheduled = False
+        self._notified: dict[int, asyncio.Future[None]] = {}  # notices without an acknowledgement
+        self._last = 0
         self.is_full = self.is_lost = False
 
     async def open(self, sock: socket.socket) -> None:
@@ -77,7 +95,10 @@ class FrameStream(asyncio.Protocol):
                 end = offset + frame_bytes(data, offset)
                 if end > size_bytes:
                     break
-                self._on_frame(data, offset, end)
+                if data[offset + 4] < NOTICE:
+                    self._on_frame(data, offset, end)
+                else:
+                    self._receive(parse_message(data, offset, end))
                 if self.is_lost:
                     return
                 offset = end
@@ -101,6 +122,34 @@ class FrameStream(asyncio.Protocol):
                 self._has_large = True
         if not self._is_scheduled and self._transport is not None:
             self._schedule()
+
+    def send(self, name: str, content: object = None, number: int = 0) -> None:
+        """Send a notice, which is acknowledged if it has a number; a no-op on a stream that has ended."""
+        if not self.is_lost:
+            self.write((message_frame(NOTICE, (name, content), group=number),))
+
+    async def notify(self, name: str, content: object = None) -> None:
+        """Send a notice and wait until the other process has applied it, or has ended."""
+        if not self.is_lost:
+            self._last += 1
+            waiter = self._notified[self._last] = asyncio.get_running_loop().create_future()
+            self.send(name, content, self._last)
+            await waiter
+
+    def _receive(self, message: MessageFrame) -> None:
+        if message.kind == ACKNOWLEDGED:
+            self._acknowledge(message.group)
+            return
+        try:
+            self._on_notice(*message.content)
+        finally:
+            if message.group:
+                self.write((message_frame(ACKNOWLEDGED, group=message.group),))
+
+    def _acknowledge(self, number: int) -> None:
+        waiter = self._notified.pop(number, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def flush(self) -> None:
         """Write what has been collected."""
@@ -149,4 +198,6 @@ class FrameStream(asyncio.Protocol):
         self._parts, self._chunks = [], []
         if self._transport is not None:
             self._transport.close() if error is None else self._transport.abort()
+        for number in list(self._notified):
+            self._acknowledge(number)
         self._on_lost(error)

@@ -10,7 +10,7 @@ nanoseconds, which all processes of a machine share.
               tensor
     ANSWERS   first member u32, batch rows u32, tensor block u32, extras u32, five times i64, extras (msgpack), tensor block, data
     CANCEL    nothing: all members of the group
-    others    number u32, size u32, content (msgpack): see `Message`
+    others    number u32, size u32, content (msgpack): see `MessageFrame`
       ERROR     `ErrorRecord` of members from the number on
       COUNTS    decode and encode times of responses of a version, alternating, in nanoseconds
       EVENTS    list of `CountEvent`
@@ -18,6 +18,8 @@ nanoseconds, which all processes of a machine share.
       RETIRED   nil: the front end uses a version no longer
       CHARGE    name of a key: take a token from its quota
       CHARGED   `ErrorRecord` of the refused CHARGE, or nil
+      NOTICE    name and content of a change, see `headrace.front_ends.frame_stream`
+      ACKNOWLEDGED  nil: the NOTICE of this number is applied
 
 A tensor block describes tensors: a text (u16 size), and for each tensor its number u16, datatype u8, dimensions u8, place u32,
 size u64, dims i64. Blocks repeat from request to request, so that a receiver keeps their parsed form by their bytes. The data of
@@ -39,7 +41,7 @@ from headrace.core.tensor import BYTES, DATATYPES
 
 Buffer = bytes | memoryview
 
-REQUESTS, ANSWERS, ERROR, CANCEL, COUNTS, EVENTS, RELEASE, RETIRED, CHARGE, CHARGED = range(1, 11)
+REQUESTS, ANSWERS, ERROR, CANCEL, COUNTS, EVENTS, RELEASE, RETIRED, CHARGE, CHARGED, NOTICE, ACKNOWLEDGED = range(1, 13)
 
 FINAL, CACHED, TIMED = 1, 2, 4
 """Flags of ANSWERS: no further answers of its members follow; from the response cache; the times of a batch are present."""
@@ -501,13 +503,13 @@ def parse_answers(buffer: bytes, start: int, end: int) -> AnswersFrame:
 # --- Other frames ------------------------------------------------------------------------------------------------------
 
 
-class Message(NamedTuple):
+class MessageFrame(NamedTuple):
     """A frame whose content is msgpack.
 
     Attributes:
-        kind: ERROR, COUNTS, EVENTS, RELEASE, RETIRED, CHARGE or CHARGED.
+        kind: any but REQUESTS, ANSWERS and CANCEL.
         members: number of members that an ERROR ends.
-        group: of an ERROR; number of a CHARGE and its CHARGED.
+        group: of an ERROR; number of a CHARGE or a NOTICE, and of its response. A NOTICE without a number has none.
         number: first member of an ERROR; version of COUNTS and RETIRED.
         content: see the table at the top.
     """
@@ -529,19 +531,21 @@ _MESSAGE_DECODERS = {
         RETIRED: None,
         CHARGE: str,
         CHARGED: ErrorRecord | None,
+        NOTICE: tuple[str, Any],
+        ACKNOWLEDGED: None,
     }.items()
 }
 
 
 def message_frame(kind: int, content: object = None, number: int = 0, group: int = 0, members: int = 0) -> bytes:
-    """Encode a frame; arguments as in `Message`."""
+    """Encode a frame; arguments as in `MessageFrame`."""
     packed = _encode(content)
     pad = padding(len(packed))
     size = HEADER_BYTES + _PAIR.size + len(packed) + len(pad)
     return HEADER.pack(size, kind, 0, members, group) + _PAIR.pack(number, len(packed)) + packed + pad
 
 
-def parse_message(buffer: bytes, start: int, end: int) -> Message:
+def parse_message(buffer: bytes, start: int, end: int) -> MessageFrame:
     """Parse a frame of `message_frame`; raises FrameError, also for a frame of another kind."""
     if end - start < HEADER_BYTES + _PAIR.size:
         raise FrameError(f"a frame of {end - start} bytes ends within its first numbers")
@@ -551,7 +555,7 @@ def parse_message(buffer: bytes, start: int, end: int) -> Message:
     if decoder is None or begin + size_bytes > end:
         raise FrameError(f"a frame of kind {kind} and {end - start} bytes has a message of {size_bytes} bytes")
     try:
-        return Message(kind, members, group, number, decoder.decode(buffer[begin : begin + size_bytes]))
+        return MessageFrame(kind, members, group, number, decoder.decode(buffer[begin : begin + size_bytes]))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FrameError(f"a message cannot be read: {error}") from None
 

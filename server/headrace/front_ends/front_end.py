@@ -12,17 +12,14 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any, cast
 
-import msgspec
-
 from headrace.accept import PassedConnections
 from headrace.core.access import AccessControl, RemoteBucket
 from headrace.core.threads import start_pool
 from headrace.front_ends.access_records import ForwardingObserver
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all
-from headrace.front_ends.control import Hello
 from headrace.front_ends.grpc_proxy import FrontEndGrpcServer, GrpcProxy
 from headrace.front_ends.inference import FrontEndHttp, FrontEndInference, ServedModels, StreamForwarder
-from headrace.front_ends.meeting import EngineFacts, connect
+from headrace.front_ends.meeting import EngineFacts, Hello
 from headrace.front_ends.proxy import EngineLink, HttpProxy
 from headrace.front_ends.remote_regions import RemoteRegions
 from headrace.front_ends.shared_page import PageState, SharedPage
@@ -100,7 +97,6 @@ class FrontEndProcess:
         self._uncounted = 0
         self._models = ServedModels(start.settings.allow_client_shm)
         self._http: FrontEndHttp | None = None
-        self._data: asyncio.Task[None] | None = None
         self._servers: dict[str, PassedHttpServer] = {}
         self._grpc: GrpcListener | None = None
         self._takers: dict[str, PassedConnections] = {}
@@ -128,8 +124,8 @@ class FrontEndProcess:
         self._tls = tls
         self._is_open = asyncio.Event()
         self._ending = asyncio.Event()
-        self._hello = Hello(start.token, "control", start.number, start.incarnation, os.getpid())
-        self._link = EngineLink(start.engine, self._hello, self._on_open, self._on_lost, self._on_notice)
+        hello, begin = Hello(start.token, "stream", start.number), self._models.begin
+        self._link = EngineLink(start.engine, hello, begin, self._on_open, self._on_lost, self._on_notice)
         self._observer = ForwardingObserver(partial(self._link.send, "records"), loop.call_soon)
         lag = self._arrays.loop_lag()
         if self._settings.metrics:
@@ -140,9 +136,6 @@ class FrontEndProcess:
         if not self._ending.is_set():
             await self._run_servers()
         lag.stop()
-        if self._data is not None:
-            self._data.cancel()
-        self._models.detach()
         self._observer.flush()
         self._link.close()
         if self._keys is not None:
@@ -197,23 +190,12 @@ class FrontEndProcess:
 
     # --- Engine -------------------------------------------------------------------------------------------------------
 
-    def _on_open(self, answer: EngineFacts, descriptors: Sequence[int]) -> None:
-        close_all(descriptors)
+    def _on_open(self, answer: EngineFacts, descriptors: Sequence[int]) -> PageState:
+        """Use an engine process. Until its table has arrived, all requests are passed on."""
         self._answer = answer
         self._is_open.set()
-        self._data = asyncio.get_running_loop().create_task(self._attach())
-
-    async def _attach(self) -> None:
-        """Open the stream of requests. Until the table has arrived, all requests are passed on."""
-        hello = msgspec.structs.replace(self._hello, role="data")
-        models = self._models.begin()
-        try:
-            sock, _, descriptors = await connect(self._start.engine, hello, [models.new_arena()])
-        except OSError:  # the engine has ended again
-            return
-        page = SharedPage(descriptors[0])
-        self._observer.needs = page
-        await models.attached(sock, PageState(page, self._arrays.own))
+        page = self._observer.needs = SharedPage(descriptors[0])
+        return PageState(page, self._arrays.own)
 
     def _create_services(self) -> Services:
         """Create the services of inference; all others are those of the engine."""
@@ -243,8 +225,6 @@ class FrontEndProcess:
             self._http.endpoint.forget_heads()
 
     def _on_lost(self) -> None:
-        if self._data is not None:
-            self._data.cancel()
         self._observer.needs = None
         self._models.detach()
         self._forget_heads()

@@ -15,8 +15,7 @@ from urllib.parse import unquote
 from headrace.core.clock import NS_PER_MS, NS_PER_US, monotonic_ns
 from headrace.core.errors import GRPC_CODES, HeadraceError, Unavailable
 from headrace.core.limits import ClientLimits, Limits
-from headrace.front_ends.control import Client
-from headrace.front_ends.meeting import EngineFacts
+from headrace.front_ends.meeting import Client, EngineFacts
 from headrace.front_ends.proxy import EngineLink, engine_gone
 from headrace.grpc.methods import GrpcCall, Message, Methods, RequestMessage, StreamCall
 from headrace.grpc.server import GrpcServer

@@ -42,15 +42,11 @@ class ServedModels:
     def __init__(self, allow_client_shm: bool = False) -> None:
         self._allow_client_shm = allow_client_shm
         self.current: RemoteModels | None = None
-        self._table: bytes | None = None  # of the engine that runs now, which may send it before `begin`
 
     def begin(self) -> RemoteModels:
         """Create the models of a new engine process; the caller connects them."""
-        table = self._table
         self.detach()
         self.current = RemoteModels(asyncio.get_running_loop())
-        if table is not None:
-            self.apply_table(table)
         return self.current
 
     def allocate_body(self, size_bytes: int, head_bytes: int) -> BodyBytes:
@@ -60,7 +56,6 @@ class ServedModels:
 
     def detach(self) -> None:
         """Fail all requests in flight: the engine process has ended."""
-        self._table = None
         models, self.current = self.current, None
         if models is not None:
             models.detached()
@@ -71,8 +66,7 @@ class ServedModels:
             self.current.flush_counts()
 
     def apply_table(self, content: bytes) -> None:
-        """Replace the table of versions, now or at `begin`; see `RemoteModels.apply_table`."""
-        self._table = content
+        """Replace the table of versions; see `RemoteModels.apply_table`."""
         if self.current is not None:
             self.current.apply_table(content)
 

@@ -1,4 +1,4 @@
-"""Opening of the Unix connections between front ends and the engine: connect, hello, and for streams an answer with descriptors.
+"""Opening of the Unix connections between front ends and the engine: connect, hello, and for a stream an answer with descriptors.
 
 The listening socket is created by the supervisor and inherited by every engine process. So a front end can connect while no
 engine runs: the answer comes from the next one. The engine closes connections of other processes at once: the system says that a
@@ -21,7 +21,6 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.front_ends.channel import close_all
-from headrace.front_ends.control import SIZE, Hello
 
 logger = logging.getLogger("headrace.front_ends")
 
@@ -30,7 +29,44 @@ BACKLOG = 4096
 _FULL_S = 0.001
 _MAX_HELLO_BYTES = 64 << 10
 _MAX_DESCRIPTORS = 16
+_SIZE = struct.Struct("<I")
+
 _encode = msgspec.msgpack.Encoder().encode
+
+
+class Client(msgspec.Struct, array_like=True, frozen=True):
+    """Client of a front end, whose requests a connection to the engine passes on.
+
+    Attributes:
+        address: host and port of the client.
+        server: host and port on which the front end serves it.
+        scheme: "http" or "https".
+        names: names in the client certificate; empty without one.
+    """
+
+    address: tuple[str, int] | None = None
+    server: tuple[str, int] | None = None
+    scheme: str = "http"
+    names: tuple[str, ...] = ()
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """First message of a front end on each of its connections to the engine.
+
+    Attributes:
+        token: of the server, from the supervisor.
+        role: "stream" for that of the front end itself; "http", "metrics" or "grpc" for the requests of a client of that
+            port, which follow in that protocol.
+        number: of the front end, from 1.
+        client: of the requests.
+    """
+
+    token: bytes
+    role: str
+    number: int
+    client: Client = Client()
+
+
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
@@ -38,13 +74,11 @@ class EngineFacts(msgspec.Struct, array_like=True):
     """Answer of the engine to a front end.
 
     Attributes:
-        pid: of the engine.
         unary: paths of the unary gRPC methods.
         streams: paths of the gRPC methods with streams.
         open_paths: gRPC methods that callers without a key may call.
     """
 
-    pid: int
     unary: list[str] = []
     streams: list[str] = []
     open_paths: list[str] = []
@@ -216,7 +250,7 @@ async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Non
 
 def _send(sock: socket.socket, content: bytes, descriptors: Sequence[int]) -> None:
     """Send a first message, which fits into the buffer of a new socket."""
-    data = SIZE.pack(len(content)) + content
+    data = _SIZE.pack(len(content)) + content
     if descriptors:
         socket.send_fds(sock, [data], list(descriptors))
     else:
@@ -230,10 +264,10 @@ def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     """
     descriptors: list[int] = []
     try:
-        header, descriptors, _, _ = socket.recv_fds(sock, SIZE.size, _MAX_DESCRIPTORS)
-        if len(header) < SIZE.size:
+        header, descriptors, _, _ = socket.recv_fds(sock, _SIZE.size, _MAX_DESCRIPTORS)
+        if len(header) < _SIZE.size:
             return b"", descriptors
-        (size,) = SIZE.unpack(header)
+        (size,) = _SIZE.unpack(header)
         return sock.recv(min(size, _MAX_HELLO_BYTES)), descriptors
     except OSError:
         return b"", descriptors

@@ -17,9 +17,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from headrace.core.limits import ClientLimits
-from headrace.front_ends.control import Client, ControlStream
+from headrace.front_ends.frame_stream import FrameStream
 from headrace.front_ends.grpc_proxy import UNLIMITED
-from headrace.front_ends.meeting import Greeting
+from headrace.front_ends.meeting import Client, Greeting
 from headrace.grpc.call import DeadlineTimer, ServerCall, StreamingCall
 from headrace.grpc.methods import Methods
 from headrace.grpc.server import GrpcServer
@@ -193,30 +193,23 @@ class FrontEndPeer:
         http: servers of the ports "http" and "metrics".
         grpc: server of gRPC; None without gRPC.
         on_record: takes records of requests that the front end has served.
-        on_closed: called once after the control stream is closed.
 
     Attributes:
-        stream: control stream.
-        opened: set once the stream is open.
+        stream: of the front end, set by its creator.
         grpc_connections: for gRPC calls of clients.
         is_stopping: the front end drains.
     """
 
+    stream: FrameStream
+
     def __init__(
-        self,
-        http: Mapping[str, EngineHttpServer],
-        grpc: EngineGrpcServer | None,
-        on_record: Callable[[bytes], None],
-        on_closed: Callable[[FrontEndPeer], None],
+        self, http: Mapping[str, EngineHttpServer], grpc: EngineGrpcServer | None, on_record: Callable[[bytes], None]
     ) -> None:
         self._http, self._grpc = http, grpc
         self._on_record = on_record
-        self._on_closed = on_closed
         self._state = ServerState()
         self.grpc_connections: set[Http2Connection] = set()
         self.is_stopping = False
-        self.stream = ControlStream(self._on_notice, self._closed)
-        self.opened = asyncio.Event()
 
     async def serve(self, greeting: Greeting) -> None:
         """Serve a connection with requests of a client; closes it if the server has no such port."""
@@ -232,19 +225,17 @@ class FrontEndPeer:
         await asyncio.get_running_loop().connect_accepted_socket(make, greeting.sock)
 
     def close(self) -> None:
-        """Abandon all requests, and close the control stream."""
-        self._abort()
+        """Abandon all requests, and close the stream."""
+        self.abort()
         self.stream.close()
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
+        """Abandon all requests."""
         for each in [*self._state.connections, *self.grpc_connections]:
             each.transport.abort()
 
-    def _closed(self) -> None:
-        self._abort()
-        self._on_closed(self)
-
-    def _on_notice(self, name: str, content: Any) -> None:
+    def on_notice(self, name: str, content: Any) -> None:
+        """Apply a notice of the front end."""
         if name == "records":
             self._on_record(content)
         elif name == "cancel":  # the requests respond with an error

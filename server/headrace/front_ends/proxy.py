@@ -1,4 +1,4 @@
-"""Front end's side of HTTP requests that the engine process answers, and its control stream.
+"""Front end's side of HTTP requests that the engine process answers, and its stream to that process.
 
 A request is written as HTTP/1.1 to a connection of its client, whose first message has address and certificate. So no header can
 forge them, and bytes that a client smuggles reach no request of another.
@@ -17,8 +17,9 @@ import httptools
 import msgspec
 
 from headrace.core.errors import Unavailable
-from headrace.front_ends.control import Client, ControlStream, Hello
-from headrace.front_ends.meeting import EngineFacts, connect, open_connection
+from headrace.front_ends.frames import NOTICE, message_frame
+from headrace.front_ends.meeting import Client, EngineFacts, Hello, connect, open_connection
+from headrace.front_ends.remote_models import EngineState, RemoteModels
 from headrace.http.event_stream import MEDIA_TYPE, encode_event, error_data
 from headrace.http.infer_endpoint import Connection, Receive, Scope, Send, send_error
 
@@ -44,14 +45,15 @@ def engine_gone() -> Unavailable:
 
 
 class EngineLink:
-    """A front end's control stream to the engine process, which connects again after each end of the engine.
+    """A front end's stream to the engine process, which connects again after each end of the engine.
 
     Ownership: the event loop.
 
     Args:
         address: of the engine's socket.
         hello: first message of the stream.
-        on_open: called with the engine's answer and its descriptors each time the stream is open.
+        begin: creates the models of the next engine process.
+        on_open: called with the engine's answer and its descriptors before the stream is open; returns the state of the engine.
         on_lost: called each time the engine process has ended.
         on_notice: applies a change by its name and content, before it is acknowledged.
     """
@@ -60,16 +62,18 @@ class EngineLink:
         self,
         address: bytes,
         hello: Hello,
-        on_open: Callable[[EngineFacts, Sequence[int]], None],
+        begin: Callable[[], RemoteModels],
+        on_open: Callable[[EngineFacts, Sequence[int]], EngineState],
         on_lost: Callable[[], None],
         on_notice: Callable[[str, Any], None],
     ) -> None:
         self._address = address
         self._hello = hello
+        self._begin = begin
         self._on_open = on_open
         self._on_lost = on_lost
         self._on_notice = on_notice
-        self._stream: ControlStream | None = None
+        self._models: RemoteModels | None = None  # of the engine process that answers
         self._task: asyncio.Task[None] | None = None
         self._connections: set[asyncio.WriteTransport] = set()
 
@@ -81,14 +85,14 @@ class EngineLink:
         """Close the stream."""
         if self._task is not None:
             self._task.cancel()
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
+        models, self._models = self._models, None
+        if models is not None:
+            models.detached()
 
     def send(self, name: str, content: object = None) -> None:
         """Send a notice; a no-op without an engine."""
-        if self._stream is not None:
-            self._stream.send(name, content)
+        if self._models is not None:
+            self._models.send(message_frame(NOTICE, (name, content)))
 
     async def open(self, role: str, client: Client) -> socket.socket:
         """Connect for requests of a client, in the protocol of `role`; see `Hello`. The caller then calls `add`.
@@ -96,14 +100,14 @@ class EngineLink:
         Raises:
             Unavailable: there is no engine process.
         """
-        stream = self._stream
-        if stream is None:
+        models = self._models
+        if models is None:
             raise engine_gone()
         try:
             sock = await open_connection(self._address, msgspec.structs.replace(self._hello, role=role, client=client))
         except OSError as error:
             raise engine_gone() from error
-        if self._stream is not stream:
+        if self._models is not models:
             sock.close()
             raise engine_gone()
         return sock
@@ -111,7 +115,7 @@ class EngineLink:
     def add(self, connection: asyncio.WriteTransport) -> None:
         """Abort a connection when the engine process ends."""
         self._connections.add(connection)
-        if self._stream is None:
+        if self._models is None:
             connection.abort()
 
     def discard(self, connection: asyncio.WriteTransport) -> None:
@@ -119,30 +123,20 @@ class EngineLink:
         self._connections.discard(connection)
 
     async def _connect(self) -> None:
-        pause_s = _RETRY_S
+        pause_s, models = _RETRY_S, self._begin()
+        arena = models.new_arena()
         while True:
             try:
-                sock, answer, descriptors = await connect(self._address, self._hello)
-                await self._open(sock, answer, descriptors)
-                return
+                sock, answer, descriptors = await connect(self._address, self._hello, [arena])
+                break
             except OSError:  # the engine has ended before it answered, or is starting and its socket is full
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
-
-    async def _open(self, sock: socket.socket, answer: EngineFacts, descriptors: Sequence[int]) -> None:
-        """Use the stream from its first message on: the engine may send, or end, before this task continues."""
-
-        def opened() -> None:
-            self._stream = stream
-            self._on_open(answer, descriptors)
-
-        stream = ControlStream(self._on_notice, self._closed, opened)
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, sock)
+        self._models = models
+        await models.attached(sock, self._on_open(answer, descriptors), self._on_notice, self._closed)
 
     def _closed(self) -> None:
-        if self._stream is None:  # `close` was called
-            return
-        self._stream = None
+        self._models = None
         for connection in self._connections:
             connection.abort()
         self._on_lost()

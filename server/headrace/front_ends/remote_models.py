@@ -11,8 +11,8 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -310,6 +310,7 @@ class RemoteModels:
         self.quotas = RemoteQuotas(loop, self.send)
         self._loop = loop
         self._stream: FrameStream | None = None
+        self._on_closed: Callable[[], None] = lambda: None
         self._by_name: dict[tuple[str, str], RemoteHandle] = {}
         self._handles: dict[int, RemoteHandle] = {}
         self._groups: dict[int, Group] = {}
@@ -319,7 +320,7 @@ class RemoteModels:
         self._events: list[CountEvent] = []
         self._counts_timer: asyncio.TimerHandle | None = None
 
-    # Connection and table, called by the control stream
+    # Connection and table
 
     def new_arena(self) -> int:
         """Create the arena of the next connection; returns its descriptor, for the engine. Owned by this object."""
@@ -342,21 +343,29 @@ class RemoteModels:
         memory = None if self._arena is None else self._arena.allocate(size_bytes, head_bytes)
         return np.empty(size_bytes, np.uint8) if memory is None else memory
 
-    async def attached(self, sock: socket.socket, state: EngineState | None = None) -> None:
-        """Use a connected data stream; requests are accepted from now on.
+    async def attached(
+        self,
+        sock: socket.socket,
+        state: EngineState | None = None,
+        on_notice: Callable[[str, Any], None] = lambda *_: None,
+        on_closed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Use a connected stream; requests are accepted from now on.
 
         Args:
             sock: connected socket; owned by the stream from now on.
-            state: shared page of this engine process; None keeps the present one.
+            state: shared page of this engine process; None for none.
+            on_notice: called with name and content of each notice.
+            on_closed: called once after the engine process has ended.
         """
         self.state = self.state if state is None else state
-        stream = FrameStream(self._on_frame, self._on_lost, self._flush)
-        self._stream = stream
+        self._on_closed = on_closed
+        stream = self._stream = FrameStream(self._on_frame, self._on_lost, self._flush, on_notice)
         await stream.open(sock)
-        self.is_attached = True
+        self.is_attached = not stream.is_lost
 
     def detached(self) -> None:
-        """End the data stream: requests in flight fail as Unavailable, and new ones are refused until `attached`."""
+        """End the stream: requests in flight fail as Unavailable, and new ones are refused until `attached`."""
         stream, self._stream = self._stream, None
         self.is_attached = False
         if stream is not None:
@@ -663,6 +672,7 @@ class RemoteModels:
             self.is_attached = False
             self._close_arena()
             self._fail_all()
+            self._on_closed()
 
     def _fail_all(self) -> None:
         groups, self._groups = list(self._groups.values()), {}

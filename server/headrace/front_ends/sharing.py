@@ -53,7 +53,7 @@ class TableSync:
         registry: its versions.
         requests: makes the table.
         writer: of the shared page, which has a record of each version in the table.
-        peers: control streams of the front ends, by number.
+        peers: front ends, by number.
         timeout_s: longest wait for the front ends. One that hangs is killed by the supervisor.
     """
 

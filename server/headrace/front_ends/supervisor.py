@@ -112,7 +112,6 @@ class ServerSupervisor:
         start = Start(
             settings,
             0,
-            0,
             os.getpid(),
             secrets.token_bytes(16),
             self._listener.getsockname(),

@@ -32,7 +32,7 @@ class Watched:
         self.statuses: list[int] = []
         self.pauses_s: list[float] = []
         self.is_over = False
-        start = Start(Settings((Path("models"),)), 1, 0, 0, b"", b"", -1, Ports("", "", ""), {}, "", [])
+        start = Start(Settings((Path("models"),)), 1, 0, b"", b"", -1, Ports("", "", ""), {}, "", [])
         self.child = Child(start, (), 60, self._on_message, self._on_ended)
 
     def _on_message(self, child: Child, name: str, _content: Any) -> None:

@@ -1,8 +1,9 @@
-"""Stream of frames: one write for what is written together, and answers of a read before what the loop has deferred."""
+"""Stream of frames: one write for what is written together, answers of a read before what the loop has deferred, notices."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 from headrace.front_ends import frames
@@ -82,3 +83,32 @@ def test_every_frame_is_answered_in_order_however_the_bytes_arrive(data: st.Data
         assert b"".join(transport.writes) == content, "nothing waits for a turn of the loop"
 
     asyncio.run(main())
+
+
+async def notice_streams(on_notice: Any) -> tuple[FrameStream, FrameStream]:
+    """Two ends of a stream; the second one receives notices."""
+    ends = socket.socketpair()
+    sender = FrameStream(lambda *_: None, lambda _: None)
+    receiver = FrameStream(lambda *_: None, lambda _: None, on_notice=on_notice)
+    for stream, sock in zip((sender, receiver), ends, strict=True):
+        await stream.open(sock)
+    return sender, receiver
+
+
+async def test_a_notice_is_acknowledged_when_it_is_applied_or_the_stream_ends() -> None:
+    received: list[tuple[str, Any]] = []
+
+    def on_notice(*notice: Any) -> None:
+        received.append(notice)
+        if notice[0] == "end":
+            receiver.close()
+
+    sender, receiver = await notice_streams(on_notice)
+    for number in range(100):
+        sender.send(str(number), b"x" * number)
+    await sender.notify("table", b"")
+    assert received == [*((str(number), b"x" * number) for number in range(100)), ("table", b"")]
+    await sender.notify("end")
+    await sender.notify("table")  # on a closed stream
+    sender.send("table")
+    assert sender._parts == []

@@ -6,17 +6,29 @@ import asyncio
 import contextlib
 import json
 import socket
+import struct
 import sys
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from headrace.core.limits import ClientLimits
-from headrace.front_ends.control import SIZE, Client, Hello, encode
-from headrace.front_ends.meeting import EngineFacts, Greeting, Listener, answer, engine_listener, open_connection
+from headrace.front_ends.frame_stream import FrameStream
+from headrace.front_ends.meeting import (
+    Client,
+    EngineFacts,
+    Greeting,
+    Hello,
+    Listener,
+    answer,
+    engine_listener,
+    open_connection,
+)
 from headrace.front_ends.passed_requests import EngineHttpServer, FrontEndPeer
 from headrace.front_ends.proxy import EngineLink, HttpProxy
+from headrace.front_ends.remote_models import NoState, RemoteModels
 from headrace.http.connection import HeadraceHttpProtocol
 from headrace.http.infer_endpoint import Receive, Scope, Send
 from headrace.http.timeouts import ConnectionTimeouts
@@ -92,11 +104,15 @@ class Servers:
     async def open(self) -> None:
         """Start both."""
         self._http = EngineHttpServer(uvicorn_config(self._application, Settings(())), ClientLimits())
-        self.peer = FrontEndPeer({"http": self._http}, None, lambda _: None, lambda _: None)
+        self.peer = FrontEndPeer({"http": self._http}, None, lambda _: None)
         self._listener = Listener(self._socket, TOKEN, self._on_greeting)
-        self.hello = Hello(TOKEN, "control", 1, 1, 1)
-        is_open = asyncio.Event()
-        self.link = EngineLink(self.address, self.hello, lambda *_: is_open.set(), lambda: None, lambda *_: None)
+        hello, is_open, loop = Hello(TOKEN, "stream", 1), asyncio.Event(), asyncio.get_running_loop()
+
+        def on_open(*_answer: Any) -> NoState:
+            is_open.set()
+            return NoState()
+
+        self.link = EngineLink(self.address, hello, lambda: RemoteModels(loop), on_open, lambda: None, lambda *_: None)
         self.link.start()
         await is_open.wait()
         self.front_end = await self._serve(HttpProxy(self.link, "http"))
@@ -116,10 +132,10 @@ class Servers:
 
     def _on_greeting(self, greeting: Greeting) -> None:
         loop = asyncio.get_running_loop()
-        if greeting.hello.role == "control" and not self.peer.opened.is_set():
-            self.peer.opened.set()
-            answer(greeting.sock, EngineFacts(1))
-            self.opening = loop.create_task(loop.connect_accepted_socket(lambda: self.peer.stream, greeting.sock))
+        if greeting.hello.role == "stream" and not hasattr(self.peer, "stream"):
+            answer(greeting.sock, EngineFacts())
+            self.peer.stream = FrameStream(lambda *_: None, lambda _: self.peer.abort(), on_notice=self.peer.on_notice)
+            self.opening = loop.create_task(self.peer.stream.open(greeting.sock))
         else:  # a port, and the next engine process, which there is none of
             self.opening = loop.create_task(self.peer.serve(greeting))
 
@@ -202,7 +218,7 @@ async def test_clients_are_those_of_the_front_end_whatever_they_send() -> None:
         assert application.seen[:2] == (address, ())
         writer.close()
         client = Client(("8.8.8.8", 8), names=("partner",))
-        with await open_connection(servers.address, Hello(TOKEN, "http", 1, 1, 1, client)) as sock:
+        with await open_connection(servers.address, Hello(TOKEN, "http", 1, client)) as sock:
             await asyncio.get_running_loop().sock_sendall(sock, b"GET /a HTTP/1.1\r\n" + CLOSE)
             await until_async(lambda: application.seen[:2] == (("8.8.8.8", 8), ("partner",)))
 
@@ -210,8 +226,8 @@ async def test_clients_are_those_of_the_front_end_whatever_they_send() -> None:
 @pytest.mark.parametrize(
     "hello",
     [
-        pytest.param(Hello(b"u" * 16, "http", 1, 1, 1), id="another token"),
-        pytest.param(Hello(TOKEN, "metrics", 1, 1, 1), id="no such port"),
+        pytest.param(Hello(b"u" * 16, "http", 1), id="another token"),
+        pytest.param(Hello(TOKEN, "metrics", 1), id="no such port"),
         pytest.param(None, id="no hello"),
     ],
 )
@@ -236,8 +252,8 @@ async def test_a_process_that_is_no_child_of_the_supervisor_is_refused() -> None
     program = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(bytes.fromhex(sys.argv[1]));"
     program += "s.sendall(bytes.fromhex(sys.argv[2])); sys.exit(len(s.recv(10)))"
     async with opened() as (servers, application):
-        content = encode(Hello(TOKEN, "http", 1, 1, 1))
-        sent = SIZE.pack(len(content)) + content + b"GET /a HTTP/1.1\r\n" + CLOSE
+        content = msgspec.msgpack.encode(Hello(TOKEN, "http", 1))
+        sent = struct.pack("<I", len(content)) + content + b"GET /a HTTP/1.1\r\n" + CLOSE
         words = (sys.executable, "-c", program, servers.address.hex(), sent.hex())
         process = await asyncio.create_subprocess_exec(*words, stderr=asyncio.subprocess.DEVNULL)
         assert await process.wait() in (0, 1), "closed, before or after the child has sent its message"

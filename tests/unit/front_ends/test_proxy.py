@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from headrace.core.errors import Unavailable
-from headrace.front_ends.control import SIZE, Client, Hello, encode
-from headrace.front_ends.meeting import EngineFacts, answer, engine_listener
+from headrace.front_ends import frames
+from headrace.front_ends.meeting import Client, EngineFacts, Hello, answer, engine_listener
 from headrace.front_ends.proxy import EngineLink
+from headrace.front_ends.remote_models import NoState, RemoteModels
 
 from tests.support.waiting import until_async
 
-HELLO = Hello(b"token", "control", 1, 1, 1)
+HELLO = Hello(b"token", "stream", 1)
 
 
 class Engine:
@@ -26,10 +27,12 @@ class Engine:
         self.listener = engine_listener()
         self.notices: list[str] = []
         self.opened = self.lost = 0
-        self.link = EngineLink(self.listener.getsockname(), HELLO, self._on_open, self._on_lost, self._on_notice)
+        address, calls = self.listener.getsockname(), (self._on_open, self._on_lost, self._on_notice)
+        self.link = EngineLink(address, HELLO, lambda: RemoteModels(asyncio.get_running_loop()), *calls)
 
-    def _on_open(self, _answer: EngineFacts, _descriptors: Sequence[int]) -> None:
+    def _on_open(self, _answer: EngineFacts, _descriptors: Sequence[int]) -> NoState:
         self.opened += 1
+        return NoState()
 
     def _on_lost(self) -> None:
         self.lost += 1
@@ -43,7 +46,7 @@ class Engine:
         sock, _ = await loop.sock_accept(self.listener)
         sock.setblocking(False)
         assert await loop.sock_recv(sock, 1000)
-        answer(sock, EngineFacts(1))
+        answer(sock, EngineFacts())
         return sock
 
 
@@ -51,14 +54,14 @@ class Engine:
 async def started(condition: Callable[[Engine], bool]) -> AsyncIterator[tuple[Engine, socket.socket]]:
     """An engine that has answered; the front end's task continues once the condition holds."""
     loop = asyncio.get_running_loop()
-    connect, engine = loop.connect_accepted_socket, Engine()
+    connect, engine = loop.create_unix_connection, Engine()
 
-    async def connect_late(*args: Any) -> Any:
-        result = await connect(*args)
+    async def connect_late(*args: Any, **options: Any) -> Any:
+        result = await connect(*args, **options)
         await until_async(lambda: condition(engine))
         return result
 
-    loop.connect_accepted_socket = connect_late  # type: ignore[assignment]
+    loop.create_unix_connection = connect_late  # type: ignore[assignment]
     engine.link.start()
     sock = await engine.accept()
     try:
@@ -71,12 +74,11 @@ async def started(condition: Callable[[Engine], bool]) -> AsyncIterator[tuple[En
 
 async def test_a_notice_right_after_the_answer_is_acknowledged() -> None:
     async with started(lambda engine: bool(engine.notices)) as (engine, sock):
-        content = encode((7, "table", b""))
-        sock.send(SIZE.pack(len(content)) + content)
+        sock.send(frames.message_frame(frames.NOTICE, ("table", b""), group=7))
         await until_async(lambda: engine.notices == ["table"])
         async with asyncio.timeout(60):
             received = await asyncio.get_running_loop().sock_recv(sock, 100)
-        assert received[SIZE.size :] == encode((7,))
+        assert received == frames.message_frame(frames.ACKNOWLEDGED, group=7)
         assert (engine.opened, engine.lost) == (1, 0)
 
 
