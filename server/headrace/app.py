@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from headrace.accept import bind
@@ -16,7 +17,6 @@ from headrace.banner import Addresses, describe_access, describe_processes
 from headrace.core.errors import Unavailable
 from headrace.core.limits import BodyMemory, ClientLimits
 from headrace.listen import (
-    METRICS_CONNECTIONS,
     GrpcListener,
     UvicornServer,
     format_address,
@@ -60,14 +60,7 @@ class HeadraceServer:
         self._servers: list[UvicornServer] = []
         self._grpc: GrpcListener | None = None
         bodies = BodyMemory(limits)
-        # The metrics port has connections of its own: clients of the HTTP port cannot use them up.
-        metrics_limits = replace(limits, max_connections=min(METRICS_CONNECTIONS, limits.max_connections))
-        self._limits = ServerLimits(
-            bodies,
-            ClientLimits(limits, "http", bodies),
-            ClientLimits(limits, "grpc", bodies),
-            ClientLimits(metrics_limits, "metrics", bodies) if has_metrics_port(settings) else None,
-        )
+        self._limits = ServerLimits.create(settings, bodies, partial(ClientLimits, bodies=bodies))
         self._wiring = Wiring(settings, self._limits, model_filter or {})
         self._exit_status = 0
         self.reloads = Reloads()

@@ -489,7 +489,7 @@ OPTIONS: tuple[_Option, ...] = (
     ),
     _Option(
         "inline_bound_us",
-        "run a lone request on the event loop if the model computes it in this time, us, at p99 (%(default)s; 0: never)",
+        "run a lone request on the event loop if the model computes it in this time, us, at p95 (%(default)s; 0: never)",
         _size,
         "US",
     ),

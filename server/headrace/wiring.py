@@ -12,10 +12,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
 from headrace.access.control import KeyAccess
@@ -33,7 +34,7 @@ from headrace.core.access import (
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.heap import HeapTrimmer
-from headrace.core.limits import BodyMemory, Cells, ClientLimits
+from headrace.core.limits import BodyMemory, Cells, ClientLimits, Limits
 from headrace.core.response_bodies import ProcessFigures
 from headrace.core.telemetry import Telemetry
 from headrace.core.threads import start_pool
@@ -46,7 +47,7 @@ from headrace.http.origins import OriginPolicy
 from headrace.inference.load_report import COUNT_CELLS, LoadMeter, LoadReports
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.services import Services
-from headrace.listen import is_loopback, origin_policy
+from headrace.listen import METRICS_CONNECTIONS, has_metrics_port, is_loopback, origin_policy
 from headrace.observability.access_log import RequestLog, open_stream
 from headrace.observability.logs import LogSettings, is_secret, redact
 from headrace.observability.metrics import MetricsPage
@@ -164,6 +165,18 @@ class ServerLimits(NamedTuple):
     http: ClientLimits
     grpc: ClientLimits
     metrics: ClientLimits | None
+
+    @classmethod
+    def create(
+        cls, settings: Settings, bodies: BodyMemory, client_limits: Callable[[Limits, str], ClientLimits]
+    ) -> Self:
+        """Return the limits of a process; `client_limits` makes those of a protocol."""
+        limits, metrics = settings.limits, None
+        if has_metrics_port(settings):
+            # Connections of its own: clients of the HTTP port cannot use them up.
+            max_connections = min(METRICS_CONNECTIONS, limits.max_connections)
+            metrics = client_limits(replace(limits, max_connections=max_connections), "metrics")
+        return cls(bodies, client_limits(limits, "http"), client_limits(limits, "grpc"), metrics)
 
     @property
     def protocols(self) -> Sequence[ClientLimits]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from binascii import a2b_base64
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
@@ -282,17 +282,12 @@ class GrpcProxy:
         """Return the method of a path with one message each way."""
 
         async def method(message: RequestMessage, call: GrpcCall) -> Message:
-            passed = await self._open(path, call)
-            try:
-                passed.send(message)
-                del message
-                passed.half_close()
-                response = await passed.read()
-            finally:
-                passed.cancel()
-            if response is None:
-                raise engine_gone()
-            return response
+            responses = self.responses(path, message, call)
+            del message
+            async with aclosing(responses):
+                async for response in responses:
+                    return response
+            raise engine_gone()
 
         return method
 

@@ -6,14 +6,13 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 
 from headrace.front_ends.channel import Start
 from headrace.front_ends.counter_array import CounterArray, CounterArrays
 from headrace.front_ends.engine_requests import EngineRequests
 from headrace.front_ends.passed_requests import FrontEndPeer
 from headrace.front_ends.shared_page import PageWriter
-from headrace.listen import METRICS_CONNECTIONS, has_metrics_port
 from headrace.repository.registry import Registry
 from headrace.scheduling.version_handle import VersionHandle
 from headrace.settings import Settings
@@ -32,15 +31,8 @@ def shared_arrays(start: Start) -> CounterArrays:
 
 def shared_limits(arrays: CounterArrays, settings: Settings) -> ServerLimits:
     """Create limits on clients that hold for all processes together."""
-    limits = settings.limits
-    bodies = arrays.body_memory(limits)
-    metrics_limits = replace(limits, max_connections=min(METRICS_CONNECTIONS, limits.max_connections))
-    return ServerLimits(
-        bodies,
-        arrays.client_limits(limits, "http", bodies),
-        arrays.client_limits(limits, "grpc", bodies),
-        arrays.client_limits(metrics_limits, "metrics", bodies) if has_metrics_port(settings) else None,
-    )
+    bodies = arrays.body_memory(settings.limits)
+    return ServerLimits.create(settings, bodies, partial(arrays.client_limits, bodies=bodies))
 
 
 class TableSync:

@@ -561,7 +561,7 @@ def _success_headers(header_size: int | None, parts: Body, accept_encoding: str)
     if header_size is not None:
         headers = [_BINARY_TYPE, (b"inference-header-content-length", b"%d" % header_size)]
     if encoding:
-        parts = [compression.compress_parts(parts, encoding)]
+        parts = [compression.compress(parts, encoding)]
         size = len(parts[0])
         headers.append((b"content-encoding", encoding.encode()))
     headers.append((b"content-length", b"%d" % size))

@@ -122,13 +122,8 @@ def _preferred(accepted: str) -> tuple[str, bool]:
     return "", required
 
 
-def compress(body: bytes, encoding: str) -> bytes:
-    """Compress a body with the encoding that `select_encoding` has returned, "gzip" or "deflate"."""
-    return compress_parts([body], encoding)
-
-
-def compress_parts(parts: Sequence[bytes | memoryview], encoding: str) -> bytes:
-    """Compress a body in parts; see `compress`."""
+def compress(parts: Sequence[bytes | memoryview], encoding: str) -> bytes:
+    """Compress a body in parts with the encoding that `select_encoding` has returned, "gzip" or "deflate"."""
     stream = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP_WINDOW if encoding == "gzip" else _ZLIB_WINDOW)
     compressed = [stream.compress(part) for part in parts]
     return b"".join((*compressed, stream.flush()))

@@ -12,6 +12,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import attrgetter
 from typing import ClassVar
 
@@ -408,33 +409,11 @@ class Recorder:
             total_ns: time from arrival to the end of the last step.
             times: times of the batches of its steps.
         """
-        assemble_ns = compute_ns = split_ns = 0
-        for taken_ns, assembled_ns, computed_ns, done_ns in times:
-            assemble_ns += assembled_ns - taken_ns
-            compute_ns += computed_ns - assembled_ns
-            split_ns += done_ns - computed_ns
+        sums_ns = [sum(column) for column in zip(*times, strict=True)] or [0, 0, 0, 0]
+        parts_ns = [end - begin for begin, end in pairwise(sums_ns)]
         # Steps that run at the same time may add up to more than the whole request.
-        queue_ns = max(total_ns - assemble_ns - compute_ns - split_ns, 0)
-        second = self._clock() // NS_PER_S
-        with self._lock:
-            totals = self._totals
-            if second > self._snapshots.second:
-                self._snap(second)
-            totals.requests += 1
-            totals.rows += rows
-            totals.executions += 1
-            totals.queue_ns += queue_ns
-            totals.request_ns += total_ns
-            totals.assemble_ns += assemble_ns
-            totals.compute_ns += compute_ns
-            totals.split_ns += split_ns
-            totals.last_ms = time.time_ns() // NS_PER_MS
-            if self._histograms:
-                self._queue_ns.append(queue_ns)
-                self._total_ns.append(total_ns)
-                self._batches_ns += (assemble_ns, compute_ns, split_ns, 1)
-                if len(self._queue_ns) >= _FOLD_AT:
-                    self._fold()
+        queue_ns = max(total_ns - sum(parts_ns), 0)
+        self._record_request(self._clock(), rows, queue_ns, total_ns, parts_ns, executions=1)
 
     def record_open_request(self, rows: int, queue_ns: int, total_ns: int, times: BatchTimes) -> None:
         """Count a successful request that ended after its batch, which `record_batch` has counted without it.
@@ -445,15 +424,21 @@ class Recorder:
             total_ns: time from arrival to its end.
             times: those of its batch up to the start of the computation, and the end of the request.
         """
-        taken_ns, assembled_ns, computed_ns, done_ns = times
-        parts_ns = assembled_ns - taken_ns, computed_ns - assembled_ns, done_ns - computed_ns
-        second = done_ns // NS_PER_S
+        parts_ns = [end - begin for begin, end in pairwise(times)]
+        self._record_request(times.split_ns, rows, queue_ns, total_ns, parts_ns, executions=0)
+
+    def _record_request(
+        self, now_ns: int, rows: int, queue_ns: int, total_ns: int, parts_ns: Sequence[int], executions: int
+    ) -> None:
+        """Count a successful request with times of its own: `parts_ns` to assemble, compute and split."""
+        second = now_ns // NS_PER_S
         with self._lock:
             totals = self._totals
             if second > self._snapshots.second:
                 self._snap(second)
             totals.requests += 1
             totals.rows += rows
+            totals.executions += executions
             totals.queue_ns += queue_ns
             totals.request_ns += total_ns
             totals.assemble_ns += parts_ns[0]

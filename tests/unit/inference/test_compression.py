@@ -36,7 +36,7 @@ def test_golden_bodies(body: bytes, encoding: str) -> None:
 
 @given(st.binary(max_size=2_000), st.sampled_from(["gzip", "deflate"]))
 def test_compressed_bodies_are_read_by_other_decoders(body: bytes, encoding: str) -> None:
-    packed = compression.compress(body, encoding)
+    packed = compression.compress([body], encoding)
     assert (gzip.decompress if encoding == "gzip" else zlib.decompress)(packed) == body
     assert compression.decompress(packed, encoding, LIMITS) == body
 
@@ -63,23 +63,23 @@ def test_an_unknown_encoding_is_refused(encoding: str) -> None:
 )
 def test_damaged_bodies_are_refused(encoding: str, damage: object, message: str) -> None:
     assert callable(damage)
-    body = damage(compression.compress(PLAIN * 20, encoding))
+    body = damage(compression.compress([PLAIN * 20], encoding))
     with pytest.raises(BadRequest, match=message):
         compression.decompress(body, encoding, LIMITS)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_the_limit_is_of_the_unpacked_size(encoding: str) -> None:
-    at_limit = compression.compress(bytes(LIMIT), encoding)
+    at_limit = compression.compress([bytes(LIMIT)], encoding)
     assert len(compression.decompress(at_limit, encoding, LIMITS)) == LIMIT
     with pytest.raises(TooLarge, match=f"larger than {LIMIT} bytes when decompressed"):
-        compression.decompress(compression.compress(bytes(LIMIT + 1), encoding), encoding, LIMITS)
+        compression.decompress(compression.compress([bytes(LIMIT + 1)], encoding), encoding, LIMITS)
 
 
 def test_a_bomb_is_not_unpacked_beyond_the_limit() -> None:
     import tracemalloc
 
-    bomb = compression.compress(bytes(200 << 20), "gzip")
+    bomb = compression.compress([bytes(200 << 20)], "gzip")
     tracemalloc.start()
     try:
         with pytest.raises(TooLarge):
@@ -138,7 +138,7 @@ def test_bodies_of_several_steps(encoding: str, kind: str) -> None:
     limits = ClientLimits(Limits(max_body_bytes=8 << 20, max_unpack_ratio=10_000))
     random = np.random.default_rng(1).integers(0, 256, 3_500_000, np.uint8).tobytes()
     plain = {"random": random, "zeros": bytes(8 << 20), "both": random + bytes(3 << 20) + random[:1_000_000]}[kind]
-    packed = compression.compress(plain, encoding)
+    packed = compression.compress([plain], encoding)
     assert compression.decompress(packed, encoding, limits) == plain
     assert compression.decompress(np.frombuffer(packed, np.uint8), encoding, limits) == plain
     with pytest.raises(BadRequest, match="truncated"):
@@ -146,4 +146,4 @@ def test_bodies_of_several_steps(encoding: str, kind: str) -> None:
     with pytest.raises(BadRequest, match="3000001 bytes follow"):
         compression.decompress(packed + bytes(3_000_001), encoding, limits)
     with pytest.raises(TooLarge, match="larger than"):
-        compression.decompress(compression.compress(plain + bytes(8 << 20), encoding), encoding, limits)
+        compression.decompress(compression.compress([plain + bytes(8 << 20)], encoding), encoding, limits)
