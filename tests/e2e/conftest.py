@@ -15,6 +15,7 @@ from headrace.core.tensor import DATATYPES
 
 from tests.support import models
 from tests.support.attacks import UNBOUNDED_WAITS
+from tests.support.browser import Browser, chromium
 from tests.support.serving import Server, serving
 
 MAX_BODY_BYTES = 4 << 20
@@ -154,3 +155,9 @@ def grpc_channel(grpc_server: Server, grpc_channels: dict[str, grpc.Channel]) ->
     if grpc_server.grpc_address not in grpc_channels:
         grpc_channels[grpc_server.grpc_address] = grpc.insecure_channel(grpc_server.grpc_address, options=unbounded)
     return grpc_channels[grpc_server.grpc_address]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as running:
+        yield running

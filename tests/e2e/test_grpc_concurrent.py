@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,31 @@ CLIENTS = 64
 REQUESTS = 8
 
 
-def over_grpc(array: np.ndarray, name: str = "X") -> triton.InferInput:
-    return triton.InferInput(name, list(array.shape), "FP32").set_data_from_numpy(array)
+@dataclass(frozen=True)
+class Protocol:
+    """Triton's clients of one protocol."""
+
+    blocking: Any
+    concurrent: Any
+    refusal: str
+    options: dict[str, int]  # of the client for asyncio
+
+    def address(self, server: Server) -> str:
+        return server.grpc_address if self.blocking is triton else server.address
+
+    def tensor(self, array: np.ndarray) -> Any:
+        return self.blocking.InferInput("X", list(array.shape), "FP32").set_data_from_numpy(array)
 
 
-def over_http(array: np.ndarray, name: str = "X") -> triton_http.InferInput:
-    return triton_http.InferInput(name, list(array.shape), "FP32").set_data_from_numpy(array)
+GRPC = Protocol(triton, triton_aio, "StatusCode.INVALID_ARGUMENT", {})
+HTTP = Protocol(triton_http, triton_http_aio, "400", {"conn_limit": CLIENTS})
+PROTOCOLS = [pytest.param(HTTP, id="http"), pytest.param(GRPC, id="grpc")]
+
+
+def field(result: Any, name: str) -> Any:
+    """Of an answer, which is a dictionary over HTTP and a message over gRPC."""
+    response = result.get_response()
+    return response[name] if isinstance(response, dict) else getattr(response, name)
 
 
 def sizes(server: Server, model: str) -> dict[int, int]:
@@ -40,14 +60,13 @@ def test_64_clients_over_both_protocols(grpc_server: Server, reference: Referenc
     """Distinct random inputs; every answer is held against ONNX Runtime."""
     before = sizes(grpc_server, "batched")
 
-    async def one(client: Any, as_input: Any, number: int) -> int:
+    async def one(client: Any, protocol: Protocol, number: int) -> int:
         rng, sent = np.random.default_rng(number), 0
         for turn in range(REQUESTS):
             x = rng.standard_normal((int(rng.integers(1, 4)), 16), np.float32)
             request_id = f"{number}.{turn}"
-            result = await client.infer("batched", [as_input(x)], request_id=request_id)
-            response = result.get_response()
-            assert (response["id"] if isinstance(response, dict) else response.id) == request_id
+            result = await client.infer("batched", [protocol.tensor(x)], request_id=request_id)
+            assert field(result, "id") == request_id
             assert np.allclose(result.as_numpy("Y"), reference.affine(x), atol=1e-5)
             sent += len(x)
         return sent
@@ -58,7 +77,7 @@ def test_64_clients_over_both_protocols(grpc_server: Server, reference: Referenc
         try:
             return sum(
                 await asyncio.gather(
-                    *(one(grpcs[n % 4], over_grpc, n) if n % 2 else one(http, over_http, n) for n in range(CLIENTS))
+                    *(one(grpcs[n % 4], GRPC, n) if n % 2 else one(http, HTTP, n) for n in range(CLIENTS))
                 )
             )
         finally:
@@ -75,53 +94,55 @@ def test_one_batch_of_both_protocols(grpc_server: Server, reference: Reference) 
     x = np.random.default_rng(0).standard_normal((2, 16), np.float32)
     before = sizes(grpc_server, "patient")
 
-    def infer_sync(client: Any, request_input: Any) -> Any:
-        with client:
-            return client.infer("patient", [request_input]).as_numpy("Y")
+    def infer(protocol: Protocol, row: np.ndarray) -> Any:
+        with protocol.blocking.InferenceServerClient(protocol.address(grpc_server)) as client:
+            return client.infer("patient", [protocol.tensor(row)]).as_numpy("Y")
 
     with ThreadPoolExecutor(2) as pool:
-        answers = [
-            pool.submit(lambda: infer_sync(triton.InferenceServerClient(grpc_server.grpc_address), over_grpc(x[:1]))),
-            pool.submit(lambda: infer_sync(triton_http.InferenceServerClient(grpc_server.address), over_http(x[1:]))),
-        ]
+        answers = [pool.submit(infer, GRPC, x[:1]), pool.submit(infer, HTTP, x[1:])]
         for answer, row in zip(answers, (x[:1], x[1:]), strict=True):
             assert np.allclose(answer.result(20), reference.affine(row), atol=1e-5)
     after = sizes(grpc_server, "patient")
     assert {rows: count - before.get(rows, 0) for rows, count in after.items()} == {2: 1}
 
 
-def test_good_and_bad_requests_at_once(grpc_server: Server) -> None:
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_good_and_bad_requests_at_once(grpc_server: Server, protocol: Protocol) -> None:
     """In one batch, the requests that the model refuses fail alone."""
 
-    async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
-        request_input = triton.InferInput("X", [1, 1], "INT64").set_data_from_numpy(np.array([[number % 5]], np.int64))
+    async def one(client: Any, number: int) -> None:
+        index = np.array([[number % 5]], np.int64)
+        request_input = protocol.blocking.InferInput("X", [1, 1], "INT64").set_data_from_numpy(index)
         if number % 5 == 4:  # outside of the table
             with pytest.raises(InferenceServerException, match="refused the values") as caught:
                 await client.infer("table_lookup", [request_input])
-            assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+            assert caught.value.status() == protocol.refusal
         else:
             assert (await client.infer("table_lookup", [request_input])).as_numpy("Y").tolist() == [[10 * (number % 5)]]
 
     async def send_all() -> None:
-        async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
+        async with protocol.concurrent.InferenceServerClient(
+            protocol.address(grpc_server), **protocol.options
+        ) as client:
             await asyncio.gather(*(one(client, number) for number in range(200)))
 
     asyncio.run(send_all())
 
 
-def test_clients_on_threads(grpc_server: Server, reference: Reference) -> None:
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_clients_on_threads(grpc_server: Server, reference: Reference, protocol: Protocol) -> None:
     def one_client(number: int) -> None:
         rng = np.random.default_rng(1_000 + number)
-        with triton.InferenceServerClient(grpc_server.grpc_address) as client:
+        with protocol.blocking.InferenceServerClient(protocol.address(grpc_server)) as client:
             for _ in range(5):
                 x = rng.standard_normal((int(rng.integers(1, 5)), 16), np.float32)
                 version = str(rng.choice([1, 3, 20]))
-                result = client.infer("versioned", [over_grpc(x)], model_version=version)
-                assert result.get_response().model_version == version
+                result = client.infer("versioned", [protocol.tensor(x)], model_version=version)
+                assert field(result, "model_version") == version
                 assert np.allclose(result.as_numpy("Y"), reference.affine(x, seed=int(version)), atol=1e-5)
 
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(one_client, range(16)))
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(one_client, range(32)))
 
 
 def test_sizes_of_all_kinds_at_once(grpc_server: Server) -> None:
@@ -130,7 +151,7 @@ def test_sizes_of_all_kinds_at_once(grpc_server: Server) -> None:
     async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
         rng = np.random.default_rng(number)
         x = rng.standard_normal((1, int(rng.choice([1, 100, 20_000, 300_000]))), np.float32)
-        answer = (await client.infer("identity_fp32", [over_grpc(x)])).as_numpy("Y")
+        answer = (await client.infer("identity_fp32", [GRPC.tensor(x)])).as_numpy("Y")
         assert answer.tobytes() == x.tobytes()
 
     async def send_all() -> None:

@@ -11,7 +11,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.support.certificates import Certificates
+from tests.support.certificates import Certificates, Pair
 from tests.support.models import add_model, row_sums
 from tests.support.serving import Server, serving, start
 
@@ -63,18 +63,25 @@ def refused(client: triton.InferenceServerClient) -> None:
     assert caught.value.status() in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED")
 
 
+def connect(server: Server, authority: Path, pair: Pair | None = None) -> triton.InferenceServerClient:
+    """A client that trusts `authority` and shows the certificate of `pair`."""
+    return triton.InferenceServerClient(
+        server.grpc_address,
+        ssl=True,
+        root_certificates=str(authority),
+        private_key=str(pair.key) if pair else None,
+        certificate_chain=str(pair.certificate) if pair else None,
+    )
+
+
 def test_tls(tls_server: Server, certificates: Certificates) -> None:
-    with triton.InferenceServerClient(
-        tls_server.grpc_address, ssl=True, root_certificates=str(certificates.authority)
-    ) as client:
+    with connect(tls_server, certificates.authority) as client:
         double(client)
         double(client, 500_000)
 
 
 def test_a_server_that_the_client_does_not_trust(tls_server: Server, certificates: Certificates) -> None:
-    with triton.InferenceServerClient(
-        tls_server.grpc_address, ssl=True, root_certificates=str(certificates.stranger.certificate)
-    ) as client:
+    with connect(tls_server, certificates.stranger.certificate) as client:
         refused(client)
 
 
@@ -85,31 +92,16 @@ def test_plain_text_on_the_port_of_tls(tls_server: Server, certificates: Certifi
 
 
 def test_mutual_tls(mutual_server: Server, certificates: Certificates) -> None:
-    with triton.InferenceServerClient(
-        mutual_server.grpc_address,
-        ssl=True,
-        root_certificates=str(certificates.authority),
-        private_key=str(certificates.client.key),
-        certificate_chain=str(certificates.client.certificate),
-    ) as client:
+    with connect(mutual_server, certificates.authority, certificates.client) as client:
         double(client)
 
 
-def test_mutual_tls_without_a_certificate(mutual_server: Server, certificates: Certificates) -> None:
-    with triton.InferenceServerClient(
-        mutual_server.grpc_address, ssl=True, root_certificates=str(certificates.authority)
-    ) as client:
-        refused(client)
-
-
-def test_mutual_tls_with_a_strangers_certificate(mutual_server: Server, certificates: Certificates) -> None:
-    with triton.InferenceServerClient(
-        mutual_server.grpc_address,
-        ssl=True,
-        root_certificates=str(certificates.authority),
-        private_key=str(certificates.stranger.key),
-        certificate_chain=str(certificates.stranger.certificate),
-    ) as client:
+@pytest.mark.parametrize("shown", ["nothing", "stranger"])
+def test_mutual_tls_without_a_trusted_certificate(
+    mutual_server: Server, certificates: Certificates, shown: str
+) -> None:
+    pair = certificates.stranger if shown == "stranger" else None
+    with connect(mutual_server, certificates.authority, pair) as client:
         refused(client)
 
 

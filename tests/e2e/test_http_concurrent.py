@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -90,42 +89,6 @@ def test_requests_of_different_shapes_at_once(server: Server) -> None:
             await asyncio.gather(*(one(client, number) for number in range(400)))
 
     asyncio.run(send_all())
-
-
-def test_good_and_bad_requests_at_once(server: Server) -> None:
-    """In one batch, the requests that the model refuses fail alone."""
-
-    async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
-        index = np.array([[number % 5]], np.int64)  # 4 is outside of the table
-        request_input = triton.InferInput("X", [1, 1], "INT64").set_data_from_numpy(index)
-        if number % 5 == 4:
-            with pytest.raises(InferenceServerException, match="refused the values") as caught:
-                await client.infer("table_lookup", [request_input])
-            assert caught.value.status() == "400"
-        else:
-            result = await client.infer("table_lookup", [request_input])
-            assert result.as_numpy("Y").tolist() == [[10 * (number % 5)]]
-
-    async def send_all() -> None:
-        async with triton_aio.InferenceServerClient(server.address, conn_limit=50) as client:
-            await asyncio.gather(*(one(client, number) for number in range(200)))
-
-    asyncio.run(send_all())
-
-
-def test_clients_on_threads(server: Server, reference: Reference) -> None:
-    def one_client(number: int) -> None:
-        rng = np.random.default_rng(1_000 + number)
-        with triton.InferenceServerClient(server.address) as client:
-            for _ in range(5):
-                x = rng.standard_normal((int(rng.integers(1, 5)), 16), np.float32)
-                version = str(rng.choice([1, 3, 20]))
-                result = client.infer("versioned", [tensor(x)], model_version=version)
-                assert result.get_response()["model_version"] == version
-                assert np.allclose(result.as_numpy("Y"), reference.affine(x, seed=int(version)), atol=1e-5)
-
-    with ThreadPoolExecutor(32) as pool:
-        list(pool.map(one_client, range(32)))
 
 
 def test_the_whole_asyncio_client(server: Server) -> None:

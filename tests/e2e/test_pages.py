@@ -15,7 +15,7 @@ import skimage
 from headrace.http.routes import page_routes
 
 from tests.support import models
-from tests.support.browser import PHONE, Browser, Page, chromium
+from tests.support.browser import PHONE, Browser, Page
 from tests.support.serving import COMMAND, ROOT, Server, serving
 
 pytestmark = pytest.mark.slow
@@ -58,12 +58,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(repository, tmp_path_factory.mktemp("log")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as running:
         yield running
 
 

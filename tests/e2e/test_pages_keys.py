@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import models
-from tests.support.browser import Browser, Page, chromium
+from tests.support.browser import Browser, Page
 from tests.support.keys import Keys
 from tests.support.serving import Server, free_port, serving
 from tests.support.waiting import until
@@ -24,12 +24,6 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Key
     models.add_model(folder / "repository", "affine", models.affine())
     with serving(folder / "repository", folder, "--api-keys-file", str(keys.path)) as running:
         yield running, keys
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as running:
-        yield running
 
 
 def use(page: Page, key: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support import models
-from tests.support.browser import DESKTOP, PHONE, Browser, Page, chromium
+from tests.support.browser import DESKTOP, PHONE, Browser, Page
 from tests.support.models import add_model, add_pipeline
 from tests.support.serving import Server, serving
 
@@ -60,12 +60,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     add_pipeline(folder, "gated", "", files={"config.yaml": GATED})
     add_pipeline(folder, "chain", "", files={"config.yaml": chain()})
     with serving(folder, folder.parent, "--model-control", "explicit", "--load-model", "*") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as running:
         yield running
 
 

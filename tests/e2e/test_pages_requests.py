@@ -14,7 +14,7 @@ from headrace.core.tensor import BY_NAME
 
 from tests.e2e.test_image_bodies import LABELS, STEPS, TENSORS, output, post, saved
 from tests.support import models
-from tests.support.browser import Browser, Page, chromium
+from tests.support.browser import Browser, Page
 from tests.support.models import add_model, add_pipeline, ensemble_config
 from tests.support.serving import Server, serving
 
@@ -57,12 +57,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for datatype in BY_NAME:
         add_model(folder, f"of_{datatype}", models.identity(datatype))
     with serving(folder, folder.parent) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as running:
         yield running
 
 

@@ -14,7 +14,7 @@ import tritonclient.http as triton
 from headrace.__main__ import main
 from tritonclient.utils import InferenceServerException
 
-from tests.support.browser import DESKTOP, Browser, chromium
+from tests.support.browser import DESKTOP, Browser
 from tests.support.prometheus import read_page
 from tests.support.sequence_models import add_accumulator
 from tests.support.serving import Server, serving
@@ -28,12 +28,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("figures")
     add_accumulator(folder / "repository", MODEL, strategy="oldest { max_candidate_sequences: 1 }")
     with serving(folder / "repository", folder) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as running:
         yield running
 
 
