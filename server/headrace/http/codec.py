@@ -54,12 +54,12 @@ class _Input(msgspec.Struct):
     datatype: str
     shape: list[int]
     data: Any = None
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
 
 
 class _Output(msgspec.Struct):
     name: str
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
 
 
 class _Request(msgspec.Struct):
@@ -107,6 +107,7 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         self._raw_templates = TemplateCache()
         self._has_text = any(tensor.datatype is BYTES for tensor in spec.inputs.values())
         self._client_limits = client_limits or ClientLimits()
+        self._tensors = len(spec.inputs) + len(spec.outputs)
 
     def is_large_request(self, body: bytes | BodyBytes, header_size: int | None) -> bool:
         """See `Codec.is_large_request`: JSON and texts are read one by one, other tensors are views of the body."""
@@ -273,12 +274,12 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
 
     def _parse_template(self, header: bytes | memoryview) -> RequestTemplate:
         """Parse the JSON of a request, a view if it is larger than `MAX_WHOLE_BYTES`."""
-        large = (
-            outline(header, self._client_limits) if isinstance(header, memoryview) or needs_outline(header) else None
-        )
+        large = None
+        if isinstance(header, memoryview) or needs_outline(header):
+            large = outline(header, self._client_limits, self._tensors)
         if large is None:
             text = bytes(header)
-            keys = check_json(text, self._client_limits)
+            keys = check_json(text, self._client_limits, self._tensors)
         else:
             text, keys = large.text, large.keys
         message = _parse(text, keys)
@@ -300,7 +301,7 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         ):
             raise BadRequest("the JSON has a large array that is not the data of an input: leave it out")
         template = builder.finish(
-            ((output.name, output.parameters) for output in message.outputs or ()),
+            ((output.name, output.parameters or {}) for output in message.outputs or ()),
             flag(parameters, "binary_data_output"),
             parameters,
             message.id,
@@ -447,11 +448,11 @@ def _keys(message: _Request) -> int:
     """Return the minimum number of keys in the JSON of a message; the exact number if no key is unknown, empty or nested."""
     keys = 1 + bool(message.id) + bool(message.parameters) + len(message.parameters)
     for tensor in message.inputs:
-        keys += 3 + (tensor.data is not None) + bool(tensor.parameters) + len(tensor.parameters)
+        keys += 3 + (tensor.data is not None) + (1 + len(tensor.parameters) if tensor.parameters else 0)
     if message.outputs is not None:
         keys += 1
         for output in message.outputs:
-            keys += 1 + bool(output.parameters) + len(output.parameters)
+            keys += 1 + (1 + len(output.parameters) if output.parameters else 0)
     return keys
 
 
@@ -465,17 +466,18 @@ def binary_size(tensor: _Input, shared: bool) -> int | None:
     Raises:
         BadRequest: the data are in two places or in none, or their size is invalid.
     """
+    parameters = tensor.parameters or {}
     if shared:
-        if tensor.data is not None or "binary_data_size" in tensor.parameters:
+        if tensor.data is not None or "binary_data_size" in parameters:
             raise BadRequest(f"input '{tensor.name}' is in shared memory, it takes neither data nor binary_data_size")
         return None
-    if "binary_data_size" not in tensor.parameters:
+    if "binary_data_size" not in parameters:
         if tensor.data is None:
             raise BadRequest(f"input '{tensor.name}' has neither data nor the parameter binary_data_size")
         return None
     if tensor.data is not None:
         raise BadRequest(f"input '{tensor.name}' has both data and the parameter binary_data_size")
-    size_bytes = integer(tensor.parameters, "binary_data_size")
+    size_bytes = integer(parameters, "binary_data_size")
     if size_bytes < 0:
         raise BadRequest(f"input '{tensor.name}': binary_data_size is {size_bytes}")
     return size_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -95,7 +96,7 @@ class GenerateCodec(Codec[bytes | BodyBytes, None, bytes]):
         check_json_bytes(len(text), self._client_limits)
         if len(text) > LARGE_BYTES:
             check_size_without_strings(text)
-        check_json(text, self._client_limits)
+        check_json(text, self._client_limits, len(self.spec.inputs))
         try:
             document = parse_non_finite(text) if len(text) <= _MAX_NON_FINITE_BYTES else parse_json(text)
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError too
@@ -138,7 +139,7 @@ class GenerateCodec(Codec[bytes | BodyBytes, None, bytes]):
 
     def _add_input(self, builder: TemplateBuilder, name: str, value: object) -> None:
         spec = self.spec.inputs[name]
-        sizes = _nesting(value)
+        sizes = _nesting(name, value)
         shape = _shape(self.spec, spec, sizes)
         entry = builder.declare(name, spec.datatype.name, shape)
         data = value if sizes else [value]
@@ -147,12 +148,16 @@ class GenerateCodec(Codec[bytes | BodyBytes, None, bytes]):
         builder.add_literal(entry, tensor_codec.from_json(spec, entry.shape, entry.elements, data))
 
 
-def _nesting(value: object) -> tuple[int, ...]:
-    """Return the sizes of nested arrays by their first elements; () for a value that is no array."""
+def _nesting(name: str, value: object) -> tuple[int, ...]:
+    """Return the sizes of nested arrays; () for a value that is no array. Raises BadRequest if rows differ."""
     sizes: list[int] = []
-    while isinstance(value, list):
-        sizes.append(len(value))
-        value = value[0] if value else None
+    rows: list[Any] = [value]
+    while list in map(type, rows):
+        lengths = {len(row) if type(row) is list else -1 for row in rows}
+        if len(lengths) > 1:
+            raise BadRequest(f"input '{name}': data is not a regular array: rows differ in length or depth")
+        sizes.append(lengths.pop())
+        rows = [*chain.from_iterable(rows)]
     return tuple(sizes)
 
 

@@ -43,12 +43,13 @@ _STEPS[[ord("["), ord("{")]] = 1
 _STEPS[[ord("]"), ord("}")]] = -1
 
 
-def check_json(text: bytes, client_limits: ClientLimits) -> int:
+def check_json(text: bytes, client_limits: ClientLimits, tensors: int = 0) -> int:
     """Check the number of keys and the nesting depth of a JSON text before it is parsed.
 
     Args:
         text: UTF-8; the result is meaningless for a text that is not JSON, which the parser rejects afterwards.
         client_limits: `max_json_keys` and `max_json_depth`; counts violations.
+        tensors: of the model, each of which allows `KEYS_OF_TENSOR` further keys.
 
     Returns:
         Number of keys in all objects of the text.
@@ -60,16 +61,19 @@ def check_json(text: bytes, client_limits: ClientLimits) -> int:
     keys, depth = outside.count(b":"), 0
     if outside.count(b"[") + outside.count(b"{") > client_limits.limits.max_json_depth:
         depth = int(np.max(np.cumsum(_STEPS[np.frombuffer(outside, np.uint8)], dtype=np.int32)))
-    _check_counts(keys, depth, client_limits)
+    _check_counts(keys, depth, client_limits, tensors)
     return keys
 
 
-def _check_counts(keys: int, depth: int, client_limits: ClientLimits) -> None:
+# Of an input: name, datatype, shape, data, parameters, and three of shared memory. An output has fewer.
+KEYS_OF_TENSOR = 8
+
+
+def _check_counts(keys: int, depth: int, client_limits: ClientLimits, tensors: int) -> None:
     limits = client_limits.limits
-    if keys > limits.max_json_keys:
-        raise client_limits.refused(
-            "max_json_keys", f"the JSON has {keys} keys, at most {limits.max_json_keys} are allowed"
-        )
+    max_keys = limits.max_json_keys + KEYS_OF_TENSOR * tensors
+    if keys > max_keys:
+        raise client_limits.refused("max_json_keys", f"the JSON has {keys} keys, at most {max_keys} are allowed")
     if depth > limits.max_json_depth:
         detail = f"the JSON is nested {depth} deep, at most {limits.max_json_depth} levels are allowed"
         raise client_limits.refused("max_json_depth", detail)
@@ -189,14 +193,12 @@ _DATA_DEPTH = 4
 _MAX_KEY_BYTES = 64
 # Stands for an array in the outline, with its number. No client can guess it.
 _TOKEN = secrets.token_hex(16)
-_BRACKETS_AND_COMMAS = b"[],"
 _ALL_BRACKETS = (b"[", b"]", b"{", b"}")
 _BLANKS = b" \t\r\n"
-_NO_BRACKETS = bytes.maketrans(b"[]", b"  ")
-_NUMBERS_AND_BLANKS = b"0123456789+-.eE" + _BLANKS
-_IS_SEPARATOR = np.isin(np.arange(256), list(_BRACKETS_AND_COMMAS))
 # Every byte of a number is x.
-_CLASSES = bytes(byte if byte in _BRACKETS_AND_COMMAS else ord("x") for byte in range(256))
+_CLASSES = bytes(byte if byte in b"[]," else ord("x") for byte in range(256))
+_FILLED = bytes(byte not in b"[]," + _BLANKS for byte in range(256))
+_NO_JSON = (b"x[", b"]x", b"][", b"[,", b",]")
 _NO_NUMBERS = (b"t", b"f", b"n", b"N", b'"', b"{")
 _FLOATS = (b".", b"e", b"E", b"I")
 _decoder = msgspec.json.Decoder(list[Any])
@@ -229,13 +231,13 @@ def needs_outline(text: bytes) -> bool:
     )
 
 
-def outline(text: bytes | memoryview, client_limits: ClientLimits) -> Outline:
+def outline(text: bytes | memoryview, client_limits: ClientLimits, tensors: int = 0) -> Outline:
     """Cut the large arrays that may be the data of tensors out of a JSON text, and check its keys and its depth.
 
     Args:
         text: UTF-8, a view if it is large: to copy or to hash 30 MB is a step of 40 ms. Of a text that is not JSON, the outline
             or an array is none either.
-        client_limits: `max_json_keys` and `max_json_depth`; counts violations.
+        client_limits, tensors: as in `check_json`.
 
     Raises:
         BadRequest: the text has too many keys or is nested too deep, or the outline is too large.
@@ -265,7 +267,7 @@ def outline(text: bytes | memoryview, client_limits: ClientLimits) -> Outline:
             depth = int(depths[-1])
         start += len(window)
     parts.append(text[copied:])
-    _check_counts(keys, max_depth, client_limits)
+    _check_counts(keys, max_depth, client_limits, tensors)
     size = sum(map(len, parts))
     if size > _MAX_OUTLINE_TEXT_BYTES:
         raise BadRequest(
@@ -364,26 +366,20 @@ def read_array(
         Array of the given shape.
 
     Raises:
-        BadRequest: the data are no JSON, have another number of elements or another shape, or elements of another datatype.
+        BadRequest: the data are no JSON, have another number of elements, or elements of another datatype.
     """
     position, end = span[0] + 1, span[1] - 1
     if text[end] != ord("]"):
         raise _invalid(spec, "a bracket does not match")
-    if not elements:
-        raise BadRequest(f"input '{spec.name}': data of {end - position} bytes came for shape {list(shape)}: send []")
     if 2 * elements - 1 > end - position:
         raise _wrong_count(spec, shape, f"at most {(end - position + 1) // 2}", elements)
     array: Array = np.empty(elements, spec.datatype.dtype)
     filled = 0
-    structure: list[bytes] = []
     while position < end:
         chunk, masked = _next_chunk(spec, text, position, end)
         position += len(chunk) + 1
-        if b"[" in masked or b"]" in masked or structure:
-            if filled and not structure:
-                raise _irregular(spec)
-            structure.append(_structure(spec, masked))
-            chunk = _without_brackets(chunk, masked)
+        if b"[" in masked or b"]" in masked:
+            chunk = _without_brackets(spec, chunk, masked)
         values = _values(spec, b"[%s]" % chunk)
         if filled + len(values) > elements:
             raise _wrong_count(spec, shape, f"more than {elements}", elements)
@@ -392,10 +388,6 @@ def read_array(
         pause()
     if filled != elements:
         raise _wrong_count(spec, shape, str(filled), elements)
-    if structure and not _has_shape(b",".join(structure), shape, elements):
-        raise BadRequest(
-            f"input '{spec.name}': data is nested in another way than its shape {list(shape)}: nest it like that, or send it flat"
-        )
     return array.reshape(shape)
 
 
@@ -422,27 +414,25 @@ def _next_chunk(spec: TensorSpec, text: bytes | memoryview, position: int, end: 
     return chunk, _mask_strings(chunk, in_string=False)[0]
 
 
-def _structure(spec: TensorSpec, masked: bytes) -> bytes:
-    """Return the brackets and commas of nested elements; raises BadRequest for a value before "[" or after "]"."""
-    structure = masked.translate(None, _NUMBERS_AND_BLANKS)
-    codes = np.frombuffer(b",%s," % masked, np.uint8)
-    opening, closing = np.flatnonzero(codes == ord("[")), np.flatnonzero(codes == ord("]"))
-    neighbours = np.concatenate((codes[opening - 1], codes[closing + 1]))
-    if _IS_SEPARATOR[neighbours].all() and not structure.strip(_BRACKETS_AND_COMMAS):
-        return structure  # numbers without blanks beside the brackets, as nearly all clients write them
-    classes = masked.translate(_CLASSES, _BLANKS)
-    if b"x[" in classes or b"]x" in classes:
-        raise _irregular(spec)
-    return classes.translate(None, b"x")
+def _without_brackets(spec: TensorSpec, chunk: bytes, masked: bytes) -> bytes:
+    """Replace the brackets of nested elements by blanks; raises BadRequest where no JSON has one.
 
-
-def _without_brackets(chunk: bytes, masked: bytes) -> bytes:
-    """Replace the brackets of nested elements by blanks."""
-    if masked is chunk:
-        return chunk.translate(_NO_BRACKETS)
+    Args:
+        spec: of the input.
+        chunk: between two commas of the data.
+        masked: the same with a blank for each byte of a string.
+    """
+    classes = b",%s," % masked.translate(_CLASSES, _BLANKS)
+    if any(pair in classes for pair in _NO_JSON):
+        raise _invalid(spec, "a comma or a bracket is missing or misplaced")
     codes = np.frombuffer(masked, np.uint8)
-    is_bracket = (codes == ord("[")) | (codes == ord("]"))
-    return np.where(is_bracket, np.uint8(ord(" ")), np.frombuffer(chunk, np.uint8)).tobytes()
+    is_blank = (codes == ord("[")) | (codes == ord("]"))
+    if b"[]" in classes:  # no element between two commas: one of them goes too
+        commas = np.flatnonzero(codes == ord(","))
+        filled = np.frombuffer(masked.translate(_FILLED), np.uint8).cumsum(dtype=np.int32)
+        before, after = filled[commas], np.append(filled[commas[1:]], filled[-1])
+        is_blank[commas[(before == 0) | (before == after)]] = True
+    return np.where(is_blank, np.uint8(ord(" ")), np.frombuffer(chunk, np.uint8)).tobytes()
 
 
 def _values(spec: TensorSpec, text: bytes) -> list[Any]:
@@ -460,34 +450,13 @@ def _values(spec: TensorSpec, text: bytes) -> list[Any]:
 
 def _kinds(chunk: bytes, values: list[Any]) -> set[type]:
     """Return the types of the values. Where the text has only numbers, a search in it is faster than a call for each value."""
-    if any(mark in chunk for mark in _NO_NUMBERS):
+    if not values or any(mark in chunk for mark in _NO_NUMBERS):
         return set(map(type, values))
     return {int, float} if any(mark in chunk for mark in _FLOATS) else {int}
 
 
-def _has_shape(structure: bytes, shape: tuple[int, ...], elements: int) -> bool:
-    """Return True if brackets and commas nest as a shape says, or as rows of flat data."""
-    if not shape:  # a scalar has no brackets
-        return False
-    brackets = structure.count(b"[")
-    if brackets == shape[0]:
-        pattern = b"," * (elements // shape[0] - 1)
-        if structure == b",".join([b"[%s]" % pattern] * shape[0]):
-            return True
-    if brackets != sum(math.prod(shape[:depth]) for depth in range(1, len(shape))):
-        return False
-    pattern = b"," * (shape[-1] - 1)
-    for size in reversed(shape[:-1]):
-        pattern = b",".join([b"[%s]" % pattern] * size)
-    return structure == pattern
-
-
 def _invalid(spec: TensorSpec, text: str) -> BadRequest:
     return BadRequest(f"the request is not valid JSON: data of input '{spec.name}': {text[:200]}")
-
-
-def _irregular(spec: TensorSpec) -> BadRequest:
-    return BadRequest(f"input '{spec.name}': data is not a regular array (rows differ in length or depth)")
 
 
 def _wrong_count(spec: TensorSpec, shape: tuple[int, ...], count: str, elements: int) -> BadRequest:

@@ -17,6 +17,11 @@ _ZLIB_WINDOW = 15
 _EITHER_WINDOW = 47
 # Bytes that are read or written in one step: zlib copies what it writes at once while it holds the interpreter lock.
 _STEP_BYTES = 1 << 20
+# Of a gzip member after the first: zlib copies what follows the end of a member in its step.
+_MEMBER_STEP_BYTES = 1 << 16
+_GZIP_MAGIC = b"\x1f\x8b"
+# Members of a body: so many, and one more for each of so many bytes. Each costs microseconds and a copy.
+_MAX_MEMBERS, _MEMBER_BYTES = 100, 4096
 # The ratio limit does not apply below this size: a small body of zeros is no decompression bomb.
 _FREE_BYTES = 1 << 20
 # Larger compressed bodies are decompressed on a codec thread: they may become 200 times larger.
@@ -33,7 +38,8 @@ def decompress(body: bytes | memoryview | BodyBytes, encoding: str, client_limit
 
     Args:
         body: as received.
-        encoding: value of Content-Encoding in lower case; "" and "identity" return the body unchanged.
+        encoding: value of Content-Encoding in lower case; "" and "identity" return the body unchanged. "x-gzip" is gzip, which
+            may have several members (RFC 9110, section 8.4.1.3; RFC 1952, section 2.2).
         client_limits: `max_body_bytes` and `max_unpack_ratio`. Decompression stops at the limit, so that a decompression bomb
             never fills memory; violations are counted.
 
@@ -46,17 +52,29 @@ def decompress(body: bytes | memoryview | BodyBytes, encoding: str, client_limit
     """
     if encoding in ("", "identity"):
         return bytes(body)
+    encoding = "gzip" if encoding == "x-gzip" else encoding
     if encoding not in ("gzip", "deflate"):
         raise BadRequest(f"Content-Encoding {encoding[:32]!r} is not supported: send gzip, deflate or identity")
     limits = client_limits.limits
     by_ratio = max(_FREE_BYTES, len(body) * limits.max_unpack_ratio)
     max_bytes = min(limits.max_body_bytes, by_ratio)
-    stream = zlib.decompressobj(_EITHER_WINDOW)
-    try:
-        decompressed, unused_bytes = _decompress(stream, memoryview(body), max_bytes + 1)  # type: ignore[arg-type]
-    except zlib.error as error:
-        raise BadRequest(f"the body is not valid {encoding}: {error}") from error
-    if len(decompressed) > max_bytes:
+    rest, size = memoryview(body), 0  # type: ignore[arg-type]
+    members: list[bytes] = []
+    while size <= max_bytes:
+        stream = zlib.decompressobj(_EITHER_WINDOW)
+        step = _MEMBER_STEP_BYTES if members else _STEP_BYTES
+        try:
+            decompressed, unused_bytes = _decompress(stream, rest, max_bytes + 1 - size, step)
+        except zlib.error as error:
+            raise BadRequest(f"the body is not valid {encoding}: {error}") from error
+        members.append(decompressed)
+        size += len(decompressed)
+        rest = rest[len(rest) - unused_bytes :]
+        if encoding == "deflate" or not stream.eof or bytes(rest[:2]) != _GZIP_MAGIC:
+            break
+        if len(members) > _MAX_MEMBERS + len(body) // _MEMBER_BYTES:
+            raise BadRequest(f"the body has more than {len(members)} members of gzip: send fewer, larger ones")
+    if size > max_bytes:
         if max_bytes < limits.max_body_bytes:
             text = f"the body decompresses to more than {limits.max_unpack_ratio} times its size: send it uncompressed"
             raise client_limits.too_large("max_unpack_ratio", text)
@@ -65,17 +83,17 @@ def decompress(body: bytes | memoryview | BodyBytes, encoding: str, client_limit
         raise BadRequest(f"the {encoding} data of the body are truncated: send the complete stream")
     if unused_bytes:
         raise BadRequest(f"{unused_bytes} bytes follow the {encoding} data of the body: send one stream")
-    return decompressed
+    return members[0] if len(members) == 1 else b"".join(members)
 
 
-def _decompress(stream: zlib._Decompress, body: memoryview, max_bytes: int) -> tuple[bytes, int]:
+def _decompress(stream: zlib._Decompress, body: memoryview, max_bytes: int, step: int) -> tuple[bytes, int]:
     """Return at most `max_bytes` of the decompressed body, and the number of bytes that follow the compressed data."""
-    if len(body) <= _STEP_BYTES:
+    if len(body) <= step:
         return stream.decompress(body, max_bytes), len(stream.unused_data)
     parts: list[bytes] = []
     end = 0
     while end < len(body) and max_bytes > 0 and not stream.eof:
-        begin, end = end, min(end + _STEP_BYTES, len(body))
+        begin, end = end, min(end + step, len(body))
         rest: bytes | memoryview = body[begin:end]
         while (rest or end == len(body)) and max_bytes > 0 and not stream.eof:
             part = stream.decompress(rest, min(max_bytes, _STEP_BYTES))

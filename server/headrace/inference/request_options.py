@@ -243,14 +243,18 @@ class SharedRange(msgspec.Struct, frozen=True):
 
 
 def request_parameters(parameters: Mapping[str, Any]) -> None:
-    """Check the names of request parameters.
+    """Check the names and the types of request parameters.
 
     `sequence_id`, `sequence_start` and `sequence_end` are allowed: as in Triton, a model without sequences ignores them.
 
     Raises:
-        BadRequest: a name is reserved, or belongs to a tensor (shared memory).
+        BadRequest: a name is reserved, or belongs to a tensor (shared memory); a value is null, an array or an object.
     """
-    for name in parameters:
+    for name, value in parameters.items():
+        if type(value) not in _PARAMETER_TYPES:
+            kind = "null" if value is None else "an array" if isinstance(value, list) else "an object"
+            cure = "leave it out, or send it as text"
+            raise BadRequest(f"parameter {name[:64]!r} must be text, a number, true or false, not {kind}: {cure}")
         if name in _CLIENT_PARAMETERS:
             continue
         _check_parameter(name)
@@ -263,7 +267,7 @@ def model_parameters(parameters: Mapping[str, Any]) -> Mapping[str, ParameterVal
     return {
         name: value
         for name, value in parameters.items()
-        if name not in _SERVER_PARAMETERS and name not in _CLIENT_PARAMETERS and type(value) in _PARAMETER_TYPES
+        if name not in _SERVER_PARAMETERS and name not in _CLIENT_PARAMETERS
     } or NO_PARAMETERS
 
 

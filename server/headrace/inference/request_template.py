@@ -299,7 +299,7 @@ class TemplateFactory:
             binary: form of outputs without the parameter `binary_data`.
 
         Raises:
-            BadRequest: an output is unknown or repeated, or has invalid parameters.
+            BadRequest: an output is unknown, or has invalid parameters.
         """
         selected: dict[str, RequestedOutput] = {}
         for name, parameters in outputs:
@@ -308,8 +308,8 @@ class TemplateFactory:
                 raise BadRequest(
                     f"model '{self.spec.name}' has no output {name[:128]!r}; its outputs are {list(self.spec.outputs)}"
                 )
-            if name in selected:
-                raise BadRequest(f"output '{name}' is requested twice: name it once")
+            if name in selected:  # as in Triton, its first form counts
+                continue
             shared = tensor_parameters(parameters, "output", name) if parameters else None
             classes = integer(parameters, "classification")
             if classes < 0:

@@ -120,21 +120,16 @@ def to_binary(array: Array, datatype: Datatype) -> bytes | memoryview:
 
 
 def from_json(spec: TensorSpec, shape: tuple[int, ...], elements: int, data: object) -> Array:
-    """Decode a tensor from a JSON array, flat or nested.
+    """Decode a tensor from a JSON array. As in Triton its elements count, nested in whatever way.
 
     Raises:
         BadRequest: the data are no array, have another number of elements, or elements of another datatype.
     """
     if not isinstance(data, list):
         raise BadRequest(f"input '{spec.name}': data must be an array, not {_json_word(type(data))}")
-    flat, nested, kinds = _flatten(spec.name, data)
+    flat, kinds = _flatten(data)
     if len(flat) != elements:
         raise BadRequest(f"input '{spec.name}': {len(flat)} elements came for shape {list(shape)}, expected {elements}")
-    # Nested data must have the declared shape. Flat data and rows of flat data are also allowed. Nesting ends at a dimension
-    # of 0.
-    expected = shape if elements else shape[: len(nested)]
-    if len(nested) > 1 and nested != expected and not (len(nested) == 2 and nested[0] == shape[0]):
-        raise BadRequest(f"input '{spec.name}': data is nested as {list(nested)}, its shape says {list(shape)}")
     return _convert(spec, flat, kinds).reshape(shape)
 
 
@@ -232,21 +227,17 @@ def _with_literals(text: bytes, values: npt.NDArray[Any]) -> bytes:
     return b"".join(chain.from_iterable(zip(text.split(b"null"), literals, strict=True)))
 
 
-def _flatten(name: str, data: list[Any]) -> tuple[list[Any], tuple[int, ...], set[type]]:
-    """Return the elements of nested lists, the shape of the nesting, and the types of the elements.
+def _flatten(data: list[Any]) -> tuple[list[Any], set[type]]:
+    """Return the elements of nested lists, and their types.
 
     Not with NumPy: it converts large integers to floats, and pads all strings to the length of the longest.
     """
-    shape = [len(data)]
     kinds: set[type] = set(map(type, data))
     while list in kinds:
-        lengths = set(map(len, data)) if kinds == {list} else set()
-        if len(lengths) != 1:
-            raise BadRequest(f"input '{name}': data is not a regular array (rows differ in length or depth)")
-        shape.append(lengths.pop())
-        data = list(chain.from_iterable(data))
+        rows = data if len(kinds) == 1 else [item if type(item) is list else (item,) for item in data]
+        data = list(chain.from_iterable(rows))
         kinds = set(map(type, data))
-    return data, tuple(shape), kinds
+    return data, kinds
 
 
 def from_values(spec: TensorSpec, values: list[Any], kinds: set[type]) -> Array:

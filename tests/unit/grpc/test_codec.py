@@ -189,7 +189,6 @@ REFUSED: list[tuple[pb.ModelInferRequest, str]] = [
     (changed(shape=[2, 2]), r"input 'B': 8 bytes came for shape \[2, 2\] of FP32, expected 16"),
     (changed(shape=[1, 2]), r"number of rows .* \{'A': 2, 'B': 1\}"),
     (request(outputs=[triton.InferRequestedOutput("U")]), r"model 'm' has no output 'U'; its outputs are \['S', 'T'\]"),
-    (request(outputs=[triton.InferRequestedOutput("S")] * 2), "output 'S' is requested twice: name it once"),
     (request(outputs=[triton.InferRequestedOutput("S", class_count=-1)]), "classification must be at least 1"),
     (request_with(priority=pb.InferParameter(string_param="high")), "'priority' must be a whole number, not str"),
     (request_with(timeout=pb.InferParameter(double_param=1.5)), "'timeout' must be a whole number, not float"),

@@ -28,7 +28,9 @@ def test_the_golden_bytes_match_the_standard_library() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "encoding"), [(PLAIN, ""), (PLAIN, "identity"), (GZIP, "gzip"), (ZLIB, "deflate")], ids=str
+    ("body", "encoding"),
+    [(PLAIN, ""), (PLAIN, "identity"), (GZIP, "gzip"), (GZIP, "x-gzip"), (ZLIB, "deflate")],
+    ids=str,
 )
 def test_golden_bodies(body: bytes, encoding: str) -> None:
     assert compression.decompress(body, encoding, LIMITS) == PLAIN
@@ -41,7 +43,26 @@ def test_compressed_bodies_are_read_by_other_decoders(body: bytes, encoding: str
     assert compression.decompress(packed, encoding, LIMITS) == body
 
 
-@pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "gzip, gzip", "x" * 10**6])
+@given(st.lists(st.binary(max_size=500), min_size=1, max_size=8), st.sampled_from(["gzip", "x-gzip"]))
+def test_members_of_gzip_are_one_body_as_for_pythons_reader(parts: list[bytes], encoding: str) -> None:
+    packed = b"".join(map(gzip.compress, parts))
+    assert compression.decompress(packed, encoding, LIMITS) == gzip.decompress(packed) == b"".join(parts)
+    with pytest.raises(BadRequest, match="truncated"):
+        compression.decompress(packed[:-1], encoding, LIMITS)
+    with pytest.raises(BadRequest, match="2 bytes follow"):
+        compression.decompress(packed + b"ab", encoding, LIMITS)
+
+
+def test_the_limits_hold_for_all_members_together() -> None:
+    half = compression.compress(np.random.default_rng(1).bytes(LIMIT // 2), "gzip")
+    assert len(compression.decompress(2 * half, "gzip", LIMITS)) == LIMIT
+    with pytest.raises(TooLarge, match="when decompressed"):
+        compression.decompress(2 * half + compression.compress(b"x", "gzip"), "gzip", LIMITS)
+    with pytest.raises(BadRequest, match="members of gzip"):
+        compression.decompress(10_000 * compression.compress(b"", "gzip"), "gzip", LIMITS)
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "x-deflate", "compress", "gzip, gzip", "x" * 10**6])
 def test_an_unknown_encoding_is_refused(encoding: str) -> None:
     with pytest.raises(BadRequest, match="is not supported: send gzip, deflate or identity") as caught:
         compression.decompress(PLAIN, encoding, LIMITS)
