@@ -62,7 +62,7 @@ def main() -> None:
     _load_package()
     from headrace_model import child
     from headrace_model.channel import Frames, Messages
-    from headrace_model.process import exit_process
+    from headrace_model.process import exit_process, run_exit_handlers
 
     child.stream_lines()
     control, batches, responses, *calls = descriptors
@@ -72,6 +72,7 @@ def main() -> None:
         calls[0] if calls else None,
         responses,
     )
+    run_exit_handlers()
     exit_process(status)
 
 

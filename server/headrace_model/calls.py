@@ -213,7 +213,10 @@ class Calls:
                 raise python_backend.TritonModelException(
                     f"input {tensor._name!r} has the dtype {array.dtype}, which is no datatype"
                 )
-            size = slot.put(end, array, code)
+            try:
+                size = slot.put(end, array, code)
+            except protocol.WrongResultError as error:
+                raise python_backend.TritonModelException(f"input {tensor._name!r}: {error}") from None
             described.append([tensor._name, code, list(array.shape), end, size])
             end = aligned(end + size)
         return end, described

@@ -25,7 +25,8 @@ import numpy as np
 from headrace_model import forms, protocol, python_backend
 from headrace_model.calls import Calls
 from headrace_model.channel import Frames, Messages
-from headrace_model.process import exit_process, limit_memory
+from headrace_model.process import exit_process, limit_memory, run_exit_handlers
+from headrace_model.protocol import WrongResultError
 from headrace_model.requests import (
     SCHEDULED_AGAIN,
     BatchReader,
@@ -33,7 +34,6 @@ from headrace_model.requests import (
     MemberOutputs,
     ReceivedBatch,
     ResultWriter,
-    WrongResultError,
     failed,
 )
 from headrace_model.slots import Slot
@@ -130,6 +130,8 @@ class ModelServer:
             return protocol.FAILED, 0, failed(protocol.INTERNAL, str(error) or "the model failed", _traceback(error)), 0
         except SystemExit as error:
             traceback.print_exc()
+            if os.getpid() == self._process:
+                run_exit_handlers()
             exit_process(error.code if isinstance(error.code, int) else 1)
             raise
         except BaseException as error:  # also a panic of a library in Rust, which is no Exception

@@ -124,20 +124,20 @@ def find_form(module: Any, file: Any) -> Any:
         Refused: it has no model, or several.
     """
     triton = getattr(module, _TRITON_CLASS, None)
-    own = [model for model in own_form.own_models(module) if model[0] != _TRITON_CLASS]
-    if triton is not None and not own:
+    if triton is not None:  # the documented name: helper classes of any form may stand beside it
         if not callable(getattr(triton, "execute", None)):
             raise Refused(f"{_TRITON_CLASS} has no method execute", "add def execute(self, requests)")
         return TritonForm(triton)
-    if triton is None and len(own) == 1:
+    own = own_form.own_models(module)
+    if len(own) == 1:
         target = own[0][1]
         return own_form.OwnForm(target() if isinstance(target, type) else target)
-    if triton is None and not own:
+    if not own:
         raise Refused(
             "has no model",
             f"write a class {_TRITON_CLASS} with execute, a class with predict, or a function with the decorator "
             "headrace_model.model",
         )
-    names = [_TRITON_CLASS] * (triton is not None) + [name for name, _target, _line in own]
+    names = [name for name, _target, _line in own]
     line = next((line for _name, _target, line in own if line is not None), None)
     raise Refused(f"has {len(names)} models: {', '.join(names)}", "keep one of them", line)

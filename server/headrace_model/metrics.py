@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Tuple
 
+from headrace_model.protocol import text
+
 PAUSE_S = 0.1
 
 _Key = Tuple[str, Tuple[Tuple[str, str], ...]]
@@ -102,9 +104,9 @@ class MetricFamily:
     def __init__(self, name: str, description: str, kind: str) -> None:
         if kind not in (self.COUNTER, self.GAUGE, self.HISTOGRAM):
             raise ValueError(f"kind is MetricFamily.COUNTER, GAUGE or HISTOGRAM, not {kind!r}")
-        self.name, self.kind = str(name), kind
+        self.name, self.kind = str(text(name)), kind
         self._metrics: dict[tuple[tuple[str, str], ...], Metric] = {}
-        _reporter().declare(self.name, kind, str(description))
+        _reporter().declare(self.name, kind, str(text(description)))
 
     def Metric(  # noqa: N802 - the name is Triton's
         self, labels: dict[str, str] | None = None, buckets: Sequence[float] | None = None
@@ -115,7 +117,7 @@ class MetricFamily:
             labels: labels by name.
             buckets: upper bounds of a histogram, ascending.
         """
-        key = tuple(sorted((str(name), str(value)) for name, value in (labels or {}).items()))
+        key = tuple(sorted((str(text(name)), str(text(value))) for name, value in (labels or {}).items()))
         if key not in self._metrics:
             self._metrics[key] = Metric(self, key, buckets)
         return self._metrics[key]

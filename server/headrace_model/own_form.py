@@ -225,16 +225,18 @@ def probe_result(probe: Callable[[], Any] | None) -> bool:
 
 
 def own_models(module: Any) -> list[tuple[str, Any, int | None]]:
-    """Return name, object and line of everything in a module that is a model in this form."""
-    result: list[tuple[str, Any, int | None]] = []
+    """Return name, object and line of everything in a module that is a model in this form, without base classes of others."""
+    result: dict[int, tuple[str, Any, int | None]] = {}  # by id: a second name of a model is no other model
+    bases: set[int] = set()
     for name, value in vars(module).items():
         if isinstance(value, ModelFunction):
             if value.function.__module__ == module.__name__:
-                result.append((name, value, value.function.__code__.co_firstlineno))
+                result.setdefault(id(value), (name, value, value.function.__code__.co_firstlineno))
         elif (
             isinstance(value, type)
             and value.__module__ == module.__name__
             and callable(getattr(value, "predict", None))
         ):
-            result.append((name, value, None))
-    return result
+            result.setdefault(id(value), (name, value, None))
+            bases.update(map(id, value.__mro__[1:]))
+    return [model for key, model in result.items() if key not in bases]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
 import sys
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +26,14 @@ def limit_memory(size_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     with suppress(OSError):  # a machine without memory then kills this process rather than the server
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+
+
+def run_exit_handlers() -> None:
+    """Call the functions that the model's code has registered with `atexit`; the errors are on standard error."""
+    try:
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
 
 
 def exit_process(status: int) -> None:

@@ -32,6 +32,7 @@ kernel limits a message to the socket's buffer of about 200 KB.
 from __future__ import annotations
 
 import struct
+from numbers import Number
 from typing import Any, Sequence
 
 import numpy as np
@@ -123,6 +124,10 @@ class ProtocolError(Exception):
     """A frame does not follow the protocol."""
 
 
+class WrongResultError(Exception):
+    """The model returned something that is no result; the text is for the client."""
+
+
 def dims_struct(ndim: int) -> struct.Struct:
     """Return the struct of `ndim` dims."""
     known = _DIMS.get(ndim)
@@ -134,28 +139,37 @@ def dims_struct(ndim: int) -> struct.Struct:
 _DIMS: dict[int, struct.Struct] = {}
 
 
-def pack_texts(array: np.ndarray[Any, Any]) -> bytes:
+def pack_texts(array: np.ndarray[Any, Any], tensor: str = "a BYTES tensor") -> bytes:
     """Return the elements of a text tensor, each after its length in four bytes.
 
     Args:
-        array: elements `bytes` or `str` (as UTF-8), or fixed-size text of NumPy.
+        array: elements `bytes`; or text, numbers and None, which are `str(element)` in UTF-8, as in Triton.
+        tensor: name of the tensor, for the error.
 
     Raises:
-        TypeError: an element is something else.
+        WrongResultError: an element is something else, or has no UTF-8.
     """
     parts: list[bytes] = []
-    for item in array.reshape(-1).tolist():
-        if type(item) is str:
-            item = item.encode("utf-8")
-        elif type(item) is not bytes:
-            item = bytes(memoryview(item)) if isinstance(item, (bytearray, memoryview)) else _refuse(item)
+    for index, item in enumerate(array.reshape(-1).tolist()):
+        if type(item) is not bytes:
+            try:
+                if isinstance(item, (bytes, bytearray, memoryview)):
+                    item = bytes(memoryview(item))
+                elif item is None or isinstance(item, (str, Number, np.generic)):
+                    item = str(item).encode("utf-8")
+                else:
+                    raise TypeError("an element of a BYTES tensor is bytes, text, a number or None")
+            except (TypeError, ValueError) as error:
+                kind = type(item).__name__
+                raise WrongResultError(f"element {index} of {tensor}, {kind}, cannot be encoded: {error}") from None
         parts.append(LENGTH.pack(len(item)))
         parts.append(item)
     return b"".join(parts)
 
 
-def _refuse(item: object) -> bytes:
-    raise TypeError("an element of a BYTES tensor is bytes or str, not " + type(item).__name__)
+def text(value: Any) -> Any:
+    """Return a text that a model's code passes: `bytes` as UTF-8, as Triton's binding reads them; anything else as it is."""
+    return value.decode("utf-8") if isinstance(value, bytes) else value
 
 
 def unpack_texts(content: bytes, shape: Sequence[int]) -> np.ndarray[Any, Any]:

@@ -19,7 +19,6 @@ import numpy as np
 from headrace_model import device, protocol
 from headrace_model.auto_complete import AutoCompleteConfig
 from headrace_model.metrics import Metric, MetricFamily, reporter_for
-from headrace_model.requests import WrongResultError
 from headrace_model.streams import SenderError
 
 __all__ = ["Metric", "MetricFamily", "ModelConfig"]
@@ -121,7 +120,7 @@ class TritonError:
     def __init__(self, message: str, code: int = protocol.INTERNAL) -> None:
         if type(code) is not int or not protocol.OK < code <= protocol.CANCELLED:
             raise TritonModelException(f"the code of a TritonError is one of its constants, not {code!r}")
-        self._message = str(message)
+        self._message = str(protocol.text(message))
         self._code = code
 
     def code(self) -> int:
@@ -149,7 +148,7 @@ class Tensor:
     def __init__(self, name: str, array: Any) -> None:
         if not isinstance(array, np.ndarray):
             raise TypeError(f"Tensor {name!r} needs a numpy.ndarray, not {type(array).__name__}")
-        self._name = name
+        self._name = name if type(name) is str else protocol.text(name)
         self._array = array
 
     def name(self) -> str:
@@ -336,10 +335,10 @@ class InferenceRequest:
         parameters: str | dict[str, Any] | None = None,
     ) -> None:
         self._inputs = inputs
-        self._request_id = request_id
-        self._correlation_id = correlation_id
-        self._output_names = requested_output_names
-        self._model_name = model_name
+        self._request_id: str = protocol.text(request_id)
+        self._correlation_id = protocol.text(correlation_id)
+        self._output_names: Sequence[str] = [protocol.text(name) for name in requested_output_names]
+        self._model_name = protocol.text(model_name)
         self._model_version = model_version
         self._flags = flags
         self._timeout = timeout
@@ -500,7 +499,7 @@ class InferenceResponseSender:
             raise TritonModelException(f"a response is an InferenceResponse, not {type(response).__name__}")
         try:
             runtime.responses.send(self._reference.state, response, bool(flags))
-        except (SenderError, WrongResultError, TypeError) as error:
+        except (SenderError, protocol.WrongResultError) as error:
             raise TritonModelException(str(error)) from None
 
     def is_cancelled(self) -> bool:
@@ -510,7 +509,7 @@ class InferenceResponseSender:
 
 
 def _parameters(parameters: str | dict[str, Any]) -> dict[str, Any]:
-    values = json.loads(parameters) if isinstance(parameters, str) else parameters
+    values = json.loads(parameters) if isinstance(parameters, (str, bytes)) else parameters
     if not isinstance(values, dict) or not all(isinstance(v, (str, int, float, bool)) for v in values.values()):
         raise TritonModelException(f"parameters are an object of texts, numbers and booleans, not {parameters!r:.200}")
     return dict(values)
@@ -605,7 +604,7 @@ class Logger:
         """Log a message."""
         if level not in ("info", "warning", "error", "verbose"):
             raise TritonModelException(f"a log level is Logger.INFO, WARNING, ERROR or VERBOSE, not {level!r}")
-        runtime.send({"log": [level, str(message)]})
+        runtime.send({"log": [level, str(protocol.text(message))]})
 
     @staticmethod
     def log_info(message: str) -> None:
@@ -632,6 +631,7 @@ LogLevel = Logger
 
 
 def _by_name(tensors: Iterable[Any], name: str) -> Any:
+    name = protocol.text(name)
     for tensor in tensors:
         if tensor._name == name:
             return tensor
@@ -640,10 +640,7 @@ def _by_name(tensors: Iterable[Any], name: str) -> Any:
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
     """Return an input of a request; None if the request has no such input."""
-    for tensor in inference_request._inputs:
-        if tensor._name == name:
-            return tensor
-    return None
+    return _by_name(inference_request._inputs, name)  # type: ignore[no-any-return]
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
@@ -679,7 +676,7 @@ def triton_to_numpy_type(data_type: int) -> Any:
 def numpy_to_triton_type(data_type: Any) -> int | None:
     """Return the number of the datatype of NumPy's type; None if there is none."""
     dtype = np.dtype(data_type)
-    return protocol.BYTES if dtype.kind in "SU" else protocol.CODE_OF_DTYPE.get(dtype)
+    return protocol.BYTES if dtype.kind in "SUT" else protocol.CODE_OF_DTYPE.get(dtype)
 
 
 def serialize_byte_tensor(input_tensor: Any) -> bytes | None:
@@ -707,7 +704,7 @@ def deserialize_bytes_tensor(encoded_tensor: bytes) -> Any:
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
     """Return True if a model of the server is ready."""
-    return bool(_calls(False).control("ready", model_name, str(model_version)))
+    return bool(_calls(False).control("ready", protocol.text(model_name), str(protocol.text(model_version))))
 
 
 def load_model(model_name: str, files: dict[str, Any] | None = None, config: str = "") -> None:
@@ -716,12 +713,12 @@ def load_model(model_name: str, files: dict[str, Any] | None = None, config: str
         raise TritonModelException(
             "load_model with files or config is not served here: put the model into the repository"
         )
-    _calls(False).control("load", model_name, "")
+    _calls(False).control("load", protocol.text(model_name), "")
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Unload a model; the server needs `--model-control-mode explicit`."""
-    _calls(False).control("unload_dependents" if unload_dependents else "unload", model_name, "")
+    _calls(False).control("unload_dependents" if unload_dependents else "unload", protocol.text(model_name), "")
 
 
 def get_model_dir() -> str:

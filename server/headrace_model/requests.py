@@ -38,6 +38,7 @@ from headrace_model.protocol import (
     TENSOR,
     TEXT,
     UNAVAILABLE,
+    WrongResultError,
     dims_struct,
     pack_texts,
     unpack_texts,
@@ -52,10 +53,6 @@ MemberOutputs = Dict[int, _Array]
 MemberError = Tuple[int, str]
 # Result of a member that the model has scheduled again.
 SCHEDULED_AGAIN: MemberError = (RESCHEDULED, "")
-
-
-class WrongResultError(Exception):
-    """The model returned something that is no result; the text is for the client."""
 
 
 class Member:
@@ -267,7 +264,7 @@ class ResultWriter:
         """
         if not isinstance(outputs, dict):
             raise WrongResultError(f"the model returned {type(outputs).__name__}, not a dict of arrays")
-        writer = _Outputs(batch)
+        writer = _Outputs(batch, self._names)
         for name, array in outputs.items():
             if name in self.declared:
                 index = self.declared[name][0]
@@ -314,7 +311,7 @@ class ResultWriter:
                     by_output[index] = [(member, array)]
                 else:
                     entries.append((member, array))
-        writer = _Outputs(batch)
+        writer = _Outputs(batch, self._names)
         for index, entries in by_output.items():
             self._write_output(batch, writer, index, entries)
         tail = [PARAMETERS.pack(member, len(text)) + text.encode() for member, text in (parameters or {}).items()]
@@ -358,7 +355,7 @@ class ResultWriter:
             array = _as_array(name, array)
         dtype = array.dtype
         declared = self.declared[name][1]
-        if dtype.kind in "SU":
+        if dtype.kind in "SUT":
             return BYTES
         code = CODE_OF_DTYPE.get(dtype)
         if code is None:
@@ -393,6 +390,7 @@ class _Outputs:
 
     Args:
         batch: the batch.
+        names: of the model's outputs.
 
     Attributes:
         records: encoded records.
@@ -400,7 +398,8 @@ class _Outputs:
         end: first free offset in the slot.
     """
 
-    def __init__(self, batch: ReceivedBatch) -> None:
+    def __init__(self, batch: ReceivedBatch, names: Sequence[str]) -> None:
+        self._names = names
         self._slot = batch.slot
         self._memory = batch.slot.memory
         self._address = batch.slot.address
@@ -411,7 +410,7 @@ class _Outputs:
     def add(self, member: int, index: int, code: int, array: _Array) -> None:
         """Write an output of one member, or of all."""
         if code == BYTES:
-            content = pack_texts(array)
+            content = pack_texts(array, f"output '{self._names[index]}'")
             offset = self._place(len(content))
             self._slot.write(offset, content)
             self._record(member, index, code, 0, offset, len(content), array.shape)

@@ -178,7 +178,7 @@ class Slot:
 
         Raises:
             OSError: there is no memory.
-            TypeError: see `pack_texts`.
+            WrongResultError: see `pack_texts`.
         """
         if code == BYTES:
             content = pack_texts(array)

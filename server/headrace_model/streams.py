@@ -307,7 +307,7 @@ class ResponseSocket:
                 if name not in declared or (state.output_names and name not in state.output_names):
                     continue
                 array, code = self._writer.checked(name, tensor._array)
-                content = np.frombuffer(pack_texts(array), np.uint8) if code == BYTES else array
+                content = np.frombuffer(pack_texts(array, f"output '{name}'"), np.uint8) if code == BYTES else array
                 records.append(OUTPUT.pack(0, declared[name][0], code, array.ndim, 0, size, content.nbytes))
                 records.append(dims_struct(array.ndim).pack(*array.shape))
                 values.append((size, content, content.dtype if code == BYTES else DTYPES[code]))

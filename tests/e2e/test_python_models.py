@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 
+from tests.support.python_models import add_python_model
 from tests.support.serving import Server, serving
 from tests.support.waiting import until
 
@@ -356,3 +357,68 @@ def test_a_changed_file_is_loaded_once(tmp_path: Path) -> None:
         add_model(repository, "later", CODE, CONFIG.format(count=1, delay_us=0))
         until(lambda: infer(running, "later", 1)[0] == 200)
         assert running.text.count("model m runs on Python") == 2
+
+
+# No input, and a class beside the model that looks like one in the other form. The elements of WHAT are the output.
+TEXTS = """
+import atexit
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+atexit.register(lambda: open({path!r}, "w").close())
+
+class Helper:
+    def predict(self, batch): ...
+
+def texts():
+    array = np.empty(4, object)
+    array[:] = {elements}
+    return array
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor(b"OUT", texts())]) for _ in requests]
+"""
+OWN_TEXTS = (
+    TEXTS.partition("class Helper")[0]
+    + TEXTS[TEXTS.index("def texts") : TEXTS.index("class Triton")]
+    + "class Model:\n    def predict(self, batch): return {{'OUT': texts()}}\n"
+)
+TEXTS_CONFIG = 'backend: "python" output [ {{ name: "OUT" data_type: TYPE_STRING dims: [ 4 ] }} ] {more}'
+
+
+def test_models_of_texts_without_inputs(tmp_path: Path) -> None:
+    """Text, numbers and None are encoded as in Triton, an element that is none of these is named; `atexit` is run."""
+
+    def infer(running: Server, name: str) -> tuple[int, Any]:
+        status, _headers, answer = running.request("POST", f"/v2/models/{name}/infer", b'{"inputs": []}')
+        return status, json.loads(answer)
+
+    repository = tmp_path / "repository"
+    for name, code, elements in (
+        ("triton", TEXTS, "[np.str_('ü'), 1.5, None, b'b']"),
+        ("own", OWN_TEXTS, "[np.str_('ü'), 1.5, None, b'b']"),
+        ("wrong", TEXTS, "['a', 'b', [1], 'd']"),
+        ("wrong_own", OWN_TEXTS, "['a', 'b', '\\ud800', 'd']"),
+    ):
+        config = TEXTS_CONFIG.format(more="")
+        add_python_model(repository, name, code.format(path=str(tmp_path / name), elements=elements), config)
+    batched = TEXTS_CONFIG.format(more="max_batch_size: 4 dynamic_batching { }").replace("dims: [ 4 ]", "dims: [ 1 ]")
+    code = TEXTS.format(path=str(tmp_path / "batched"), elements="[1, 2, 3, 4]").replace(
+        "texts())", "texts()[:1, None])"
+    )
+    add_python_model(repository, "batched", code, batched)
+    with serving(repository, tmp_path, "--profile-s", "0") as running:
+        for name in ("triton", "own"):
+            status, response = infer(running, name)
+            assert (status, response["outputs"][0]["data"]) == (200, ["ü", "1.5", "None", "b"]), response
+        status, response = infer(running, "batched")
+        assert (status, response["outputs"][0]["data"]) == (200, ["1"]), response
+        for name, words in (
+            ("wrong", "list, cannot be encoded"),
+            ("wrong_own", "str, cannot be encoded: .*surrogates"),
+        ):
+            status, response = infer(running, name)
+            assert status == 500
+            assert re.search(f"element 2 of output 'OUT', {words}", response["error"]), response
+    assert all((tmp_path / name).exists() for name in ("triton", "own", "wrong", "batched"))

@@ -120,11 +120,12 @@ def complete_from_code(config: ModelConfig, document: Mapping[str, Any], path: s
         path: name of the model's file for findings.
 
     Raises:
-        ConfigError: a value is not valid or contradicts others, or inputs or outputs are still missing.
+        ConfigError: a value is not valid or contradicts others, or outputs are still missing.
     """
     try:
         completed = _merge(config, document)
-        problems = incomplete(completed) or list(decoupled_problems(completed))
+        problems = [each for each in incomplete(completed) if each.loc != ("input",) or not completed.output]
+        problems = problems or list(decoupled_problems(completed))
     except ValidationError as error:
         problems = problems_of(error)
     if problems:

@@ -85,7 +85,7 @@ def check_rows(model: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> int:
     missing = [name for name, spec in model.inputs.items() if name not in shapes and not spec.optional]
     if missing:
         raise BadRequest(f"model '{model.name}' needs the inputs {missing}, which are missing")
-    if not model.max_batch_size:
+    if not model.max_batch_size or not model.inputs:
         return 1
     rows = {shape[0] for shape in shapes.values()}
     if len(rows) != 1:

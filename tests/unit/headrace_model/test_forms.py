@@ -147,7 +147,6 @@ def test_a_decorated_function_stays_callable() -> None:
     ("text", "message"),
     [
         ("x = 1", "has no model"),
-        (TRITON + "class Other:\n  def predict(self, batch): ...", "has 2 models: TritonPythonModel, Other"),
         ("class A:\n  def predict(self, b): ...\nclass B:\n  def predict(self, b): ...", "has 2 models: A, B"),
         ("class TritonPythonModel: ...", "has no method execute"),
     ],
@@ -156,6 +155,35 @@ def test_files_without_one_model_are_refused(text: str, message: str) -> None:
     with pytest.raises(forms.Refused, match=message) as refused:
         load(text)
     assert refused.value.cure
+
+
+HELPERS = {
+    "a class": "class Helper:\n  def predict(self, batch): ...\n",
+    "two classes": "class A:\n  def predict(self, b): ...\nclass B(A):\n  def predict(self, b): ...\n",
+    "a protocol": "from typing import Protocol\nclass Net(Protocol):\n  def predict(self, batch): ...\n",
+    "a data class": "from dataclasses import dataclass\n@dataclass\nclass Net:\n  x: int\n  def predict(self, b): ...\n",
+    "an abstract class": "import abc\nclass Net(abc.ABC):\n  @abc.abstractmethod\n  def predict(self, batch): ...\n",
+    "a class method": "class Net:\n  @classmethod\n  def predict(cls, batch): ...\n",
+    "a base class": "class Net:\n  def predict(self, batch): ...\n",
+    "a function": "import headrace_model\n@headrace_model.model\ndef f(x): ...\n",
+}
+
+
+@pytest.mark.parametrize("helpers", HELPERS)
+def test_helper_classes_may_stand_beside_tritons_class(helpers: str) -> None:
+    for text in (HELPERS[helpers] + TRITON, TRITON + HELPERS[helpers]):
+        assert isinstance(load(text), forms.TritonForm)
+    if helpers == "a base class":
+        assert isinstance(
+            load(HELPERS[helpers] + TRITON.replace("TritonPythonModel", "TritonPythonModel(Net)")), forms.TritonForm
+        )
+
+
+def test_a_base_class_and_a_second_name_are_no_models_of_their_own() -> None:
+    form = load(
+        "class Base:\n  def predict(self, b): return 1\nclass Mine(Base):\n  def predict(self, b): return 2\nModel = Mine"
+    )
+    assert form.predict({}) == 2
 
 
 def test_imported_models_do_not_count() -> None:

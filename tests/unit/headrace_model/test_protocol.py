@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import socket
+from typing import Any
 
 import numpy as np
 import pytest
 from headrace_model import protocol
 from headrace_model.channel import Frames, Messages
-from headrace_model.protocol import FRAME_BYTES, HEADER, ProtocolError, pack_texts, unpack_texts
+from headrace_model.protocol import FRAME_BYTES, HEADER, ProtocolError, WrongResultError, pack_texts, unpack_texts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,8 +36,38 @@ def test_any_bytes_are_a_text_tensor_or_refused(content: bytes, count: int) -> N
 def test_text_may_be_str_or_elements_of_a_fixed_size() -> None:
     assert unpack_texts(pack_texts(np.array(["ü", "b"], object)), (2,)).tolist() == ["ü".encode(), b"b"]
     assert unpack_texts(pack_texts(np.array([b"one", b"four"])), (1, 2)).tolist() == [[b"one", b"four"]]
-    with pytest.raises(TypeError, match="bytes or str, not int"):
-        pack_texts(np.array([1], object))
+
+
+class Name(str):
+    def __str__(self) -> str:
+        return "a " + self[:]
+
+
+class Color(enum.StrEnum):
+    RED = "red"
+
+
+@given(
+    st.lists(st.one_of(
+        st.binary(max_size=4), st.text(st.characters(exclude_categories=["Cs"]), max_size=4), st.none(), st.booleans(),
+        st.integers(), st.floats(), st.decimals(), st.fractions(), st.complex_numbers(),
+        st.sampled_from([np.str_("ü"), np.bytes_(b"b"), Name("n"), Color.RED, np.float32(0.1), np.int8(-1), np.bool_(True)]),
+    ))
+)  # fmt: skip
+def test_elements_are_encoded_as_in_triton(elements: list[Any]) -> None:
+    array = np.empty(len(elements), object)
+    array[:] = elements
+    expected = [bytes(each) if isinstance(each, bytes) else str(each).encode() for each in elements]
+    assert unpack_texts(pack_texts(array), (len(elements),)).tolist() == expected
+
+
+@pytest.mark.parametrize("element", [[1], {"a": 1}, object(), "\ud800", Exception("x"), np.array(["a"])], ids=repr)
+def test_an_element_that_is_no_text_is_named(element: object) -> None:
+    array = np.empty((2, 2), object)
+    array[:] = "x"
+    array[1, 0] = element
+    with pytest.raises(WrongResultError, match=r"element 2 of output 'Y', \w+, cannot be encoded: "):
+        pack_texts(array, "output 'Y'")
 
 
 def test_datatype_numbers_are_those_of_triton() -> None:

@@ -39,6 +39,19 @@ def test_tensors_of_a_request_are_found_by_name() -> None:
     assert not response.has_error()
 
 
+def test_texts_may_be_bytes_as_in_tritons_binding(sent: list[dict[str, Any]]) -> None:
+    array = np.zeros(1, np.float32)
+    tensor = pb_utils.Tensor(b"a", array)
+    request = pb_utils.InferenceRequest([tensor], b"r", b"s", [b"out", "more"], b"m", parameters=b'{"a": 1}')
+    assert (request.request_id(), request.correlation_id(), request.model_name()) == ("r", "s", "m")
+    assert request.requested_output_names() == ["out", "more"]
+    assert pb_utils.get_input_tensor_by_name(request, b"a") is pb_utils.get_input_tensor_by_name(request, "a") is tensor
+    assert pb_utils.get_output_tensor_by_name(pb_utils.InferenceResponse([tensor]), b"a") is tensor
+    assert pb_utils.TritonError(b"no").message() == "no"
+    pb_utils.Logger.log_info(b"text")
+    assert sent == [{"log": ["info", "text"]}]
+
+
 def test_a_tensor_needs_an_array() -> None:
     with pytest.raises(TypeError, match=r"Tensor 'a' needs a numpy\.ndarray, not list"):
         pb_utils.Tensor("a", [1.0])

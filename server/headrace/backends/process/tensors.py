@@ -70,7 +70,7 @@ def write_tensors(slot: Slot, arrays: Mapping[str, Array], start: int = START) -
 
     Raises:
         OSError: there is no memory for them.
-        TypeError: see `pack_texts`.
+        WrongResultError: see `pack_texts`.
     """
     layouts = []
     for name, array in arrays.items():
