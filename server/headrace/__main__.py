@@ -53,6 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings.disable_ort_telemetry()
     # The server never imports the builder: its commands replace this process, with the unchanged command line.
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if warning := settings.ensure_home():
+        if settings.is_json_log(words):
+            configure_logging("json")
+        logging.getLogger("headrace").warning("%s", warning)
     if words[:1] and words[0] in ENGINES_COMMANDS:
         # One process, so that signals and the exit status need no forwarding.
         os.execv(sys.executable, [sys.executable, "-P", "-m", "headrace_engines", *settings.with_state(words)])

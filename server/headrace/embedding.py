@@ -31,7 +31,7 @@ from headrace.data_plane import DataPlane
 from headrace.inference.load_report import COUNT_CELLS, LoadMeter
 from headrace.repository.folders import open_paths
 from headrace.scheduling.version_handle import VersionHandle
-from headrace.settings import Settings, repository_cache
+from headrace.settings import Settings, ensure_home, repository_cache
 from headrace.stores.cache import open_mirrors
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ class Server:
             raise ValueError(
                 "no repository is given: name a folder of models, the folder of one model, or an ONNX file"
             )
+        if warning := ensure_home():
+            logger.warning("%s", warning)
         self._urls = [parse_store_url(path) for path in map(str, repositories) if is_store_url(path)]
         self._paths = [Path(path).expanduser() for path in repositories if not is_store_url(str(path))]
         self._settings = Settings(

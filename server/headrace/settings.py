@@ -9,7 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -686,6 +689,20 @@ def api_key(environ: Mapping[str, str] | None = None) -> str:
 def configures_malloc() -> bool:
     """Return True if the environment configures the arenas of the C library."""
     return "MALLOC_ARENA_MAX" in os.environ or "glibc.malloc.arena_max" in os.environ.get("GLIBC_TUNABLES", "")
+
+
+def ensure_home() -> str:
+    """Set HOME to a private folder if the user has none, as a container's user without an entry in passwd; returns a warning."""
+    if os.path.expanduser("~") != "~":
+        return ""
+    folder = Path(tempfile.gettempdir(), f"headrace-{os.geteuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(0o700)
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode != stat.S_IFDIR | 0o700:  # of another user
+        folder = Path(tempfile.mkdtemp(prefix="headrace-"))
+    os.environ["HOME"] = str(folder)
+    return f"this user has no home folder: files are kept in {folder}, set HOME for another"
 
 
 def disable_ort_telemetry() -> None:

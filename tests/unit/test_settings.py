@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import pwd
+import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 from headrace import settings
+from headrace.__main__ import main
 from headrace.core.cache_options import CacheOptions, RedisOptions, RedisTls
 from headrace.core.limits import LIMIT_HELP, Limits
 from headrace.core.telemetry import TritonMetrics
 from headrace.settings import Settings
+
+from tests.support.onnx_models import write_model
 
 
 def parse(*arguments: str, **environ: str) -> Settings:
@@ -332,3 +339,45 @@ def test_urls_and_folders_are_repositories_in_their_order() -> None:
 )
 def test_the_cache_of_repositories_is_in_the_state_folder(options: dict[str, str], folder: str) -> None:
     assert settings.repository_cache(Settings(model_repository=(), **options)) == folder
+
+
+@pytest.fixture
+def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of temporary files of a user without HOME and without an entry in passwd."""
+
+    def getpwuid(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", "/")  # set again at the end
+    monkeypatch.delenv("HOME")
+    return tmp_path
+
+
+@pytest.mark.parametrize("taken", ["", "folder", "link"])
+def test_a_user_without_a_home_gets_a_private_folder(homeless: Path, taken: str) -> None:
+    own = homeless / f"headrace-{os.geteuid()}"
+    if taken == "folder":
+        own.mkdir(0o777)
+        own.chmod(0o777)
+    if taken == "link":
+        own.symlink_to(homeless)
+    warning = settings.ensure_home()
+    home = Path.home()
+    assert (home == own) == (not taken)
+    assert home.parent == homeless
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    assert f"files are kept in {home}, set HOME for another" in warning
+    assert settings.ensure_home() == ""
+    if not taken:  # the next server finds the state of this one
+        del os.environ["HOME"]
+        settings.ensure_home()
+        assert Path.home() == own
+
+
+def test_commands_run_without_a_home(homeless: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_model(homeless / "repository" / "m")
+    assert main(["validate", "--load", str(homeless / "repository")]) == 0
+    assert "this user has no home folder" in caplog.text
+    assert Path.home().parent == homeless
