@@ -6,6 +6,7 @@ not part of scikit-learn is refused unless the parameter `trusted_types` names i
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -14,6 +15,13 @@ from headrace_model.own_form import ModelContext
 
 # Names of outputs that are results of another method than `predict`.
 _METHODS = {"probabilities": "predict_proba"}
+_NO_ESTIMATORS = (
+    "sklearn.datasets",
+    "sklearn.externals",
+    "sklearn.utils._testing",
+    "sklearn.conftest",
+    "sklearn.tests",
+)
 
 
 class ScikitLearnModel:
@@ -53,8 +61,28 @@ def _read(file: str, trusted_types: str) -> Any:
         return joblib.load(file)
     import skops.io
 
-    trusted = trusted_types.replace(",", " ").split()
-    unknown = sorted(set(skops.io.get_untrusted_types(file=file)) - set(trusted))
-    if unknown:
-        raise ValueError(f"the file has types that are not trusted: {' '.join(unknown)}; add them to trusted_types")
-    return skops.io.load(file, trusted=trusted)
+    named = trusted_types.replace(",", " ").split()
+    types = set(skops.io.get_untrusted_types(file=file))
+    trusted = {name for name in types if name in named or _is_of_scikit_learn(name)}
+    if types - trusted:
+        text = " ".join([*named, *sorted(types - trusted)])
+        raise ValueError(
+            f"the file has types that are not trusted: {' '.join(sorted(types - trusted))}; if your model has them, write "
+            f'parameters {{ key: "trusted_types" value {{ string_value: "{text}" }} }} in config.pbtxt'
+        )
+    return skops.io.load(file, trusted=sorted(trusted))
+
+
+def _is_of_scikit_learn(name: str) -> bool:
+    """Return True for a class that scikit-learn itself defines: modules of it have names of others too, such as `os`.
+
+    Functions are no part of it: a transformer would call them with a client's data. Neither are downloads and test helpers.
+    """
+    module, _, attribute = name.rpartition(".")
+    if not module.startswith("sklearn.") or module.startswith(_NO_ESTIMATORS):
+        return False
+    try:
+        value = getattr(importlib.import_module(module), attribute, None)
+    except ImportError:  # of another version of scikit-learn
+        return False
+    return isinstance(value, type) and value.__module__.startswith("sklearn.")

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headrace.config.documents import read_pbtxt
 from headrace_model.frameworks import Tensors
+from headrace_model.frameworks import sklearn as sklearn_backend
 from headrace_model.frameworks.lightgbm import LightGbmModel
 from headrace_model.frameworks.sklearn import ScikitLearnModel
 from headrace_model.frameworks.xgboost import XGBoostModel
@@ -114,11 +116,56 @@ def test_a_foreign_type_in_a_file_of_skops_is_refused_unless_it_is_trusted(tmp_p
     dump_skops(Sneaky(), tmp_path / "model.skops")
     name = f"{Sneaky.__module__}.Sneaky"
     outputs: list[Output] = [("y", "TYPE_FP64", [1])]
-    with pytest.raises(ValueError, match=f"types that are not trusted: {name}"):
+    with pytest.raises(ValueError, match=f"types that are not trusted: {name}") as refused:
         ScikitLearnModel().load(context(tmp_path / "model.skops", outputs))
+    line = str(refused.value).partition("write ")[2].partition(" in config.pbtxt")[0]
+    assert read_pbtxt(line, "config.pbtxt").data["parameters"] == {"trusted_types": name}
     model = ScikitLearnModel()
     model.load(context(tmp_path / "model.skops", outputs, trusted_types=name))
     np.testing.assert_array_equal(model.predict({"x": ROWS[:5]})["y"][:, 0], ROWS[:5, 0])
+
+
+ESTIMATORS = [
+    *("ensemble.RandomForestClassifier", "ensemble.ExtraTreesRegressor", "ensemble.GradientBoostingClassifier"),
+    *("ensemble.HistGradientBoostingRegressor", "ensemble.AdaBoostClassifier", "ensemble.IsolationForest"),
+    *("tree.DecisionTreeClassifier", "svm.SVC", "svm.LinearSVR", "neighbors.KNeighborsClassifier", "cluster.KMeans"),
+    *("neural_network.MLPRegressor", "gaussian_process.GaussianProcessRegressor", "calibration.CalibratedClassifierCV"),
+    *("linear_model.TweedieRegressor", "naive_bayes.GaussianNB", "linear_model.LogisticRegression"),
+]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("in_pipeline", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_every_type_of_scikit_learn_is_trusted(tmp_path: Path, name: str, in_pipeline: bool) -> None:
+    module, _, kind = name.rpartition(".")
+    model = getattr(import_module(f"sklearn.{module}"), kind)()
+    if in_pipeline:
+        scaler = import_module("sklearn.preprocessing").StandardScaler()
+        model = import_module("sklearn.pipeline").make_pipeline(scaler, model)
+    model.fit(ROWS, CLASSES)
+    dump_skops(model, tmp_path / "model.skops")
+    served = ScikitLearnModel()
+    served.load(context(tmp_path / "model.skops", [("y", "TYPE_FP64", [1])]))
+    np.testing.assert_allclose(served.predict({"x": ROWS[:5]})["y"][:, 0], model.predict(ROWS[:5]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sklearn.datasets._base.urlretrieve", "sklearn.datasets._base.RemoteFileMetadata", "sklearn.utils.fixes.np"),
+        *("sklearn.metrics.accuracy_score", "sklearn.utils._joblib.load", "sklearn.base.Path", "os.system", "sklearn"),
+        *(
+            "sklearn.utils._testing.TempMemmap",
+            "sklearn.externals.array_api_compat.numpy.load",
+            "sklearnx.Tree",
+            "open",
+        ),
+        *("sklearn.pipeline.Bunch", "sklearn.pipeline.islice", "sklearn.pipeline.sparse", "sklearn.base.defaultdict"),
+    ],
+)
+def test_names_in_modules_of_scikit_learn_are_no_types_of_it(name: str) -> None:
+    assert sklearn_backend._is_of_scikit_learn(name) == (name == "sklearn.pipeline.Bunch")
 
 
 def test_a_pickle_named_skops_runs_no_code(tmp_path: Path) -> None:
