@@ -33,7 +33,8 @@ from typing import IO, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from headrace.config.model_folder import filename_problem, read_labels, within
+from headrace.config.documents import within
+from headrace.config.model_folder import filename_problem, read_labels
 from headrace.core.errors import BadRequest, ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.pipelines.image import decode, prepare

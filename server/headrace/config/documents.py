@@ -86,6 +86,22 @@ def file_signature(path: str | Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
 
 
+def within(path: Path, root: Path) -> bool:
+    """True if `path`, with all links followed, lies in `root`.
+
+    Links of a Hugging Face cache lead from `snapshots/REVISION` to `blobs` beside it: where `root` lies in such a snapshot, the
+    folder that holds both counts.
+    """
+    try:
+        target, folder = path.resolve(), root.resolve()
+        caches = [
+            p.parent for p in (folder, *folder.parents) if p.name == "snapshots" and (p.parent / "blobs").is_dir()
+        ]
+    except (OSError, RuntimeError):  # a loop of links
+        return False
+    return any(target.is_relative_to(each) for each in (folder, *caches))
+
+
 def open_regular_file(path: Path) -> BinaryIO:
     """Open a regular file for reading; links are followed.
 

@@ -27,7 +27,15 @@ from headrace.config.completion import (
     incomplete,
     problems_of,
 )
-from headrace.config.documents import MAX_CONFIG_BYTES, Document, open_regular_file, read_pbtxt, read_yaml, refuse
+from headrace.config.documents import (
+    MAX_CONFIG_BYTES,
+    Document,
+    open_regular_file,
+    read_pbtxt,
+    read_yaml,
+    refuse,
+    within,
+)
 from headrace.config.onnx_model import OnnxSignature, read_signature
 from headrace.config.python_rules import decoupled_problems, python_problems
 from headrace.config.ragged_rules import is_ragged
@@ -47,14 +55,6 @@ MAX_LABELS_BYTES = 16 * 1024 * 1024
 
 _LEADS_OUT = "is a link that leads out of the repository"
 _COPY_FILE = "copy the file into the repository"
-
-
-def within(path: Path, root: Path) -> bool:
-    """True if `path`, with all links followed, lies in `root`."""
-    try:
-        return path.resolve().is_relative_to(root.resolve())
-    except (OSError, RuntimeError):  # a loop of links
-        return False
 
 
 def relative_name(path: Path, repository: Path) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.config.documents import refuse
+from headrace.config.documents import refuse, within
 from headrace.config.row_rules import (
     ROWS,
     RULES,
@@ -538,7 +537,7 @@ def external_files(path: Path, name: str) -> tuple[str, ...]:
     model = _load(path, name)
     locations = set()
     for tensor in _tensors(model):
-        _check_external(tensor, path.parent, name)
+        _check_external(tensor, path, name)
         if tensor.data_location == _EXTERNAL:
             locations.add(_location(tensor))
     return tuple(sorted(locations))
@@ -567,7 +566,7 @@ def _read_signature(path: Path, name: str, mtime_ns: int, size_bytes: int, inode
     if not model.graph.output:
         raise refuse(name, None, "has no graph with outputs", _EXPORT)
     for tensor in _tensors(model):
-        _check_external(tensor, path.parent, name)
+        _check_external(tensor, path, name)
     graph = model.graph
     constants = {tensor.name for tensor in graph.initializer}
     constants |= {tensor.values.name for tensor in graph.sparse_initializer}
@@ -649,12 +648,13 @@ def _location(tensor: onnx.TensorProto) -> str:
     return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
 
 
-def _check_external(tensor: onnx.TensorProto, folder: Path, name: str) -> None:
-    """Check the location of an external tensor.
+def _check_external(tensor: onnx.TensorProto, path: Path, name: str) -> None:
+    """Check the location of an external tensor of the file `path`.
 
     Raises:
-        ConfigError: the location is missing, leads out of `folder`, or does not exist.
+        ConfigError: the location is missing, leads out of the file's folder, or does not exist.
     """
+    folder = path.parent
     if tensor.data_location != _EXTERNAL:
         return
     location = _location(tensor)
@@ -663,7 +663,9 @@ def _check_external(tensor: onnx.TensorProto, folder: Path, name: str) -> None:
     cure = "save the model with its external data in the same folder"
     if not location or "\0" in location or relative.is_absolute() or ".." in relative.parts or "\\" in location:
         raise refuse(name, None, f"{subject}, which is not in the model's folder", cure)
-    if not Path(os.path.realpath(folder / relative)).is_relative_to(os.path.realpath(folder)):
+    # REPOSITORY/MODEL/VERSION/model.onnx: the operator has named the repository.
+    # ONNX Runtime also takes weights beside the file that a link in place of the model leads to.
+    if not within(folder / relative, folder) and not within(folder / relative, path.resolve().parent):
         raise refuse(name, None, f"{subject}, which leads out of the model's folder", cure)
     if not (folder / relative).is_file():
         raise refuse(name, None, f"{subject}, which does not exist", cure)

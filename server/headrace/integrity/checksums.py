@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from headrace.config.documents import open_regular_file, refuse
+from headrace.config.documents import open_regular_file, refuse, within
 from headrace.config.files import write_durably
-from headrace.config.model_folder import filename_problem, within
+from headrace.config.model_folder import filename_problem
 from headrace.core.errors import ConfigError, Finding
 
 CHECKSUMS = "SHA256SUMS"

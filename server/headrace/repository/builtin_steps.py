@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from headrace.backends.base import LoadedModel
+from headrace.config.documents import within
 from headrace.config.manifest import usable_cores
-from headrace.config.model_folder import ModelFolder, within
+from headrace.config.model_folder import ModelFolder
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.config_base import Problem
 from headrace.core.errors import ConfigError

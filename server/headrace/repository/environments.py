@@ -29,9 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from headrace.config.documents import open_regular_file, refuse
+from headrace.config.documents import open_regular_file, refuse, within
 from headrace.config.files import locked
-from headrace.config.model_folder import ModelFolder, within
+from headrace.config.model_folder import ModelFolder
 from headrace.core.errors import ConfigError
 from headrace.core.threads import start_thread
 from headrace.repository.environment_archives import ArchiveRefused, unpack

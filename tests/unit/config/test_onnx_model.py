@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from headrace.config.onnx_model import read_signature
+from headrace.config.onnx_model import external_files, read_signature
 from headrace.core.errors import ConfigError
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
@@ -129,9 +129,22 @@ def test_weights_outside_of_the_folder_are_refused(tmp_path: Path, location: str
 
 def test_weights_behind_a_link_that_leads_out_are_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"0" * 64)
+    for folder in (tmp_path / "repository" / "m" / "1", tmp_path / "folder"):
+        folder.mkdir(parents=True)
+        (folder / "w.bin").symlink_to(tmp_path / "secret")
+        assert "leads out" in refusal(external(folder, "w.bin"))
+
+
+def test_model_and_weights_may_be_links_into_one_folder(tmp_path: Path) -> None:
+    (tmp_path / "store" / "2f").mkdir(parents=True)
     (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "w.bin").symlink_to(tmp_path / "secret")
-    assert "leads out" in refusal(external(tmp_path / "1", "w.bin"))
+    (tmp_path / "store" / "2f" / "weights").write_bytes(b"0" * 64)
+    (tmp_path / "1" / "w.bin").symlink_to("../store/2f/weights")
+    model = external(tmp_path / "1", "w.bin")
+    assert "leads out" in refusal(model)  # ONNX Runtime does not load it either
+    model.rename(tmp_path / "store" / "model")
+    model.symlink_to("../store/model")
+    assert external_files(model, "m") == ("w.bin",)
 
 
 def test_weights_in_the_folder_are_fine_but_must_be_there(tmp_path: Path) -> None:

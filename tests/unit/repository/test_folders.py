@@ -9,9 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import onnx
+import onnxruntime
 import pytest
+from headrace.config.manifest import onnx_digest
+from headrace.config.model_folder import read_model_folder
 from headrace.core.errors import ConfigError
-from headrace.repository.folders import folders, scan
+from headrace.repository.folders import folders, open_paths, scan
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
@@ -118,3 +123,60 @@ def test_an_unreadable_repository_is_an_error_with_a_cure(volume: Path) -> None:
     with without_rights(volume), pytest.raises(ConfigError) as caught:
         scan([volume])
     assert "the model repository cannot be read: Permission denied (give the server" in str(caught.value)
+
+
+def hub_snapshot(cache: Path, folder: str, links: tuple[bool, bool]) -> Path:
+    """Write a model with external weights as the Hugging Face client keeps it: `snapshots` with links into `blobs`.
+
+    Args:
+        cache: folder of one model in the cache.
+        folder: of the file in the snapshot.
+        links: model.onnx and model.onnx_data are links.
+    """
+    snapshot = cache / "snapshots" / "2f3a" / folder
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    onnx.save(
+        affine(), snapshot / "model.onnx", save_as_external_data=True, location="model.onnx_data", size_threshold=0
+    )
+    for name, is_link in zip(("model.onnx", "model.onnx_data"), links, strict=True):
+        if is_link:
+            blob = (snapshot / name).rename(cache / "blobs" / name.replace(".", "0"))
+            (snapshot / name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+@pytest.mark.parametrize(("form", "links"), [
+    *((form, links) for form in ("file", "folder", "model", "repository") for links in ((True, True), (True, False))),
+    ("file", (False, True)), ("folder", (False, True)), ("file", (False, False)),
+])  # fmt: skip
+def test_models_in_the_cache_of_the_hugging_face_hub(tmp_path: Path, form: str, links: tuple[bool, bool]) -> None:
+    snapshot = hub_snapshot(tmp_path / "models--a--b", "onnx" if form in ("file", "folder") else "m/1", links)
+    path = {"file": snapshot / "model.onnx", "folder": snapshot, "model": snapshot.parent}.get(
+        form, snapshot.parents[1]
+    )
+    with open_paths([path], str(tmp_path / "state")) as served:
+        (model,) = scan(served.repositories)
+        folder = read_model_folder(model.path, model.repository)
+        session = onnxruntime.InferenceSession(folder.model_file(1), providers=["CPUExecutionProvider"])
+        assert session.run(None, {"X": np.ones((1, 16), np.float32)})[0].shape == (1, 4)
+        weights = Path(f"{folder.model_file(1)}_data")
+        digest = onnx_digest(folder.model_file(1))
+        if not links[1] or form in ("model", "repository"):
+            return
+        content = weights.read_bytes()
+    changed = snapshot.joinpath("model.onnx_data").resolve()
+    changed.write_bytes(bytes(reversed(content)))
+    with open_paths([path], str(tmp_path / "state")) as served:
+        (model,) = scan(served.repositories)
+        assert onnx_digest(model.path / "1" / "model.onnx") != digest
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx_data"])
+def test_links_out_of_the_cache_stay_refused(tmp_path: Path, name: str) -> None:
+    snapshot = hub_snapshot(tmp_path / "models--a--b", "m/1", (True, True))
+    outside = (snapshot / name).resolve().rename(tmp_path / "outside")
+    (snapshot / name).unlink()
+    (snapshot / name).symlink_to(outside)
+    with pytest.raises(ConfigError, match="leads out of the"):
+        read_model_folder(snapshot.parent, snapshot.parents[1])
