@@ -131,7 +131,7 @@ def find_form(module: Any, file: Any) -> Any:
     own = own_form.own_models(module)
     if len(own) == 1:
         target = own[0][1]
-        return own_form.OwnForm(target() if isinstance(target, type) else target)
+        return own_form.OwnForm(target() if isinstance(target, type) else target, str(file))
     if not own:
         raise Refused(
             "has no model",

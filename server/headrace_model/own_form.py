@@ -146,13 +146,15 @@ class OwnForm:
 
     Args:
         target: instance of a class with `predict`, or a decorated function.
+        file: path of the model's file.
     """
 
     name = "predict"
     by_request = False
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any, file: str = "") -> None:
         self._target = target
+        self._file = file
         if isinstance(target, ModelFunction):
             names = list(inspect.signature(target.function).parameters)
             self._predict: Callable[[dict[str, Any]], Any] = lambda batch: target.function(*[batch[n] for n in names])
@@ -160,8 +162,10 @@ class OwnForm:
             self._predict = target.predict
 
     def describe(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Complete a configuration from annotations or attributes; values of the file stay."""
+        """Complete a configuration from annotations or attributes, or from the model's file; values of the file stay."""
         target, config = self._target, dict(config)
+        if hasattr(target, "complete"):
+            return target.complete(config, self._file)  # type: ignore[no-any-return]
         inputs: Mapping[str, Any] = getattr(target, "inputs", None) or {}
         outputs: Mapping[str, Any] = getattr(target, "outputs", None) or {}
         if isinstance(target, ModelFunction):

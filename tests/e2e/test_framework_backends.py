@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headrace.repository.folders import open_paths
 
 from tests.support.serving import Server, serving
 
@@ -119,3 +120,64 @@ def test_parameters_of_these_models_are_not_reported_as_useless(server: Server) 
 
 def test_a_pickle_is_read_with_a_warning(server: Server) -> None:
     assert "model.joblib runs code in it; skops.io.dump writes files without code" in server.text
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> Iterator[Server]:
+    """A server of files, of a folder with one, and of version folders, without any configuration."""
+    from sklearn.ensemble import RandomForestRegressor
+    from sklearn.preprocessing import StandardScaler
+
+    folder = tmp_path_factory.mktemp("files")
+    skops, joblib = import_module("skops.io"), import_module("joblib")
+    for name in ("in_folder", "versions/in_version/1", "versions/unnamed/1", "versions/torch/1"):
+        (folder / name).mkdir(parents=True)
+    joblib.dump(models["logistic"], folder / "pickled.joblib")
+    skops.dump(RandomForestRegressor(3).fit(ROWS, ROWS[:, 0]), folder / "regressor.skops")
+    skops.dump(StandardScaler().fit(ROWS), folder / "scaler.skops")
+    models["boosted"].save_model(folder / "boosted.json")
+    models["boosted"].save_model(folder / "binary.ubj")
+    models["forest"].save_model(folder / "forest.txt")
+    skops.dump(models["logistic"], folder / "in_folder" / "model.skops")
+    (folder / "in_folder" / "notes.txt").write_text("a tree\n")
+    (folder / "in_folder" / "metrics.json").write_text('{"accuracy": 1}')
+    skops.dump(models["logistic"], folder / "versions" / "in_version" / "1" / "model.skops")
+    joblib.dump(models["logistic"], folder / "versions" / "unnamed" / "1" / "churn.joblib")
+    (folder / "versions" / "torch" / "1" / "model.pt").write_bytes(b"x")
+    single = (
+        "pickled.joblib",
+        "regressor.skops",
+        "scaler.skops",
+        "boosted.json",
+        "binary.ubj",
+        "forest.txt",
+        "in_folder",
+    )
+    with open_paths([folder / name for name in (*single, "versions")], str(folder / "state")) as served:
+        first, *others = map(str, served.repositories)
+        options = [word for other in others for word in ("--model-repository", other)]
+        with serving(first, folder, "--profile-s", "0", *options) as server:
+            yield server
+
+
+def test_files_without_a_configuration_have_the_tensors_of_the_model(files: Server, models: dict[str, Any]) -> None:
+    logistic, matrix = models["logistic"], import_module("xgboost").DMatrix(ROWS[:7])
+    for name in ("pickled", "in_folder", "in_version"):
+        result = infer(files, name, ROWS[:7])
+        np.testing.assert_array_equal(result["label"][:, 0], logistic.predict(ROWS[:7]))
+        np.testing.assert_allclose(result["probabilities"], logistic.predict_proba(ROWS[:7]), rtol=1e-12)
+    assert infer(files, "regressor", ROWS[:7])["prediction"].shape == (7, 1)
+    np.testing.assert_allclose(infer(files, "scaler", ROWS)["transform"].mean(axis=0), 0, atol=1e-9)
+    for name in ("boosted", "binary"):
+        np.testing.assert_allclose(
+            infer(files, name, ROWS[:7])["prediction"], models["boosted"].predict(matrix), rtol=1e-6
+        )
+    np.testing.assert_allclose(infer(files, "forest", ROWS[:7])["prediction"], models["forest"].predict(ROWS[:7]))
+
+
+def test_the_cure_of_a_file_names_its_backend(files: Server) -> None:
+    rows = {row["name"]: row for row in json.loads(files.request("POST", "/v2/repository/index")[2])}
+    assert 'write backend: "sklearn" and default_model_filename: "churn.joblib"' in rows["unnamed"]["reason"]
+    assert "input is missing" in rows["torch"]["reason"]
+    assert "model.pt lacks it: write it in config.pbtxt" in rows["torch"]["reason"]
+    assert not any("ONNX" in row.get("reason", "") for row in rows.values())

@@ -439,19 +439,19 @@ def test_a_repository_and_a_model_of_one_may_be_named_without_an_option(good: Pa
 
 
 def test_paths_that_cannot_be_served(tmp_path: Path) -> None:
-    for name in ("a/m.onnx", "b/m.onnx", "b/n.onnx", "c/1/model.onnx", "x.pt", "x.plan"):
+    for name in ("a/m.onnx", "b/m.onnx", "b/n.onnx", "c/1/model.onnx", "x.doc", "x.plan"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     for words, pattern in {
         ("missing.onnx",): "missing.onnx: error: does not exist \\(name an ONNX file, the folder of a model",
-        ("x.pt",): "x.pt: error: is not an ONNX file, which ends in .onnx \\(export the model to ONNX",
+        ("x.doc",): "x.doc: error: is no model in a format that is known: .onnx, .skops, .*docs/frameworks.md",
         (
             "x.plan",
         ): "x.plan: error: an engine cannot be served without a configuration \\(put it in FOLDER/NAME/1/model.plan",
         ("a/m.onnx", "b/m.onnx"): "b/m.onnx: error: a model of the name 'm' is served from .*a/m.onnx already",
         (
             "b",
-        ): "b: error: has 2 ONNX files and no version folders \\(name those to serve: headrace serve .*m.onnx .*n.onnx",
+        ): "b: error: has 2 model files and no version folders \\(name those to serve: headrace serve .*m.onnx .*n.onnx",
         ("--model-name=x", "a/m.onnx", "c"): "/c: error: a model of the name 'x' is served from .*a/m.onnx already",
         (
             "--model-name=x",

@@ -376,8 +376,21 @@ _ON_EACH_GPU = 2
 _Tensor = TypeVar("_Tensor", ModelInput, ModelOutput)
 
 
-# Suffix of `default_model_filename` -> backend of a configuration that names none.
-_BACKEND_OF_SUFFIX = {"plan": "tensorrt", "engine": "tensorrt", "py": "python", "pt": "pytorch", "pt2": "pytorch"}
+BACKEND_OF_SUFFIX = {
+    "onnx": "onnxruntime",
+    "plan": "tensorrt",
+    "engine": "tensorrt",
+    "py": "python",
+    "pt": "pytorch",
+    "pt2": "pytorch",
+    "skops": "sklearn",
+    "joblib": "sklearn",
+    "pkl": "sklearn",
+    "json": "xgboost",
+    "ubj": "xgboost",
+    "txt": "lightgbm",
+}
+"""Suffix of a model's file -> its backend where a configuration names none."""
 
 
 def complete_identity(
@@ -393,7 +406,12 @@ def complete_identity(
     """
     backend = next((b for b in BACKENDS.values() if config.platform == b.platform or config.backend == b.name), None)
     if backend is None:
-        name = _BACKEND_OF_SUFFIX.get(config.default_model_filename.rpartition(".")[2], "onnxruntime")
+        # A file of joblib or pickle is read only where the configuration names it: docs/decisions/0016.
+        found = (
+            each for b in BACKENDS.values() for each in (b.default_model_filename, b.other_filename) if each in files
+        )
+        filename = config.default_model_filename or next(found, "")
+        name = BACKEND_OF_SUFFIX.get(filename.rpartition(".")[2], "onnxruntime")
         if has_code and not config.default_model_filename:
             name = "python"
         if config.is_pipeline:
@@ -598,6 +616,8 @@ _INCOMPLETE_CURES = {
 def incomplete(config: ModelConfig) -> list[Problem]:
     """Return the fields that a configuration must set because there is no ONNX file to complete it from."""
     cure = _INCOMPLETE_CURES.get(config.kind, "write it as in the model; only an ONNX file can complete it")
+    if config.kind == "python" and config.backend != "python":
+        cure = f"{config.default_model_filename} lacks it: write it in config.pbtxt, in the model's folder or beside the file"
     problems = [
         Problem((field,), f"{field} is missing", cure) for field in ("input", "output") if not getattr(config, field)
     ]

@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from pydantic import ValidationError
 
 from headrace.config.completion import (
+    BACKEND_OF_SUFFIX,
     bind,
     complete_from_model,
     complete_identity,
@@ -167,7 +168,11 @@ def check_model_file(path: Path, repository: Path) -> list[Finding]:
         entries = path.parent.iterdir() if path.parent.is_dir() else ()
         siblings = sorted(p.name for p in entries if p.is_file() and not p.name.startswith("."))
         contents = f"the folder has {', '.join(siblings[:5])}; " if siblings else ""
-        cure = f"{contents}name the file {path.name}, or set default_model_filename; other formats: export to ONNX"
+        others = [each for each in siblings if each.rpartition(".")[2] in BACKEND_OF_SUFFIX]
+        cure = f"{contents}name the file {path.name}, or set default_model_filename"
+        if others and path.suffix not in [Path(each).suffix for each in others]:
+            backend = BACKEND_OF_SUFFIX[others[0].rpartition(".")[2]]
+            cure = f'{contents}write backend: "{backend}" and default_model_filename: "{others[0]}"'
         return [Finding(name, None, "the model's file is missing", cure)]
     if not within(path, repository):
         return [Finding(name, None, _LEADS_OUT, _COPY_FILE)]

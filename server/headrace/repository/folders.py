@@ -16,7 +16,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
 
-from headrace.config.documents import refuse
+from headrace.config.documents import open_regular_file, refuse
 from headrace.config.files import create_process_folder
 from headrace.config.manifest import LAYERS_FILE, RECIPE_FILE, STAMP_FILE, is_artefact_name
 from headrace.config.model_folder import CONFIG_FILES, DATA_FOLDERS, SOURCE
@@ -29,7 +29,32 @@ from headrace.integrity.checksums import CHECKSUMS
 # Folders that file systems and interpreters create.
 _IGNORED_FOLDERS = {"lost+found": "it belongs to the file system", "__pycache__": "it is a cache of Python"}
 # A folder with such a file and without a version folder is a misplaced model: an error, not a skipped folder.
-_MODEL_SUFFIXES = (".onnx", ".plan", ".engine", ".pt", ".pb", ".graphdef", ".savedmodel")
+_MODEL_SUFFIXES = (
+    ".onnx",
+    ".plan",
+    ".engine",
+    ".pt",
+    ".pt2",
+    ".skops",
+    ".joblib",
+    ".ubj",
+    ".pb",
+    ".graphdef",
+    ".savedmodel",
+)
+# Suffix of files that are served without a folder -> their begin without blanks, where other files have the suffix too.
+_SERVED_SUFFIXES = {
+    ".onnx": b"",
+    ".skops": b"",
+    ".joblib": b"",
+    ".pkl": b"",
+    ".ubj": b"",
+    ".pt": b"",
+    ".pt2": b"",
+    ".json": b'{"learner"',
+    ".txt": b"treeversion=",
+}
+_BEGIN_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +241,7 @@ def open_paths(paths: Sequence[Path], state_dir: str = "", name: str = "") -> It
     """Find or create a repository for each path; created ones are removed on exit.
 
     Args:
-        paths: each a model file (ONNX), a folder with one model file, the folder of one model, or a repository.
+        paths: each a model file, a folder with one model file, the folder of one model, or a repository.
         state_dir: links to the files are created here if the file system allows; "" for the folder of temporary files.
         name: name of the model, if one path is a model; "" for that of the file or folder.
 
@@ -262,7 +287,7 @@ def _model_file(path: Path) -> Path | None:
     """Return the model file of a path: the file, or the only one in a folder without version folders; None for other folders.
 
     Raises:
-        ConfigError: the path does not exist, or the file is not an ONNX model.
+        ConfigError: the path does not exist, or the file is in no format that is known.
     """
     if not path.exists():
         raise refuse(
@@ -272,26 +297,39 @@ def _model_file(path: Path) -> Path | None:
         try:
             if any(entry.name.isdecimal() and entry.is_dir() for entry in path.iterdir()):
                 return None
-            files = sorted(file for file in path.iterdir() if file.suffix == ".onnx" and file.is_file())
+            files = sorted(file for file in path.iterdir() if _is_served(file))
+            files = [file for file in files if file.suffix == ".onnx"] or files
         except OSError as error:
             raise refuse(str(path), None, f"cannot be read: {error.strerror}", "check its permissions") from None
         if len(files) > 1:
             cure = f"name those to serve: headrace serve {' '.join(str(file) for file in files[:3])}"
-            raise refuse(str(path), None, f"has {len(files)} ONNX files and no version folders", cure)
+            raise refuse(str(path), None, f"has {len(files)} model files and no version folders", cure)
         return files[0] if files else None
     if not path.is_file():
         raise refuse(str(path), None, "is not a regular file", "name an ONNX file, or a folder")
     if path.suffix in (".plan", ".engine"):
         cure = "put it in FOLDER/NAME/1/model.plan with a config.pbtxt that lists inputs and outputs, and serve FOLDER"
         raise refuse(str(path), None, "an engine cannot be served without a configuration", cure)
-    if path.suffix != ".onnx":
-        raise refuse(str(path), None, "is not an ONNX file, which ends in .onnx", "export the model to ONNX")
+    if not _is_served(path):
+        cure = "docs/frameworks.md has the formats; convert any other to ONNX, or put model.py into FOLDER/1 and serve FOLDER"
+        raise refuse(str(path), None, f"is no model in a format that is known: {', '.join(_SERVED_SUFFIXES)}", cure)
     return path
 
 
+def _is_served(file: Path) -> bool:
+    """True for a model file that is served as it is, by its suffix, and for JSON and text by its begin."""
+    mark = _SERVED_SUFFIXES.get(file.suffix)
+    if mark is None or not file.is_file():
+        return False
+    if not mark:
+        return True
+    with open_regular_file(file) as stream:
+        return stream.read(_BEGIN_BYTES).translate(None, b" \t\r\n").startswith(mark)
+
+
 def _model_name(path: Path, file: Path) -> str:
-    """Return the file's name without suffix, or the folder's name if the file is model.onnx, reduced to allowed characters."""
-    stem = Path(os.path.abspath(path)).name if path.is_dir() and file.name == SOURCE else file.stem
+    """Return the file's name without suffix, or the folder's name if that is "model", reduced to allowed characters."""
+    stem = Path(os.path.abspath(path)).name if path.is_dir() and file.stem == "model" else file.stem
     name = re.sub(r"[^A-Za-z0-9_.-]|\.(?=\.)", "_", stem).lstrip(".-")[:128]
     return name if name and name_problem(name) is None else "model"
 
@@ -349,9 +387,11 @@ def _create_model(file: Path, with_folder: bool, model: Path, link: bool) -> Non
     siblings = [entry for entry in file.parent.iterdir() if entry.is_file()] if with_folder else []
     is_configured = any(entry.name in CONFIG_FILES for entry in siblings)
     # A configuration may name the file.
-    _link_or_copy(file, version / (file.name if is_configured else SOURCE), link)
+    _link_or_copy(file, version / (file.name if is_configured else f"model{file.suffix}"), link)
+    if file.suffix != ".onnx" and not is_configured:
+        (model / "config.yaml").write_text(f"default_model_filename: model{file.suffix}\n")
     with suppress(ConfigError):  # an invalid file is reported when it is loaded
-        for location in external_files(file, file.name):
+        for location in external_files(file, file.name) if file.suffix == ".onnx" else ():
             (version / location).parent.mkdir(parents=True, exist_ok=True)
             _link_or_copy(file.parent / location, version / location, link)
     for entry in siblings:

@@ -5,6 +5,7 @@ A module has one class in Headrace's own form: `load(context)` and `predict(batc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Dict
 
 import numpy as np
@@ -27,6 +28,31 @@ _DTYPES = {
     "TYPE_FP64": np.float64,
 }
 TEXT = "TYPE_STRING"
+_TYPE_OF_KIND = {"b": "TYPE_BOOL", "i": "TYPE_INT64", "u": "TYPE_UINT64", "f": "TYPE_FP64"}
+
+
+_MAX_ROWS = 64
+
+
+def completed(config: dict[str, Any], columns: int, predict: Callable[[Array], dict[str, Array]]) -> dict[str, Any]:
+    """Return a configuration with the tensors that it lacks: the table `x`, and the results for a row of zeros.
+
+    Args:
+        config: configuration in Triton's JSON form.
+        columns: features of the model.
+        predict: returns the results by the names of the outputs.
+    """
+    config = dict(config)
+    if not config.get("input") and not config.get("output") and "max_batch_size" not in config:
+        config["max_batch_size"], config["dynamic_batching"] = _MAX_ROWS, {}
+    config["input"] = config.get("input") or [{"name": "x", "data_type": "TYPE_FP64", "dims": [columns]}]
+    if not config.get("output"):
+        results = {name: np.asarray(value) for name, value in predict(np.zeros((1, columns))).items()}
+        config["output"] = [
+            {"name": name, "data_type": _TYPE_OF_KIND.get(value.dtype.kind, TEXT), "dims": list(value.shape[1:]) or [1]}
+            for name, value in results.items()
+        ]
+    return config
 
 
 class Tensors:

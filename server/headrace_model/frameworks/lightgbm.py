@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_model.frameworks import Batch, Tensors
+from headrace_model.frameworks import Batch, Tensors, completed
 from headrace_model.own_form import ModelContext
 
 # Names of outputs that are not the prediction.
@@ -25,6 +25,13 @@ class LightGbmModel:
         self._tensors = Tensors(context.config)
         self._booster = lightgbm.Booster(model_file=context.file)
         self._threads: dict[str, Any] = {"num_threads": self._tensors.threads} if self._tensors.threads else {}
+
+    def complete(self, config: dict[str, Any], file: str) -> dict[str, Any]:
+        """Return a configuration with the tensors of the model."""
+        import lightgbm
+
+        booster = lightgbm.Booster(model_file=file)
+        return completed(config, booster.num_feature(), lambda table: {"prediction": booster.predict(table)})
 
     def predict(self, batch: Batch) -> Batch:
         """Predict each output."""

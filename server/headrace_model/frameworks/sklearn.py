@@ -10,7 +10,7 @@ import importlib
 import sys
 from typing import Any
 
-from headrace_model.frameworks import Batch, Tensors
+from headrace_model.frameworks import Batch, Tensors, completed
 from headrace_model.own_form import ModelContext
 
 # Names of outputs that are results of another method than `predict`.
@@ -41,6 +41,22 @@ class ScikitLearnModel:
             if not callable(getattr(self._model, method, None)):
                 raise ValueError(f"the output {name} needs {method}, which {type(self._model).__name__} lacks")
             self._methods[name] = method
+
+    def complete(self, config: dict[str, Any], file: str) -> dict[str, Any]:
+        """Return a configuration with the tensors of the model, if it has a number of features."""
+        model = _read(file, config.get("parameters", {}).get("trusted_types", {}).get("string_value", ""))
+        if not hasattr(model, "n_features_in_"):
+            return config
+
+        def predict(table: Any) -> Batch:
+            if not hasattr(model, "predict"):
+                return {"transform": _dense(model.transform(table))}
+            results = {"label" if hasattr(model, "classes_") else "prediction": model.predict(table)}
+            if hasattr(model, "predict_proba") and not isinstance(model.classes_, list):
+                results["probabilities"] = model.predict_proba(table)
+            return results
+
+        return completed(config, model.n_features_in_, predict)
 
     def predict(self, batch: Batch) -> Batch:
         """Call each method once."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from headrace_model.frameworks import Batch, Tensors
+from typing import Any
+
+from headrace_model.frameworks import Batch, Tensors, completed
 from headrace_model.own_form import ModelContext
 
 # Names of outputs that are not the prediction.
@@ -25,6 +27,13 @@ class XGBoostModel:
         self._booster = xgboost.Booster(model_file=context.file)
         if self._tensors.threads:
             self._booster.set_param({"nthread": self._tensors.threads})
+
+    def complete(self, config: dict[str, Any], file: str) -> dict[str, Any]:
+        """Return a configuration with the tensors of the model."""
+        import xgboost
+
+        booster = xgboost.Booster(model_file=file)
+        return completed(config, booster.num_features(), lambda table: {"prediction": booster.inplace_predict(table)})
 
     def predict(self, batch: Batch) -> Batch:
         """Predict each output; plain predictions need no matrix of XGBoost's."""

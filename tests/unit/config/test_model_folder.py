@@ -8,7 +8,7 @@ from headrace.config.documents import Document
 from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
 from headrace.config.python_rules import reads_device_rows
 from headrace.core.errors import ConfigError, Finding
-from headrace.core.model_config import ModelConfig, is_version
+from headrace.core.model_config import BACKENDS, ModelConfig, is_version
 from headrace.core.pipeline_config import EnsembleStep
 from headrace.core.traffic_config import Traffic
 from headrace.repository.uploads import check_files
@@ -233,11 +233,34 @@ def test_a_folder_without_versions_or_models_is_refused_with_a_cure(tmp_path: Pa
     (finding,) = errors(tmp_path)
     assert (finding.message, finding.cure) == ("has no version folder", "put the model's file into m/1/")
     (tmp_path / "m" / "1").mkdir()
-    (tmp_path / "m" / "1" / "model.pt").touch()
+    (tmp_path / "m" / "1" / "model.bin").touch()
     (finding,) = errors(tmp_path)
     assert (finding.path, finding.message) == ("m/1/model.onnx", "the model's file is missing")
-    assert "model.pt" in finding.cure
-    assert "ONNX" in finding.cure
+    assert finding.cure == "the folder has model.bin; name the file model.onnx, or set default_model_filename"
+
+
+@pytest.mark.parametrize(
+    ("file", "backend"),
+    [
+        ("x.skops", "sklearn"),
+        ("model.joblib", "sklearn"),
+        ("x.pt", "pytorch"),
+        ("x.ubj", "xgboost"),
+        ("x.txt", "lightgbm"),
+    ],
+)
+def test_a_file_of_another_format_is_served_by_its_backend(tmp_path: Path, file: str, backend: str) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / file).touch()
+    (finding,) = errors(tmp_path)
+    assert finding.cure == f'the folder has {file}; write backend: "{backend}" and default_model_filename: "{file}"'
+    (tmp_path / "m" / "config.yaml").write_text(f"default_model_filename: {file}\n")
+    assert read(tmp_path).config.backend == backend
+    (tmp_path / "m" / "config.yaml").unlink()
+    name = BACKENDS[backend].default_model_filename
+    (tmp_path / "m" / "1" / file).rename(tmp_path / "m" / "1" / name)
+    config = read(tmp_path).config
+    assert (config.backend, config.default_model_filename) == (backend, name)
 
 
 def test_odd_folders_are_ignored_with_a_warning_hidden_ones_in_silence(tmp_path: Path) -> None:
