@@ -306,7 +306,7 @@ ROWS = (
         "half the number of rows is a constant",
         "        return np.asarray(first // values[1]) if exact.all() else None\n",
         "        return np.asarray(first // values[1])\n",
-        ("test_random_graphs_that_are_proven_compute_each_request_alone",),
+        ("test_the_number_of_rows_is_no_value",),
     ),
 )
 

@@ -165,7 +165,7 @@ def rows_after_reshape(shape: Shape, rows: Rows, target: Shape) -> Rows:
     """
     before = math.prod(shape[: rows.axis]) * rows.outer
     axis = next((index for index, size in enumerate(target) if size % ROWS == 0), None)
-    if axis is not None:
+    if axis is not None and math.prod(target) == math.prod(shape):
         leading = math.prod(target[:axis])
         if leading and before % leading == 0:
             outer = before // leading

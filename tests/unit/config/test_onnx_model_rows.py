@@ -139,6 +139,9 @@ DEPENDENT: dict[str, tuple[list[Node], Sequence[int | str], Mapping[str, Any]]] 
         ("batch", 4), {"t": np.array([1, -1]), "u": np.array([-1, 4])},
     ),
     "unknown operator": ([("Det", "X", "d"), ("Identity", "X", "Y0"), ("Add", "X d", "Y")], ("batch", 4, 4), {}),
+    "two elements of a free size for each row": (
+        [*SIZE_OF_BATCH, ("Concat", "rows two", "t", {"axis": 0}), ("Reshape", "X t", "Y")], ("batch", 1, "n"), NUMBERS,
+    ),
     "half of the batch, resized": (
         [("Resize", "X roi scales", "Y", {"coordinate_transformation_mode": "tf_crop_and_resize"})], ("batch", 1, 4, 4),
         {"roi": np.array([0.5, 0, 0, 0, 1, 1, 1, 1], np.float32), "scales": np.ones(4, np.float32)},
@@ -166,6 +169,7 @@ COUNTED: dict[str, list[Node]] = {
     "expanded, by a slice": [("Slice", "shape zero one", "r"), ("Expand", "r shape", "Y")],
     "expanded, by a column": [("Unsqueeze", "rows zero", "r"), ("Expand", "r shape", "Y")],
     "expanded, by rows less one": [("Sub", "rows one", "r"), ("Expand", "r shape", "Y")],
+    "expanded, by half the rows": [("Div", "rows two", "r"), ("Expand", "r shape", "Y")],
     "tiled": [("Unsqueeze", "rows one", "r"), ("Concat", "rows four", "t", {"axis": 0}), ("Tile", "r t", "Y")],
     "reshaped": [("Mul", "shape shape", "s"), ("Expand", "shape t", "e"), ("Reshape", "e t", "r"), ("Add", "X r", "Y")],
     "added": [("Add", "X rows", "Y")],
