@@ -50,14 +50,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["small frames", "as served"])
 def server(request: pytest.FixtureRequest, options: tuple[str, ...], folder: Path) -> Iterator[Server]:
     small = request.param == "small frames"
-    running = start(folder / "empty", folder / "log", *options, **({"command": SMALL_FRAMES} if small else {}))
-    try:
+    with start(folder / "empty", folder / "log", *options, **({"command": SMALL_FRAMES} if small else {})) as running:
         running.wait_until_ready()
         yield running
         running.stop()
-    finally:
-        running.process.kill()
-        running.process.wait()
 
 
 def run(program: Path, server: Server, report: Path, *words: str) -> tuple[str, set[tuple[str, str]]]:

@@ -92,8 +92,7 @@ def test_an_int8_model_is_built_published_and_served(tmp_path: Path) -> None:
     assert not np.array_equal(quantized, plain)
     with serving(repository, tmp_path) as server:
         client = triton.InferenceServerClient(server.address)
-        tensor = triton.InferInput("X", list(rows.shape), "FP32")
-        tensor.set_data_from_numpy(rows)
+        tensor = triton.InferInput("X", list(rows.shape), "FP32").set_data_from_numpy(rows)
         np.testing.assert_allclose(client.infer("affine", [tensor]).as_numpy("Y"), quantized, rtol=1e-4, atol=1e-4)
         client.close()
 

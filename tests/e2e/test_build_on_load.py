@@ -95,8 +95,7 @@ class Clients:
         client = kind.InferenceServerClient(address)
         while not self._stop.is_set():
             row = len(self.answers) % len(ROWS)
-            tensor = kind.InferInput("X", [1, FEATURES], "FP32")
-            tensor.set_data_from_numpy(ROWS[row : row + 1])
+            tensor = kind.InferInput("X", [1, FEATURES], "FP32").set_data_from_numpy(ROWS[row : row + 1])
             try:
                 self.answers.append((row, client.infer("m", [tensor]).as_numpy("Y")[0]))
             except Exception as error:

@@ -20,6 +20,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from tests.support import models
 from tests.support.models import add_model, add_pipeline
 from tests.support.serving import Server, serving
+from tests.support.waiting import on_threads
 from tests.unit.pipelines.test_nms import reference
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -229,11 +230,7 @@ def test_rows_of_several_requests_share_batches_and_are_gathered(server: Server,
             results[index] = infer(own, "rows", {"rows": inputs[index]}).as_numpy("features")
 
     before = executions(server)
-    threads = [threading.Thread(target=send, args=(index,)) for index in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    on_threads(send, range(len(inputs)))
     for index, rows in enumerate(inputs):
         expected = session.run(None, {"X": rows})[0] if len(rows) else np.empty((0, 3), np.float32)
         assert results[index].shape == (len(rows), 3)

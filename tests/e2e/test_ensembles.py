@@ -102,8 +102,7 @@ def test_an_ensemble_answers_as_its_models_one_after_the_other(
     x = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
     address = server.address if protocol == "http" else server.grpc_address
     with module.InferenceServerClient(address) as client:
-        tensor = module.InferInput("features", [3, 16], "FP32")
-        tensor.set_data_from_numpy(x)
+        tensor = module.InferInput("features", [3, 16], "FP32").set_data_from_numpy(x)
         result = client.infer(model, [tensor], request_id="seven")
         metadata = client.get_model_metadata(model)
     reference = expected(repository, x)
@@ -142,8 +141,7 @@ def test_requests_of_one_failed_batch_have_errors_of_their_own(server: Server) -
     with http_client.InferenceServerClient(server.address, concurrency=8) as client:
         waiting = []
         for _ in range(8):
-            tensor = http_client.InferInput("index", [1, 1], "INT64")
-            tensor.set_data_from_numpy(np.array([[3]]))
+            tensor = http_client.InferInput("index", [1, 1], "INT64").set_data_from_numpy(np.array([[3]]))
             waiting.append(client.async_infer("twice", [tensor]))
         for each in waiting:
             with pytest.raises(InferenceServerException, match="step") as error:
@@ -215,12 +213,10 @@ def test_a_deadline_covers_all_steps(server: Server) -> None:
 
 def test_a_grpc_deadline_and_requested_outputs(server: Server) -> None:
     with grpc_client.InferenceServerClient(server.grpc_address) as client:
-        tensor = grpc_client.InferInput("steps", [1], "INT64")
-        tensor.set_data_from_numpy(np.array([30_000]))
+        tensor = grpc_client.InferInput("steps", [1], "INT64").set_data_from_numpy(np.array([30_000]))
         with pytest.raises(InferenceServerException, match=r"[Dd]eadline|admission"):
             client.infer("slow", [tensor], client_timeout=0.06)
-        index = grpc_client.InferInput("index", [1, 1], "INT64")
-        index.set_data_from_numpy(np.array([[3]]))
+        index = grpc_client.InferInput("index", [1, 1], "INT64").set_data_from_numpy(np.array([[3]]))
         result = client.infer("twice", [index], outputs=[grpc_client.InferRequestedOutput("tens")])
         assert result.as_numpy("tens").tolist() == [[30]]
         with pytest.raises(InferenceServerException, match="in ensemble 'twice', step 'lookup#2'"):

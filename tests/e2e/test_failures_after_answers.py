@@ -48,8 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def call(server: Server, how: str, model: str, output_bytes: int) -> bool:
     """Run one request whose output of 16 bytes goes to `output_bytes` of shared memory; False if it fails."""
     client = triton_http if how == "http" else triton_grpc
-    tensor = client.InferInput("X", [1, 16], "FP32")
-    tensor.set_data_from_numpy(np.ones((1, 16), np.float32))
+    tensor = client.InferInput("X", [1, 16], "FP32").set_data_from_numpy(np.ones((1, 16), np.float32))
     output = client.InferRequestedOutput("Y")
     output.set_shared_memory("small", output_bytes)
     address = server.address if how == "http" else server.grpc_address

@@ -8,8 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ import onnxruntime as ort
 import pytest
 
 from tests.support.fixed_machine import MACHINE
-from tests.support.serving import ROOT, Server, start
+from tests.support.serving import ROOT, Server
+from tests.support.serving import serving as support_serving
 
 WRITTEN = ROOT / "tests" / "fixtures" / "written_by_cba777c"
 ENGINE = "model.ae6c9fe70fe0.onnx"
@@ -64,17 +64,9 @@ def headrace(files: Path, *words: str) -> str:
     return ran.stdout
 
 
-@contextmanager
-def serving(files: Path, log: Path) -> Iterator[Server]:
+def serving(files: Path, folder: Path) -> AbstractContextManager[Server]:
     options = ("--state-dir", str(files / "state"), "--profile-s", "0")
-    server = start(files / "models", log, *options, env=environment(files), command=COMMAND)
-    try:
-        server.wait_until_ready()
-        yield server
-        server.stop()
-    finally:
-        server.process.kill()
-        server.process.wait()
+    return support_serving(files / "models", folder, *options, env=environment(files), command=COMMAND)
 
 
 def get(server: Server, path: str) -> Any:
@@ -85,7 +77,7 @@ def get(server: Server, path: str) -> Any:
 
 def test_the_stored_engine_and_the_stored_latencies_serve(files: Path, tmp_path: Path) -> None:
     before = contents(files)
-    with serving(files, tmp_path / "log") as server:
+    with serving(files, tmp_path) as server:
         parameters = get(server, "/v2/models/affine")["parameters"]
         assert (parameters["engine.file"], parameters["engine.precision"]) == (ENGINE, "int8")
         assert get(server, "/v2/models/affine/layers")["artefact"] == ENGINE
@@ -133,6 +125,6 @@ def test_another_machine_is_distinguished(files: Path, tmp_path: Path) -> None:
     """The test above would be worth nothing if any machine took the files."""
     machine = json.loads((files / "machine.json").read_text())
     (files / "machine.json").write_text(json.dumps({**machine, "cpuinfo": "flags\t\t: avx2\n"}))
-    with serving(files, tmp_path / "log") as server:
+    with serving(files, tmp_path) as server:
         assert "engine.file" not in get(server, "/v2/models/affine")["parameters"]
         assert get(server, "/v2/models/row_sums/profile")["profile"] == []

@@ -69,8 +69,7 @@ def test_every_protocol_answers(server: Server) -> None:
         assert b"headrace_requests_total" in server.request("GET", "/metrics")[2]
         assert server.request("GET", "/")[0] == 200
         with triton_grpc.InferenceServerClient(server.grpc_address) as client:
-            x = triton_grpc.InferInput("X", [2, 3], "FP32")
-            x.set_data_from_numpy(np.ones((2, 3), np.float32))
+            x = triton_grpc.InferInput("X", [2, 3], "FP32").set_data_from_numpy(np.ones((2, 3), np.float32))
             assert client.infer("row_sums", [x]).get_response().outputs
             assert client.is_server_ready()
 
@@ -80,8 +79,7 @@ def test_large_messages_of_grpc_are_answered(server: Server) -> None:
     rows = np.random.default_rng(0).random((100, 3_000), np.float32)
     with triton_grpc.InferenceServerClient(server.grpc_address) as client:
         for _ in range(4):
-            x = triton_grpc.InferInput("X", list(rows.shape), "FP32")
-            x.set_data_from_numpy(rows)
+            x = triton_grpc.InferInput("X", list(rows.shape), "FP32").set_data_from_numpy(rows)
             output = client.infer("row_sums", [x]).as_numpy("SUM")
             np.testing.assert_allclose(output.ravel(), rows.sum(axis=1), rtol=1e-4)
 

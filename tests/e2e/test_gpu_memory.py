@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,8 @@ from tests.support.control_thread import X, expected
 from tests.support.fake_gpu import install_gpu
 from tests.support.models import add_model, affine
 from tests.support.serving import Server, start
-from tests.support.waiting import until
+from tests.support.serving import serving as support_serving
+from tests.support.waiting import on_threads, until
 from tests.unit.repository.test_gpu_backend import plan_of
 
 COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
@@ -38,16 +37,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "repository"
 
 
-@contextmanager
-def serving(repository: Path, log: Path, *options: str) -> Iterator[Server]:
-    server = start(repository, log, *options, command=COMMAND)
-    try:
-        server.wait_until_ready()
-        yield server
-        server.stop()
-    finally:
-        server.process.kill()
-        server.process.wait()
+serving = partial(support_serving, command=COMMAND)
 
 
 def check_inference(server: Server, name: str, seed: int) -> None:
@@ -72,35 +62,24 @@ def memory(server: Server) -> dict[str, float]:
 
 
 def test_more_models_than_the_gpu_holds_are_served_in_turns(repository: Path, tmp_path: Path) -> None:
-    with serving(repository, tmp_path / "all.log") as server:
+    with serving(repository, tmp_path) as server:
         sizes = memory(server)
         assert len(set(sizes.values())) == 1, sizes
         assert set(sizes) == set("abc")
         check_inference(server, "a", 1)
     size = sizes["a"]
     fraction = repr((2 * size + 0.5) / (1 << 30))
-    with serving(repository, tmp_path / "two.log", "--gpu-memory-fraction", fraction) as server:
+    with serving(repository, tmp_path, "--gpu-memory-fraction", fraction) as server:
         assert server.request("GET", "/v2/health/ready")[0] == 200
         assert index(server) == {"a": ("READY", "evicted: loaded on demand"), "b": ("READY", ""), "c": ("READY", "")}
         assert server.request("GET", "/v2/models/a/ready")[0] == 200
         assert set(memory(server)) == {"b", "c"}
-        failures: list[BaseException] = []
 
-        def client(name: str, seed: int) -> None:
-            try:
-                for _ in range(3):
-                    check_inference(server, name, seed)
-            except BaseException as error:
-                failures.append(error)
+        def client(model: tuple[int, str]) -> None:
+            for _ in range(3):
+                check_inference(server, model[1], model[0])
 
-        threads = [
-            threading.Thread(target=client, args=(name, seed)) for seed, name in enumerate("abc", 1) for _ in "12"
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
+        on_threads(client, [*enumerate("abc", 1)] * 2)
         assert sum(memory(server).values()) <= 2 * size
         page = server.request("GET", "/metrics")[2].decode()
         assert re.search(r'^headrace_on_demand_loads_total\{model="a",version="1"\} [1-9]', page, re.MULTILINE)
@@ -109,7 +88,7 @@ def test_more_models_than_the_gpu_holds_are_served_in_turns(repository: Path, tm
 
 def test_a_model_that_cannot_fit_is_reported_and_the_others_are_served(repository: Path, tmp_path: Path) -> None:
     (repository / "b" / "config.yaml").write_text(TENSORRT + "gpu_memory_budget: 1KiB\n")
-    with serving(repository, tmp_path / "budget.log") as server:
+    with serving(repository, tmp_path) as server:
         state, reason = index(server)["b"]
         assert state == "UNAVAILABLE"
         assert "its gpu_memory_budget is 1.0 KiB" in reason
@@ -152,8 +131,7 @@ def test_the_cpu_serves_until_the_gpu_is_ready_and_all_status_pages_agree(road: 
     def log(name: str) -> Path:
         return tmp_path / name
 
-    server = start(road, log("first.log"), "--state-dir", str(state), env=env, command=COMMAND)
-    try:
+    with start(road, log("first.log"), "--state-dir", str(state), env=env, command=COMMAND) as server:
         server.wait_until_ready()
         check_inference(server, "r", 1)
         until(
@@ -185,11 +163,8 @@ def test_the_cpu_serves_until_the_gpu_is_ready_and_all_status_pages_agree(road: 
         grpc.close()
         server.stop()
         assert "building TensorRT FP16" in server.text
-    finally:
-        server.process.kill()
-        server.process.wait()
     assert sorted(path.name for path in (road / "r" / "1").iterdir()) == before, "the engine is in the state folder"
-    with serving(road, log("second.log"), "--state-dir", str(state)) as server:
+    with serving(road, tmp_path, "--state-dir", str(state)) as server:
         assert index(server)["r"] == ("READY", "")
         check_inference(server, "r", 2)
 
@@ -198,8 +173,7 @@ def test_the_cpu_serves_until_the_gpu_is_ready_and_all_status_pages_agree(road: 
 def test_strict_refuses_cpu_fallback_for_a_required_gpu(tmp_path: Path, config: str, status: int) -> None:
     folder = add_model(tmp_path / "repository", "r", affine(seed=1))
     (folder / "config.yaml").write_text("instance_group: [{kind: gpu}]\n" + config)
-    server = start(tmp_path / "repository", tmp_path / "log", "--strict", env={"COLUMNS": "250"})
-    try:
+    with start(tmp_path / "repository", tmp_path / "log", "--strict", env={"COLUMNS": "250"}) as server:
         if status:
             assert server.wait() == status
             assert "--strict: model r version 1 requires a GPU" in server.text
@@ -207,6 +181,3 @@ def test_strict_refuses_cpu_fallback_for_a_required_gpu(tmp_path: Path, config: 
             server.wait_until_ready()
             assert re.search(r"r +1 +READY +onnxruntime +CPU .*model\.onnx serves on the CPU", server.text)
             server.stop()
-    finally:
-        server.process.kill()
-        server.process.wait()

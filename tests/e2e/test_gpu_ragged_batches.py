@@ -40,8 +40,7 @@ def by_http(server: Server, elements: np.ndarray) -> tuple[int, bytes]:
 
 
 def by_grpc(server: Server, elements: np.ndarray) -> dict[str, np.ndarray]:
-    tensor = triton_grpc.InferInput("ELEMENTS", elements.shape, "FP32")
-    tensor.set_data_from_numpy(elements)
+    tensor = triton_grpc.InferInput("ELEMENTS", elements.shape, "FP32").set_data_from_numpy(elements)
     with triton_grpc.InferenceServerClient(server.grpc_address) as client:
         result = client.infer("plan", [tensor])
         return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}

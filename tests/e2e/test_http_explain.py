@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import tritonclient.http as triton
 
 from tests.support import models
 from tests.support.serving import Server, run_headrace, serving
+from tests.support.waiting import on_threads
 
 
 def explanation(server: Server, model: str, path: str = "") -> Any:
@@ -52,11 +52,7 @@ def test_a_delay_too_long_for_the_arrivals_is_reported_with_its_cure(tmp_path: P
         assert report["numbers"]["closed"] == {"delay": 20}
         printed = run_headrace("explain", "affine", "--url", server.url).stdout
         assert "delay_too_long" in printed
-        threads = [threading.Thread(target=send_requests, args=(server, 30)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        on_threads(lambda times: send_requests(server, times), [30] * 4)
         assert explanation(server, "affine")["numbers"]["requests_per_batch"] > 1
 
 

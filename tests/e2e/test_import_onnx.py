@@ -24,8 +24,7 @@ ROWS = 7
 
 def classes(server: Server, rows: np.ndarray) -> np.ndarray:
     with triton_http.InferenceServerClient(server.address) as client:
-        tensor = triton_http.InferInput(INPUT, list(rows.shape), "FP32")
-        tensor.set_data_from_numpy(rows)
+        tensor = triton_http.InferInput(INPUT, list(rows.shape), "FP32").set_data_from_numpy(rows)
         return np.asarray(client.infer("shufflenet", [tensor]).as_numpy(OUTPUT))
 
 

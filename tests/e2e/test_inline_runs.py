@@ -33,8 +33,7 @@ def over_http(server: Server) -> Iterator[Send]:
     with triton_http.InferenceServerClient(server.address) as client:
 
         def send(rows: np.ndarray) -> np.ndarray:
-            tensor = triton_http.InferInput("X", list(rows.shape), "FP32")
-            tensor.set_data_from_numpy(rows)
+            tensor = triton_http.InferInput("X", list(rows.shape), "FP32").set_data_from_numpy(rows)
             return np.asarray(client.infer("affine", [tensor]).as_numpy("Y"))
 
         yield send
@@ -45,8 +44,7 @@ def over_grpc(server: Server) -> Iterator[Send]:
     with triton_grpc.InferenceServerClient(server.grpc_address) as client:
 
         def send(rows: np.ndarray) -> np.ndarray:
-            tensor = triton_grpc.InferInput("X", list(rows.shape), "FP32")
-            tensor.set_data_from_numpy(rows)
+            tensor = triton_grpc.InferInput("X", list(rows.shape), "FP32").set_data_from_numpy(rows)
             return np.asarray(client.infer("affine", [tensor]).as_numpy("Y"))
 
         yield send

@@ -59,15 +59,11 @@ def test_processes_end_with_the_server(repository: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
 def test_processes_end_with_a_server_that_is_killed(repository: Path, tmp_path: Path, stopped: bool) -> None:
-    server = start(repository, tmp_path / "log")
-    try:
+    with start(repository, tmp_path / "log") as server:
         server.wait_until_ready()
         (child,) = isolated_children(server.process.pid)
         if stopped:
             stop(child)  # as one that hangs: it cannot see that its socket is closed
-    finally:
-        server.process.kill()
-        server.process.wait()
     until(lambda: not alive(child))
 
 

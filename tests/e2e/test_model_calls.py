@@ -123,8 +123,7 @@ def test_a_call_ends_at_its_own_timeout(server: Server) -> None:
 
 def test_loading_and_unloading(server: Server) -> None:
     with triton_http.InferenceServerClient(server.address) as client:
-        tensor = triton_http.InferInput("NAME", [1], "BYTES")
-        tensor.set_data_from_numpy(np.array(["later"], dtype=object))
+        tensor = triton_http.InferInput("NAME", [1], "BYTES").set_data_from_numpy(np.array(["later"], dtype=object))
         assert client.infer("control", [tensor]).as_numpy("STATES").tolist() == [False, True, False]
         tensor.set_data_from_numpy(np.array(["missing"], dtype=object))
         with pytest.raises(InferenceServerException, match="no model repository has a folder 'missing'"):
@@ -299,8 +298,7 @@ def test_many_calls_in_flight(relays: Server, threads: int) -> None:
 
 def test_arguments_and_errors_of_a_call(relays: Server) -> None:
     with triton_http.InferenceServerClient(relays.address) as client:
-        tensor = triton_http.InferInput("X", [1], "FP32")
-        tensor.set_data_from_numpy(np.zeros(1, np.float32))
+        tensor = triton_http.InferInput("X", [1], "FP32").set_data_from_numpy(np.zeros(1, np.float32))
         facts = [fact.decode() for fact in client.infer("options", [tensor]).as_numpy("FACTS")]
     assert facts[:3] == ["an id", '{"k": "v", "n": 3}', "FACTS"]
     version, output, missing, decoupled, nameless = facts[3:]

@@ -10,7 +10,6 @@ import json
 import re
 import ssl
 import sys
-import threading
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -38,7 +37,7 @@ from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.sequence_models import add_echo
 from tests.support.serving import HOST, Server, free_port, serving, start
 from tests.support.store_servers import s3_client, s3_environment, s3_server
-from tests.support.waiting import until
+from tests.support.waiting import on_threads, until
 from tests.unit.repository.test_gpu_backend import plan_of
 
 pytestmark = pytest.mark.slow
@@ -242,11 +241,7 @@ def work(server: Server) -> None:
             assert server.request("POST", "/v2/models/promised/infer", b"{}")[0] == 400
             assert server.request("POST", "/v2/models/nobody/infer", BODY)[0] == 404
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(CLIENTS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(client, range(CLIENTS))
     assert server.request("POST", "/v2/repository/models/promised/load", b"{}")[0] == 200
 
 
@@ -279,8 +274,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Ite
     tls += ("--host-memory-budget", "1GiB", "--repository-cache-dir", str(folder / "copies"))
     make_keys(folder)
     tls += ("--api-keys-file", str(folder / KEYS_FILE))
-    gpu = start(repository, folder / "gpu.log", *control, command=COMMAND)
-    try:
+    with start(repository, folder / "gpu.log", *control, command=COMMAND) as gpu:
         gpu.wait_until_ready()
         with bucket() as (url, env), serving(url, folder, *tls, env=env) as secure:
             targets: list[dict[str, Any]] = [
@@ -306,9 +300,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Ite
                 until(lambda: classic.scrapes() >= scrapes)
                 yield Watched(gpu, secure, classic, native, f"{HOST}:{port}")
         gpu.stop()
-    finally:
-        gpu.process.kill()
-        gpu.process.wait()
 
 
 def filled(expr: str) -> str:

@@ -36,15 +36,10 @@ def test_every_configuration_is_served_or_refused_with_the_reason(tmp_path: Path
     repository = tmp_path / "repository"
     repository.mkdir()
     add_to(repository)
-    server = start(repository, tmp_path / "server.log")
-    try:
+    with start(repository, tmp_path / "server.log") as server:
         server.wait_until_ready(LOAD_TIMEOUT_S)
         rows = json.loads(server.request("POST", "/v2/repository/index")[2])
         server.stop()
-    finally:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.process.wait()
     index = {row["name"]: (row["state"], row.get("reason", "")) for row in rows}
     wrong = {}
     for config in PUBLIC_CONFIGS:

@@ -59,8 +59,7 @@ def infer(
     tensors = []
     for name, array in inputs.items():
         datatype = {"f": "FP32", "i": "INT32", "O": "BYTES"}[array.dtype.kind]
-        tensor = kind.InferInput(name, list(array.shape), datatype)
-        tensor.set_data_from_numpy(array)
+        tensor = kind.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array)
         tensors.append(tensor)
     return client.infer(model, tensors, **options)
 
@@ -168,8 +167,7 @@ def test_square_and_repeat_over_streams(server: Server) -> None:
     with triton_grpc.InferenceServerClient(server.grpc_address) as client:
         client.start_stream(lambda result, error: answers.put(error or result))
         for number in (4, 0, 2):
-            tensor = triton_grpc.InferInput("IN", [1], "INT32")
-            tensor.set_data_from_numpy(np.array([number], np.int32))
+            tensor = triton_grpc.InferInput("IN", [1], "INT32").set_data_from_numpy(np.array([number], np.int32))
             client.async_stream_infer("square", [tensor], request_id=str(number), enable_empty_final_response=True)
         inputs = []
         for name, datatype, array in (
@@ -198,8 +196,7 @@ def test_a_stream_of_many_responses_arrives_whole(server: Server) -> None:
     answers: SimpleQueue[Any] = SimpleQueue()
     with triton_grpc.InferenceServerClient(server.grpc_address) as client:
         client.start_stream(lambda result, error: answers.put(error or result))
-        tensor = triton_grpc.InferInput("IN", [1], "INT32")
-        tensor.set_data_from_numpy(np.array([3000], np.int32))
+        tensor = triton_grpc.InferInput("IN", [1], "INT32").set_data_from_numpy(np.array([3000], np.int32))
         client.async_stream_infer("square", [tensor], enable_empty_final_response=True)
         for _ in range(3000):
             assert answers.get(timeout=60).as_numpy("OUT").tolist() == [3000]

@@ -90,15 +90,11 @@ def test_a_server_that_stops_while_models_start_leaves_no_process(tmp_path: Path
     repository = tmp_path / "repository"
     for index in range(4):
         add_model(repository, f"m{index}", CODE.replace("time.sleep(0.5)", "time.sleep(600)"))
-    server = start(repository, tmp_path / "log", "--drain-timeout-s", "1")
-    try:
+    with start(repository, tmp_path / "log", "--drain-timeout-s", "1") as server:
         events = repository / "events"
         until(lambda: events.exists() and "initialize" in events.read_text(), 60)
         server.process.terminate()
         server.process.wait(30)
-    finally:
-        server.process.kill()
-        server.process.wait()
     until(lambda: not _processes_with(str(tmp_path)), 10)
 
 
@@ -110,8 +106,7 @@ def test_a_model_that_hangs_while_it_starts_delays_no_other(tmp_path: Path) -> N
     pair = ensemble_config([("a_hanging", {"x": "x"}, {"y": "y"}), ("b", {"x": "y"}, {"y": "z"})], *NUMBERS, "")
     add_pipeline(repository, "a_pair", pair)
     port = free_port()
-    server = start(repository, tmp_path / "log", "--drain-timeout-s", "1", "--http-port", str(port))
-    try:
+    with start(repository, tmp_path / "log", "--drain-timeout-s", "1", "--http-port", str(port)) as server:
         url = f"http://127.0.0.1:{port}/v2/models"
         until(lambda: _status(f"{url}/b/ready") == _status(f"{url}/c/ready") == 200, 60)
         assert _status(f"{url}/a_hanging/ready") != 200
@@ -120,9 +115,6 @@ def test_a_model_that_hangs_while_it_starts_delays_no_other(tmp_path: Path) -> N
         server.process.terminate()
         server.process.wait(30)
         assert time.monotonic() - began < 20
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 def _status(url: str) -> int:

@@ -178,11 +178,10 @@ def test_one_request_of_a_batch_may_fail_alone(server: Server) -> None:
 
 def test_requests_over_grpc(server: Server) -> None:
     a, b = np.arange(8, dtype=np.float32).reshape(2, 4), np.ones((2, 4), np.float32)
-    tensors = []
-    for name, array in (("INPUT0", a), ("INPUT1", b)):
-        tensor = triton_grpc.InferInput(name, [2, 4], "FP32")
-        tensor.set_data_from_numpy(array)
-        tensors.append(tensor)
+    tensors = [
+        triton_grpc.InferInput(name, [2, 4], "FP32").set_data_from_numpy(array)
+        for name, array in (("INPUT0", a), ("INPUT1", b))
+    ]
     with triton_grpc.InferenceServerClient(server.grpc_address) as client:
         result = client.infer("plain", tensors, outputs=[triton_grpc.InferRequestedOutput("OUTPUT0")])
         np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), a + b)
@@ -305,8 +304,7 @@ def test_parameters_of_responses_reach_clients_and_callers(tmp_path: Path) -> No
         assert given("annotated", 1.0)["count"] == 4  # a response with parameters is not cached
         assert given("reshaped", 7.0)["first"] == 7.5
         assert json.loads(given("caller", 5.0)["called"]) == {"first": 5.5, "tag": "é", "ok": True, "count": 5}
-        tensor = triton_grpc.InferInput("x", [1, 4], "FP32")
-        tensor.set_data_from_numpy(np.full((1, 4), 3, np.float32))
+        tensor = triton_grpc.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.full((1, 4), 3, np.float32))
         with triton_grpc.InferenceServerClient(running.grpc_address) as client:
             parameters = client.infer("annotated", [tensor]).get_response().parameters
         assert parameters["first"].double_param == 3.5

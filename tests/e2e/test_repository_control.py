@@ -56,8 +56,7 @@ def connected(server: Server, protocol: str) -> Iterator[Client]:
 
 def infer(client: Client, model: str, version: str = "") -> np.ndarray:
     kind = triton_grpc if isinstance(client, triton_grpc.InferenceServerClient) else triton_http
-    tensor = kind.InferInput("X", list(X.shape), "FP32")
-    tensor.set_data_from_numpy(X)
+    tensor = kind.InferInput("X", list(X.shape), "FP32").set_data_from_numpy(X)
     return client.infer(model, [tensor], model_version=version).as_numpy("Y")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import tritonclient.http as triton_http
 from tests.support import models
 from tests.support.python_models import add_python_model
 from tests.support.serving import Server, run_headrace, serving
-from tests.support.waiting import at_rest, until
+from tests.support.waiting import at_rest, on_threads, until
 
 CACHED = "max_batch_size: 8\nresponse_cache { enable: true }\n"
 
@@ -104,8 +103,7 @@ def test_http_and_grpc_share_responses(server: Server) -> None:
             results.append(client.infer("grpc", [tensor]).as_numpy("Y"))
     with triton_grpc.InferenceServerClient(server.grpc_address) as client:
         for _ in range(2):
-            tensor = triton_grpc.InferInput("X", [2, 16], "FP32")
-            tensor.set_data_from_numpy(array)
+            tensor = triton_grpc.InferInput("X", [2, 16], "FP32").set_data_from_numpy(array)
             results.append(client.infer("grpc", [tensor]).as_numpy("Y"))
     assert len({result.tobytes() for result in results}) == 1
     counts = statistics(server, "grpc")
@@ -126,14 +124,10 @@ def test_texts_are_cached_with_their_borders(server: Server) -> None:
 def test_clients_at_once_compute_each_request_once(server: Server) -> None:
     answers: list[bytes] = []
 
-    def client() -> None:
+    def client(_: int) -> None:
         answers.extend([post(server, "merged", body(value)) for value in range(20)])
 
-    threads = [threading.Thread(target=client) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(client, range(8))
     assert len(answers) == 160
     assert len(set(answers)) == 20
     counts = statistics(server, "merged")

@@ -145,8 +145,7 @@ def load(server: Server, model: str) -> dict[str, Any]:
 def test_a_step_of_an_ensemble_gets_the_sequence_of_the_request(client: triton.InferenceServerClient) -> None:
     sums = []
     for step, sequence_id in ((0, 21), (0, 22), (1, 21), (2, 21), (2, 22)):
-        x = triton.InferInput("x", (1, 1), "INT32")
-        x.set_data_from_numpy(np.array([[sequence_id]], np.int32))
+        x = triton.InferInput("x", (1, 1), "INT32").set_data_from_numpy(np.array([[sequence_id]], np.int32))
         result = client.infer(
             "ensemble", [x], sequence_id=sequence_id, sequence_start=step == 0, sequence_end=step == 2
         )
@@ -158,8 +157,7 @@ def test_a_step_of_an_ensemble_gets_the_sequence_of_the_request(client: triton.I
 
 def test_a_python_model_calls_a_model_with_sequences(client: triton.InferenceServerClient) -> None:
     def call(value: int, flags: int) -> int:
-        tensor = triton.InferInput("VALUE", (2,), "INT32")
-        tensor.set_data_from_numpy(np.array([value, flags], np.int32))
+        tensor = triton.InferInput("VALUE", (2,), "INT32").set_data_from_numpy(np.array([value, flags], np.int32))
         return int(client.infer("caller", [tensor]).as_numpy("OUTPUT")[0, 0])
 
     assert [call(5, START), call(6, 0), call(7, END), call(8, START | END)] == [5, 11, 18, 8]

@@ -38,9 +38,7 @@ def client(server: Server) -> Iterator[triton.InferenceServerClient]:
 
 
 def value(kind: Any = triton) -> list[Any]:
-    tensor = kind.InferInput("INPUT", (1, 1), "INT32")
-    tensor.set_data_from_numpy(np.ones((1, 1), np.int32))
-    return [tensor]
+    return [kind.InferInput("INPUT", (1, 1), "INT32").set_data_from_numpy(np.ones((1, 1), np.int32))]
 
 
 @pytest.fixture

@@ -74,8 +74,7 @@ def tensors(kind: Any, value: float, fails: bool, model: str) -> list[Any]:
         ("X", "FP32", np.full(shape, value, np.float32)),
         ("FAIL", "INT64", np.full(shape, int(fails))),
     ):
-        tensor = kind.InferInput(name, shape, datatype)
-        tensor.set_data_from_numpy(array)
+        tensor = kind.InferInput(name, shape, datatype).set_data_from_numpy(array)
         made.append(tensor)
     return made
 
@@ -161,8 +160,7 @@ def test_initial_state_of_a_file_and_a_listed_state(client: Any) -> None:
 
 def test_clients_do_not_send_states_and_read_listed_ones_only(client: Any) -> None:
     kind = triton_grpc if isinstance(client, triton_grpc.InferenceServerClient) else triton_http
-    state = kind.InferInput("SUM_IN", (1, 1), "FP32")
-    state.set_data_from_numpy(np.ones((1, 1), np.float32))
+    state = kind.InferInput("SUM_IN", (1, 1), "FP32").set_data_from_numpy(np.ones((1, 1), np.float32))
     inputs = tensors(kind, 1, False, "direct")
     with pytest.raises(InferenceServerException, match="SUM_IN"):
         client.infer("direct", [*inputs, state], sequence_id=31, sequence_start=True)

@@ -72,9 +72,7 @@ def grpc(server: Server) -> Iterator[triton_grpc.InferenceServerClient]:
 
 def tensor(kind: Any, value: int, rows: int = 1) -> Any:
     array = np.full((rows, 1), value, np.int32)
-    made = kind.InferInput("INPUT", array.shape, "INT32")
-    made.set_data_from_numpy(array)
-    return made
+    return kind.InferInput("INPUT", array.shape, "INT32").set_data_from_numpy(array)
 
 
 def padding(size_bytes: int) -> list[Any]:
@@ -195,8 +193,7 @@ def echo(
     client: Any, sequence_id: int, start: bool = False, end: bool = False, model: str = "echo"
 ) -> dict[str, float]:
     shape = (1,) if model == "echo_unbatched" else (1, 1)
-    x = triton_http.InferInput("X", shape, "FP32")
-    x.set_data_from_numpy(np.full(shape, sequence_id, np.float32))
+    x = triton_http.InferInput("X", shape, "FP32").set_data_from_numpy(np.full(shape, sequence_id, np.float32))
     result = client.infer(model, [x], sequence_id=sequence_id, sequence_start=start, sequence_end=end)
     names = [output["name"] for output in result.get_response()["outputs"]]
     return {name: result.as_numpy(name).reshape(-1)[0].item() for name in names}

@@ -47,7 +47,6 @@ def _sums() -> onnx.ModelProto:
 
 
 def _send(client: triton_http.InferenceServerClient, value: float, start: bool, end: bool) -> float:
-    tensor = triton_http.InferInput("VALUE", (1, 1), "FP32")
-    tensor.set_data_from_numpy(np.full((1, 1), value, np.float32))
+    tensor = triton_http.InferInput("VALUE", (1, 1), "FP32").set_data_from_numpy(np.full((1, 1), value, np.float32))
     result = client.infer("sums", [tensor], sequence_id=7, sequence_start=start, sequence_end=end)
     return float(result.as_numpy("SUM").item())

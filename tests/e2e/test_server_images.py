@@ -64,9 +64,7 @@ def recipe(**more: object) -> ImageRecipe:
 
 def sent(array: np.ndarray) -> triton.InferInput:
     kind = {"uint8": "UINT8", "float32": "FP32"}[array.dtype.name]
-    tensor = triton.InferInput("IMAGE", array.shape, kind)
-    tensor.set_data_from_numpy(array)
-    return tensor
+    return triton.InferInput("IMAGE", array.shape, kind).set_data_from_numpy(array)
 
 
 @pytest.fixture
@@ -102,8 +100,7 @@ def test_classes_come_back_named_over_both_protocols(
     ]
     pixels = np.concatenate([to_pixels(decode(file.read_bytes()), recipe(by="server")) for file in FILES])
     expected = np.argsort(-logits, axis=1, kind="stable")[:, :3]
-    tensor = triton_grpc.InferInput("IMAGE", pixels.shape, "UINT8")
-    tensor.set_data_from_numpy(pixels)
+    tensor = triton_grpc.InferInput("IMAGE", pixels.shape, "UINT8").set_data_from_numpy(pixels)
     with triton_grpc.InferenceServerClient(server.grpc_address) as grpc_client:
         for answer in (client.infer("ranked", [sent(pixels)]), grpc_client.infer("ranked", [tensor])):
             assert np.array_equal(answer.as_numpy("classes"), expected)

@@ -118,8 +118,7 @@ def test_shares_are_exact_over_http(server: Server) -> None:
 
 def test_shares_are_exact_over_grpc(server: Server) -> None:
     with triton_grpc.InferenceServerClient(server.grpc_address) as client:
-        x = triton_grpc.InferInput("X", [1, 16], "FP32")
-        x.set_data_from_numpy(X)
+        x = triton_grpc.InferInput("X", [1, 16], "FP32").set_data_from_numpy(X)
         versions: Counter[str] = Counter()
         for _ in range(100):
             result = client.infer("short", [x])
@@ -149,8 +148,7 @@ def test_a_sticky_header_selects_the_same_version_on_every_connection_and_protoc
     for client in clients:
         assert {user: client.version("sticky", {"x-user": user}) for user in users} == by_http
     with triton_grpc.InferenceServerClient(server.grpc_address) as client:
-        x = triton_grpc.InferInput("X", [1, 16], "FP32")
-        x.set_data_from_numpy(X)
+        x = triton_grpc.InferInput("X", [1, 16], "FP32").set_data_from_numpy(X)
         by_grpc = {
             user: client.infer("sticky", [x], headers={"x-user": user}).get_response().model_version for user in users
         }
@@ -198,8 +196,7 @@ def test_another_model_has_a_share(server: Server) -> None:
     counts = Counter((client.version("first"), client.model) for _ in range(100))
     assert counts == {("1", "first"): 75, ("7", "second"): 25}
     with triton_grpc.InferenceServerClient(server.grpc_address) as grpc_client:
-        x = triton_grpc.InferInput("X", [1, 16], "FP32")
-        x.set_data_from_numpy(X)
+        x = triton_grpc.InferInput("X", [1, 16], "FP32").set_data_from_numpy(X)
         over_grpc: Counter[tuple[str, str]] = Counter()
         for _ in range(40):
             result = grpc_client.infer("first", [x])

@@ -61,8 +61,7 @@ def test_the_written_configuration_is_valid_and_served(tmp_path: Path) -> None:
         config = client.get_model_config("affine")
         assert "dynamic_batching" in config
         assert f"max_batch_size: {config['max_batch_size']}  # the most that callers send\n" in text
-        tensor = triton.InferInput("X", [8, 16], "FP32")
-        tensor.set_data_from_numpy(rows[:8])
+        tensor = triton.InferInput("X", [8, 16], "FP32").set_data_from_numpy(rows[:8])
         expected = ort.InferenceSession(str(folder / "1" / "model.onnx")).run(None, {"X": rows[:8]})[0]
         np.testing.assert_allclose(client.infer("affine", [tensor]).as_numpy("Y"), expected, rtol=1e-4, atol=1e-5)
         client.close()

@@ -337,8 +337,7 @@ def test_a_scikit_learn_classifier_serves_its_label(server: Server, inspections:
     assert "zipmap" in warning.cure
     with triton.InferenceServerClient(server.address) as client:
         rows = np.array([[2, 0, 0], [-2, 0, 0], [3, 1, 1]], np.float32)
-        tensor = triton.InferInput("X", rows.shape, "FP32")
-        tensor.set_data_from_numpy(rows)
+        tensor = triton.InferInput("X", rows.shape, "FP32").set_data_from_numpy(rows)
         answer = client.infer("zipmap", [tensor])
         assert answer.as_numpy("output_label").tolist() == [0, 1, 0]
         assert [output["name"] for output in client.get_model_metadata("zipmap")["outputs"]] == ["output_label"]

@@ -67,16 +67,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def http(server: Server, model: str, x: Array) -> Array:
     with triton_http.InferenceServerClient(server.address) as client:
-        tensor = triton_http.InferInput("X", x.shape, "FP32")
-        tensor.set_data_from_numpy(x)
+        tensor = triton_http.InferInput("X", x.shape, "FP32").set_data_from_numpy(x)
         answer: Array = client.infer(model, [tensor]).as_numpy("Y")
         return answer
 
 
 def grpc(server: Server, model: str, x: Array) -> Array:
     with triton_grpc.InferenceServerClient(server.grpc_address) as client:
-        tensor = triton_grpc.InferInput("X", x.shape, "FP32")
-        tensor.set_data_from_numpy(x)
+        tensor = triton_grpc.InferInput("X", x.shape, "FP32").set_data_from_numpy(x)
         answer: Array = client.infer(model, [tensor]).as_numpy("Y")
         return answer
 

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import struct
-import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 from tests.support.models import add_model, add_pipeline, channel_means
 from tests.support.processes import isolated_children, stop
 from tests.support.serving import Server, serving
-from tests.support.waiting import until
+from tests.support.waiting import on_threads, until
 from tests.unit.pipelines.test_image import WEBP_KINDS, jpeg_claiming, png_chunk, png_claiming, saved, webp_claiming
 
 # Made by the test that sends it, not by the collection of tests.
@@ -139,8 +138,7 @@ def test_each_format_with_too_many_pixels_is_refused_alike(server: Server, data:
     assert status == 413
     assert answer["error"].endswith(message)
     with grpc_client.InferenceServerClient(server.grpc_address) as client:
-        tensor = grpc_client.InferInput("file", [1], "BYTES")
-        tensor.set_data_from_numpy(np.array([data], dtype=object))
+        tensor = grpc_client.InferInput("file", [1], "BYTES").set_data_from_numpy(np.array([data], dtype=object))
         with pytest.raises(InferenceServerException) as refusal:
             client.infer("classify", [tensor])
     assert refusal.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
@@ -180,14 +178,7 @@ def test_a_decoder_that_hangs_is_killed_and_others_go_on(server: Server) -> None
     stopped, other = decoders(server)
     stop(stopped)
     answers: list[tuple[int, dict[str, Any]]] = []
-    threads = [
-        threading.Thread(target=lambda model: answers.append(post(server, ROCKET, model)), args=(model,))
-        for model in ("classify", "neighbour") * 4
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    on_threads(lambda model: answers.append(post(server, ROCKET, model)), ("classify", "neighbour") * 4)
     statuses = sorted(status for status, _ in answers)
     assert statuses[:-1] == [200] * 7
     assert statuses[-1] in (200, 500)  # the one inside the process, which had not begun it: the next process runs it

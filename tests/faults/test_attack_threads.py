@@ -24,8 +24,7 @@ def threadless(folder: Path, limit: Path, *options: str) -> Server:
 def test_the_first_failed_request_needs_no_thread(tmp_path: Path) -> None:
     """Failed requests are answered and logged, metrics and pages are served, and the server stops in order."""
     limit, log = tmp_path / "limit", tmp_path / "requests"
-    server = threadless(tmp_path, limit, "--request-log-file", str(log))
-    try:
+    with threadless(tmp_path, limit, "--request-log-file", str(log)) as server:
         server.wait_until_ready()
         limit.write_text("0")
         for _ in range(20):
@@ -38,21 +37,14 @@ def test_the_first_failed_request_needs_no_thread(tmp_path: Path) -> None:
         assert server.request("POST", "/v2/models/affine/infer", http_body())[0] == 200
         server.stop()
         assert "Traceback" not in server.text
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2, 5, 6, 8])
 def test_a_server_without_its_threads_does_not_start(tmp_path: Path, threads: int) -> None:
     limit = tmp_path / "limit"
     limit.write_text(str(threads))
-    server = threadless(tmp_path, limit, "--no-grpc")
-    try:
+    with threadless(tmp_path, limit, "--no-grpc") as server:
         assert server.wait() == 1
         assert "the system starts no thread for" in server.text
         assert "ulimit -u" in server.text
         assert "Traceback" not in server.text
-    finally:
-        server.process.kill()
-        server.process.wait()

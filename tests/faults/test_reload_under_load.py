@@ -66,8 +66,7 @@ def connect(server: Server, grpc: bool) -> Client:
 
 def infer(client: Client, x: np.ndarray) -> np.ndarray:
     kind = triton_grpc if isinstance(client, triton_grpc.InferenceServerClient) else triton_http
-    tensor = kind.InferInput("X", list(x.shape), "FP32")
-    tensor.set_data_from_numpy(x)
+    tensor = kind.InferInput("X", list(x.shape), "FP32").set_data_from_numpy(x)
     return client.infer("m", [tensor]).as_numpy("Y")
 
 

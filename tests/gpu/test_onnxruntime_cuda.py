@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -45,6 +44,7 @@ from tests.support.models import affine, integer_matrix, optional_bias, pictures
 from tests.support.random_models import sample
 from tests.support.serving import Server, serving
 from tests.support.tensorrt_networks import convolutions
+from tests.support.waiting import on_threads
 
 pytestmark = [
     *gpu_marks(180, "fastapi", "uvicorn"),
@@ -138,25 +138,16 @@ def test_batches_overlap_and_come_back_in_order(tmp_path: Path) -> None:
 
 def test_instances_run_beside_each_other(tmp_path: Path) -> None:
     path = saved(tmp_path, pictures(64, 64))
-    failures: list[BaseException] = []
     with closing(OnnxRuntimeCudaBackend().load(path, 3, {MAX_BATCH_SIZE: str(ROWS), "use_tf32": "0"})) as model:
 
         def work(index: int) -> None:
-            try:
-                rng = np.random.default_rng(index)
-                with closing(model.execution(index)) as execution:
-                    for number in range(60):
-                        inputs = {"IMAGE": rng.random((1 + number % ROWS, 3, 64, 64), np.float32)}
-                        same(execution.run(inputs), answers(path, inputs), 1e-3)
-            except BaseException as error:
-                failures.append(error)
+            rng = np.random.default_rng(index)
+            with closing(model.execution(index)) as execution:
+                for number in range(60):
+                    inputs = {"IMAGE": rng.random((1 + number % ROWS, 3, 64, 64), np.float32)}
+                    same(execution.run(inputs), answers(path, inputs), 1e-3)
 
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-    assert not failures, failures[0]
+        on_threads(work, range(3))
 
 
 def test_a_model_that_tensorrt_refuses(tmp_path: Path) -> None:

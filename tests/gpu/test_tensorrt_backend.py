@@ -114,8 +114,7 @@ def test_a_server_over_http_and_grpc(tmp_path: Path) -> None:
         for module, address in ((triton_http, server.address), (triton_grpc, server.grpc_address)):
             with module.InferenceServerClient(address) as client:
                 for rows in (1, 3, ROWS, 40):  # the last is more than a batch holds
-                    message = module.InferInput("image", [rows, 1, 8, 8], "FP32")
-                    message.set_data_from_numpy(image[:rows])
+                    message = module.InferInput("image", [rows, 1, 8, 8], "FP32").set_data_from_numpy(image[:rows])
                     result = client.infer("digits", [message]).as_numpy("probabilities")
                     np.testing.assert_allclose(result, right[:rows], atol=2e-3)
         text = server.text

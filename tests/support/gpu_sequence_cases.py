@@ -131,8 +131,7 @@ def _send(
     start: bool,
     end: bool,
 ) -> None:
-    tensor = triton_grpc.InferInput("X", value.shape, "FP32")
-    tensor.set_data_from_numpy(value)
+    tensor = triton_grpc.InferInput("X", value.shape, "FP32").set_data_from_numpy(value)
     client.async_stream_infer(
         model,
         [tensor],

@@ -110,8 +110,7 @@ def call(server: Server, number: int, end: threading.Event) -> None:
             wrong = model == "tiny" and chance.random() < 0.001
             front = () if model == "reader" else (rows,)
             array = numbers.uniform(0, 16, (*front, *shape[:-1], shape[-1] + wrong)).astype(np.float32)
-            tensor = triton.InferInput(name, array.shape, "FP32")
-            tensor.set_data_from_numpy(array)
+            tensor = triton.InferInput(name, array.shape, "FP32").set_data_from_numpy(array)
             try:
                 client.infer(model, [tensor])
             except triton.InferenceServerException:

@@ -146,9 +146,7 @@ class SequenceClient:
 
 
 def _tensor(kind: Any, value: int) -> list[Any]:
-    tensor = kind.InferInput("INPUT", (1, 1), "INT32")
-    tensor.set_data_from_numpy(np.array([[value]], np.int32))
-    return [tensor]
+    return [kind.InferInput("INPUT", (1, 1), "INT32").set_data_from_numpy(np.array([[value]], np.int32))]
 
 
 class HttpClient(SequenceClient):

@@ -150,6 +150,14 @@ class Server:
         finally:
             connection.close()
 
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """End the process, if it still runs."""
+        self.process.kill()
+        self.process.wait()
+
     def signal(self, number: int = signal.SIGTERM) -> None:
         """Send a signal to the process."""
         self.process.send_signal(number)
@@ -194,7 +202,7 @@ def start(
     env: Mapping[str, str] | None = None,
     command: Sequence[str] = COMMAND,
 ) -> Server:
-    """Start `headrace serve` on free ports and return at once; the caller must see to its end.
+    """Start `headrace serve` on free ports and return at once; the caller must see to its end, e.g. by a `with`.
 
     Args:
         repository: the model repository, or its URL; a second one can be named in `options`.

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 import pytest
 
 T = TypeVar("T")
+
+
+def on_threads(act: Callable[[T], object], arguments: Iterable[T]) -> None:
+    """Call a function with each argument on a thread of its own, and wait for all of them; raises the first error."""
+    items = list(arguments)
+    with ThreadPoolExecutor(len(items)) as pool:
+        list(pool.map(act, items))
 
 
 class HasEnded(Protocol):

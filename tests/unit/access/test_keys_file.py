@@ -6,13 +6,14 @@ import hashlib
 import os
 import re
 import stat
-import threading
 from pathlib import Path
 
 import pytest
 from headrace.access import keys_file
 from headrace.access.keys_file import editing, key_hash, new_key, parse_keys, read_keys
 from headrace.core.errors import ConfigError
+
+from tests.support.waiting import on_threads
 
 HASH = "0" * 64
 TWICE = f"""
@@ -243,11 +244,7 @@ def test_two_writers_do_not_lose_each_other(tmp_path: Path) -> None:
         with editing(path) as clients:
             clients[f"client-{number}"] = {"scopes": ["infer"], "keys": [{"sha256": key_hash(new_key()).hex()}]}
 
-    threads = [threading.Thread(target=add, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(add, range(12))
     assert len(read_keys(path)[0].clients) == 12
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import closing
@@ -31,6 +30,7 @@ from tests.support.kernels_on_host import install_host_kernels
 from tests.support.models import affine, optional_bias, ramp, scores, sum_difference, transposed, unbatched
 from tests.support.random_models import sample
 from tests.support.resident_rows import HostOwner, resident
+from tests.support.waiting import on_threads
 
 
 @pytest.fixture
@@ -189,24 +189,15 @@ def test_each_instance_has_its_gpu_and_its_stream(provider: FakeProvider, cuda: 
         executions = [model.execution(index) for index in range(3)]
         assert [options["device_id"] for options in provider.options] == ["0", "1", "1"]
         assert len({options["user_compute_stream"] for options in provider.options}) == 3
-        failures: list[BaseException] = []
 
-        def work(execution: Any, seed: int) -> None:
-            try:
-                for number in range(20):
-                    inputs = features(1 + number % 8, seed + number)
-                    same(execution.run(inputs), answers(path, inputs))
-            except BaseException as error:
-                failures.append(error)
+        def work(index: int) -> None:
+            for number in range(20):
+                inputs = features(1 + number % 8, 100 * index + number)
+                same(executions[index].run(inputs), answers(path, inputs))
 
-        threads = [threading.Thread(target=work, args=(one, 100 * n)) for n, one in enumerate(executions)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        on_threads(work, range(3))
         for execution in executions:
             execution.close()
-        assert not failures
 
 
 def test_memory_is_booked_and_given_back(provider: FakeProvider, cuda: LateCuda, tmp_path: Path) -> None:

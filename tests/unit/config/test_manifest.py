@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
+from tests.support.waiting import on_threads
 
 CPU = Machine("onnxruntime", "1.31", "cpu", "avx512_vnni")
 GPU = Machine("tensorrt", "10.6.0", "NVIDIA H200", "9.0", 550)
@@ -104,11 +104,7 @@ def test_builders_for_different_machines_lose_nothing(folder: Path) -> None:
         for version in range(first, first + 8):
             write_stamp(folder, replace(stamp, machine=replace(CPU, version=str(version))))
 
-    threads = [threading.Thread(target=build, args=(start,)) for start in (0, 8, 16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    on_threads(build, (0, 8, 16))
     assert {one.machine.version for one in read_stamps(folder)} == {str(version) for version in range(24)}
     assert {path.name for path in folder.iterdir()} == {STAMP_FILE, stamp.artefact}
 

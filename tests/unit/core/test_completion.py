@@ -12,7 +12,7 @@ from headrace.core.request import InferResponse
 from headrace.scheduling.entries import Sequencer
 
 from tests.support.completions import RecordedCompletion
-from tests.support.waiting import until_async
+from tests.support.waiting import on_threads, until_async
 
 
 def test_the_first_wins_among_racing_threads() -> None:
@@ -22,16 +22,12 @@ def test_the_first_wins_among_racing_threads() -> None:
         wins: list[bool] = []
 
         def race(
-            slot: RecordedCompletion = slot, barrier: threading.Barrier = barrier, wins: list[bool] = wins
+            _: int, slot: RecordedCompletion = slot, barrier: threading.Barrier = barrier, wins: list[bool] = wins
         ) -> None:
             barrier.wait()
             wins.append(slot.settle(InferResponse({})))
 
-        threads = [threading.Thread(target=race) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        on_threads(race, range(4))
         assert wins.count(True) == 1
         assert len(slot.outcomes) == 1
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.support.examples import examples
+from tests.support.waiting import on_threads
 
 GIB = 1 << 30
 
@@ -96,11 +97,7 @@ def test_concurrent_threads_never_exceed_the_limit() -> None:
                 return
             got.append(7)
 
-    threads = [threading.Thread(target=book, args=(ledger.account("m", str(number)),)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(book, [ledger.account("m", str(number)) for number in range(4)])
     assert sum(got) == ledger.reserved_bytes(0) == 994
 
 

@@ -4,7 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from headrace_engines.errors import BuildError
 from headrace_engines.store import Store, StoreEntry, publish
 
 from tests.support.engine_projects import stamp_of
+from tests.support.waiting import on_threads
 
 ROOT = Path(__file__).parents[3]
 CPU = Machine("onnxruntime", "1.31", "cpu", "avx2")
@@ -174,11 +174,7 @@ def test_builders_for_two_machines_publish_at_once(store: Store, folder: Path) -
         for _ in range(10):
             publish(entries[machine].path, folder, _stamp(entries[machine], machine))
 
-    threads = [threading.Thread(target=build, args=(machine,)) for machine in entries]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    on_threads(build, entries)
     assert {stamp.machine: stamp.artefact for stamp in read_stamps(folder)} == {
         machine: entry.path.name for machine, entry in entries.items()
     }
@@ -190,6 +186,7 @@ import sys
 from pathlib import Path
 from headrace.config.manifest import Machine
 from headrace.config.manifest import choose_from_folder
+
 
 folder, machine = Path(sys.argv[1]), Machine("onnxruntime", "1.31", "cpu", "avx2")
 seen, looks = set(), 0

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 from headrace.core.errors import Overloaded
@@ -31,6 +30,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.examples import examples
+from tests.support.waiting import on_threads
 
 MIB = 1 << 20
 FRONT_ENDS = 3
@@ -340,13 +340,9 @@ def test_concurrent_threads_share_one_counter() -> None:
     counter = LabelledCounter("protocol", "reason")
     counter.share(array.errors, [("http", "overloaded")])
 
-    def count() -> None:
+    def count(_: int) -> None:
         for _ in range(5000):
             counter.count("http", "overloaded")
 
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(count, range(4))
     assert list(counter.items()) == [(("http", "overloaded"), 20_000)]

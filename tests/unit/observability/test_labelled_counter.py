@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-
 from headrace.observability.labelled_counter import LabelledCounter
+
+from tests.support.waiting import on_threads
 
 
 def test_counts_of_many_threads_are_exact() -> None:
     counter = LabelledCounter("protocol", "reason")
     counter.declare("http", "never")
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(5000):
             counter.count("http", "too_large")
             counter.count("grpc", "too_large")
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(work, range(4))
     assert sorted(counter.items()) == [
         (("grpc", "too_large"), 20_000),
         (("http", "never"), 0),

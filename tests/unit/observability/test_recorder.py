@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as ReferenceHistogram
 
 from tests.support.prometheus import read_page
+from tests.support.waiting import on_threads
 
 
 @given(st.lists(st.tuples(st.integers(0, 20 * NS_PER_S), st.integers(1, 5)), max_size=50))
@@ -48,17 +48,13 @@ def _times() -> BatchTimes:
 def test_totals_are_exact_from_many_threads() -> None:
     recorder = Recorder()
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(5000):
             recorder.record_batch(BatchRecord(3, 3, "full", _times(), [10, 20], [150, 160]))
             recorder.record_codec_times(4, 6)
             recorder.failure("deadline", 7)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(work, range(4))
     totals = recorder.totals()
     assert (totals.requests, totals.rows, totals.executions) == (40_000, 60_000, 20_000)
     assert totals.queue_ns == 30 * 20_000

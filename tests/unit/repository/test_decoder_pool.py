@@ -6,7 +6,6 @@ import gc
 import io
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from headrace.repository.decoder_pool import DecoderPool, PooledDecoder
 from PIL import Image
 
 from tests.support.processes import isolated_children_of_this_process, stop
-from tests.support.waiting import until
+from tests.support.waiting import on_threads, until
 
 RESIZE = {"resize": {"resize_short_side": 8, "crop": [8, 8]}}
 COLOURS = [(value, 255 - value, 7) for value in range(0, 240, 12)]
@@ -135,11 +134,7 @@ def test_steps_of_many_threads_wait_for_a_free_process() -> None:
         def many(decoder: PooledDecoder) -> None:
             results.extend(colour_of(decode(decoder, png(colour))) == colour for colour in COLOURS)
 
-        threads = [threading.Thread(target=many, args=(decoder,)) for decoder in (one, other, one, other)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        on_threads(many, (one, other, one, other))
         assert results == [True] * 4 * len(COLOURS)
         assert len(isolated_children_of_this_process()) == 1
 

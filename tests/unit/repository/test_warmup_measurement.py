@@ -20,6 +20,7 @@ from headrace.repository.warmup import LatencyMeasurement, StoredLatencies, size
 from headrace.scheduling.latency_table import LatencyTable
 
 from tests.support.models import add_model, identity, sum_difference, unbatched
+from tests.support.waiting import on_threads
 
 
 class Model:
@@ -187,12 +188,7 @@ def all_at_once(measuring: LatencyMeasurement, model: Shared, count: int) -> lis
         except BaseException as error:
             ends[index] = error
 
-    threads = [threading.Thread(target=measure, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    on_threads(measure, range(count))
     return ends
 
 

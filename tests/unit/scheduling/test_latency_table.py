@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import statistics
-import threading
 
 import numpy as np
 import pytest
 from headrace.scheduling.latency_table import RUN, WINDOW, LatencyTable
 from hypothesis import example, given
 from hypothesis import strategies as st
+
+from tests.support.waiting import on_threads
 
 SIZES = st.integers(1, 256)
 TIMES = st.integers(1, 10**10)
@@ -171,24 +172,15 @@ def test_the_summary_is_bounded() -> None:
 
 def test_many_threads_may_observe_and_read() -> None:
     profile = LatencyTable()
-    failures: list[BaseException] = []
 
     def observe_and_read(seed: int) -> None:
         rng = random.Random(seed)
-        try:
-            for _ in range(3000):
-                profile.observe(rng.randrange(1, 20), rng.randrange(1, 10**6))
-                assert profile.estimate_ns(5) <= profile.promise_ns(30)
-                profile.entries()
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(3000):
+            profile.observe(rng.randrange(1, 20), rng.randrange(1, 10**6))
+            assert profile.estimate_ns(5) <= profile.promise_ns(30)
+            profile.entries()
 
-    threads = [threading.Thread(target=observe_and_read, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    on_threads(observe_and_read, range(4))
     assert sum(entry.observations for entry in profile.entries()) == 12_000
 
 

@@ -15,7 +15,7 @@ from headrace.scheduling.scheduler import Batch
 from headrace.scheduling.sequences.scheduler import SequenceScheduler
 from headrace.scheduling.sequences.table import SequenceEntry
 
-from tests.support.waiting import until
+from tests.support.waiting import on_threads, until
 
 HOUR_NS = 3600 * 10**9
 
@@ -75,11 +75,7 @@ def test_many_sequences_from_many_threads() -> None:
                 assert completion.wait(60)
                 assert isinstance(completion.outcome, InferResponse)
 
-    clients = [threading.Thread(target=client, args=(number,)) for number in range(8)]
-    for thread in clients:
-        thread.start()
-    for thread in clients:
-        thread.join(60)
+    on_threads(client, range(8))
     until(lambda: instances.ended == 80)
     assert len(instances.run) == 400
     figures = instances.scheduler.figures()
