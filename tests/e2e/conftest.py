@@ -99,7 +99,7 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def client(server: Server) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.address) as connected:
+    with triton.InferenceServerClient(server.address, concurrency=8) as connected:
         yield connected
 
 

@@ -14,12 +14,11 @@ import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 import pytest
-import tritonclient.grpc as triton_grpc
-import tritonclient.http as triton_http
 
 from tests.support.fake_builder import publish
 from tests.support.models import add_model, affine
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import connect, infer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -90,14 +89,12 @@ class Clients:
                 thread.join()
 
     def _send(self, number: int) -> None:
-        kind = triton_grpc if number == 0 else triton_http
-        address = self._server.grpc_address if number == 0 else self._server.address
-        client = kind.InferenceServerClient(address)
+        client = connect(self._server, "grpc" if number == 0 else "http")
         while not self._stop.is_set():
             row = len(self.answers) % len(ROWS)
-            tensor = kind.InferInput("X", [1, FEATURES], "FP32").set_data_from_numpy(ROWS[row : row + 1])
             try:
-                self.answers.append((row, client.infer("m", [tensor]).as_numpy("Y")[0]))
+                answer = infer(client, "m", {"X": ROWS[row : row + 1]})
+                self.answers.append((row, answer.as_numpy("Y")[0]))
             except Exception as error:
                 self.errors.append(repr(error))
         client.close()
@@ -140,9 +137,8 @@ def test_the_engine_takes_over_under_load(repository: Path, tmp_path: Path, mode
         metadata = json.loads(server.request("GET", "/v2/models/m")[2])
         assert metadata["parameters"]["engine.file"] == engine_file(folder).name
         assert metadata["parameters"]["engine.precision"] == "int8"
-        grpc = triton_grpc.InferenceServerClient(server.grpc_address)
-        assert grpc.get_model_metadata("m").name == "m"
-        grpc.close()
+        with connect(server, "grpc") as grpc:
+            assert grpc.get_model_metadata("m").name == "m"
         assert "building ONNX Runtime INT8" in server.text
         assert server.text.count("runs the engine") == 1
         assert "has changed during the load" not in server.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ import tritonclient.http as http_client
 from headrace.pipelines.image import prepare
 from headrace.pipelines.recipe import ImageRecipe
 from PIL import Image
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException
 
 from tests.support import models
 from tests.support.models import add_model, add_pipeline
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import infer
 from tests.support.waiting import on_threads
 from tests.unit.pipelines.test_nms import reference
 
@@ -115,20 +116,6 @@ def trained() -> Any:
 def server(repository: Path) -> Iterator[Server]:
     with serving(repository, repository.parent) as started:
         yield started
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[http_client.InferenceServerClient]:
-    with http_client.InferenceServerClient(server.url.removeprefix("http://"), concurrency=8) as connected:
-        yield connected
-
-
-def infer(client: http_client.InferenceServerClient, model: str, arrays: Mapping[str, np.ndarray]) -> Any:
-    tensors = []
-    for name, array in arrays.items():
-        tensors.append(http_client.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
-        tensors[-1].set_data_from_numpy(array)
-    return client.infer(model, tensors)
 
 
 def texts(*sentences: str) -> np.ndarray:

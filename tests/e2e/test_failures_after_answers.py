@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException, shared_memory
 from tests.support import models
 from tests.support.prometheus import read_page
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import connect, inputs_of
 from tests.support.waiting import until
 
 MODELS = ("affine", "cached", "pipeline")
@@ -47,21 +48,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def call(server: Server, how: str, model: str, output_bytes: int) -> bool:
     """Run one request whose output of 16 bytes goes to `output_bytes` of shared memory; False if it fails."""
-    client = triton_http if how == "http" else triton_grpc
-    tensor = client.InferInput("X", [1, 16], "FP32").set_data_from_numpy(np.ones((1, 16), np.float32))
-    output = client.InferRequestedOutput("Y")
+    module = triton_http if how == "http" else triton_grpc
+    inputs = inputs_of(module, {"X": np.ones((1, 16), np.float32)})
+    output = module.InferRequestedOutput("Y")
     output.set_shared_memory("small", output_bytes)
-    address = server.address if how == "http" else server.grpc_address
-    with client.InferenceServerClient(address) as connected:
+    with connect(server, "http" if how == "http" else "grpc") as connected:
         if how == "stream":
             answers: queue.Queue[Any] = queue.Queue()
             connected.start_stream(partial(lambda result, error: answers.put(error)))
-            connected.async_stream_infer(model, [tensor], outputs=[output])
+            connected.async_stream_infer(model, inputs, outputs=[output])
             error = answers.get(timeout=20)
             connected.stop_stream()
             return error is None
         try:
-            connected.infer(model, [tensor], outputs=[output])
+            connected.infer(model, inputs, outputs=[output])
         except InferenceServerException:
             return False
         return True

@@ -8,17 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support import shared_memory_cases as cases
-from tests.support.fake_gpu import install_gpu
-from tests.support.serving import serving
-
-COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
+from tests.support.gpu_servers import gpu_serving
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="front ends need Linux")
 def test_tensors_in_bodies(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        install_gpu(patch)
-        repository = cases.make_repository(tmp_path)
-    with serving(repository, tmp_path, "--front-ends", "2", command=COMMAND) as server:
+    with gpu_serving(cases.make_repository, tmp_path, "--front-ends", "2") as server:
         cases.bodies_through_front_ends(server, cases.inputs_and_answers())
-        assert "Traceback" not in server.text, server.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,13 +15,13 @@ from headrace.repository.gpu_backend import tensorrt_machine
 
 from tests.support.control_thread import X, expected
 from tests.support.fake_gpu import install_gpu
+from tests.support.gpu_servers import COMMAND
 from tests.support.models import add_model, affine
 from tests.support.serving import Server, start
 from tests.support.serving import serving as support_serving
 from tests.support.waiting import on_threads, until
 from tests.unit.repository.test_gpu_backend import plan_of
 
-COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
 TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
 MEMORY = re.compile(r'^headrace_gpu_memory_bytes\{gpu="0",kind="\w+",model="(\w+)",version="1"\} (\S+)$', re.MULTILINE)
 

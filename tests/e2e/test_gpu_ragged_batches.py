@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,26 +10,21 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
 from tests.support import gpu_ragged_cases as cases
-from tests.support.fake_gpu import install_gpu
-from tests.support.serving import Server, serving
+from tests.support.gpu_servers import gpu_serving
+from tests.support.serving import Server
+from tests.support.triton_clients import ask
 
-COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder: Path = tmp_path_factory.mktemp("ragged")
-    with pytest.MonkeyPatch.context() as patch:
-        install_gpu(patch)
-        repository = cases.make_repository(folder)
-    with serving(repository, folder, command=COMMAND) as started:
+    with gpu_serving(cases.make_repository, folder) as started:
         yield started
-        assert "Traceback" not in started.text, started.text
 
 
 def by_http(server: Server, elements: np.ndarray) -> tuple[int, bytes]:
@@ -40,10 +34,7 @@ def by_http(server: Server, elements: np.ndarray) -> tuple[int, bytes]:
 
 
 def by_grpc(server: Server, elements: np.ndarray) -> dict[str, np.ndarray]:
-    tensor = triton_grpc.InferInput("ELEMENTS", elements.shape, "FP32").set_data_from_numpy(elements)
-    with triton_grpc.InferenceServerClient(server.grpc_address) as client:
-        result = client.infer("plan", [tensor])
-        return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
+    return ask(server, "grpc", "plan", {"ELEMENTS": elements})
 
 
 def test_concurrent_requests_get_their_own_answers(server: Server) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,21 +9,15 @@ import pytest
 import tritonclient.grpc as triton_grpc
 
 from tests.support import gpu_sequence_cases as cases
-from tests.support.fake_gpu import install_gpu
-from tests.support.serving import Server, serving
-
-COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
+from tests.support.gpu_servers import gpu_serving
+from tests.support.serving import Server
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder: Path = tmp_path_factory.mktemp("sequences")
-    with pytest.MonkeyPatch.context() as patch:
-        install_gpu(patch)
-        repository = cases.make_repository(folder)
-    with serving(repository, folder, command=COMMAND) as started:
+    with gpu_serving(cases.make_repository, folder) as started:
         yield started
-        assert "Traceback" not in started.text, started.text
 
 
 @pytest.mark.parametrize("model", cases.MODELS)

@@ -19,9 +19,9 @@ from headrace.core.tensor import Array
 from tests.support import shared_memory_cases as cases
 from tests.support.fake_gpu import install_gpu
 from tests.support.fake_gpu_server import HANDLE_BYTES, SHARED
+from tests.support.gpu_servers import COMMAND
 from tests.support.serving import Server, serving
 
-COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="system shared memory needs /dev/shm"),

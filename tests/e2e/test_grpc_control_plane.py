@@ -19,13 +19,10 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.conftest import BROKEN
+from tests.support.grpc_requests import tensor
 from tests.support.serving import Server
 
 SERVICE = "inference.GRPCInferenceService"
-
-
-def tensor(name: str, array: np.ndarray, datatype: str = "FP32") -> triton.InferInput:
-    return triton.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array)
 
 
 def refusal(call: Any, *args: Any, **more: Any) -> tuple[str, str]:

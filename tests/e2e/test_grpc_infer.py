@@ -15,6 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.e2e.conftest import Reference
 from tests.e2e.test_http_infer import values
+from tests.support.grpc_requests import tensor
 
 pb: Any = service_pb2
 TYPED = {
@@ -31,10 +32,6 @@ TYPED = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-
-
-def tensor(name: str, array: np.ndarray, datatype: str = "FP32") -> triton.InferInput:
-    return triton.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array)
 
 
 def rows(count: int, seed: int = 0) -> np.ndarray:

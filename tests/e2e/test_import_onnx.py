@@ -11,11 +11,11 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-import tritonclient.http as triton_http
 from headrace_engines.importers.onnx_batch import free_batch
 from headrace_engines.importers.random_weights import random_weights, with_weights
 
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import ask, connect
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light" / "light_shufflenet.onnx"
 INPUT, OUTPUT = "gpu_0/data_0", "gpu_0/softmax_1"
@@ -23,9 +23,7 @@ ROWS = 7
 
 
 def classes(server: Server, rows: np.ndarray) -> np.ndarray:
-    with triton_http.InferenceServerClient(server.address) as client:
-        tensor = triton_http.InferInput(INPUT, list(rows.shape), "FP32").set_data_from_numpy(rows)
-        return np.asarray(client.infer("shufflenet", [tensor]).as_numpy(OUTPUT))
+    return ask(server, "http", "shufflenet", {INPUT: rows})[OUTPUT]
 
 
 @pytest.mark.skipif(not LIGHT.exists(), reason="this version of the ONNX package comes without the light models")
@@ -52,6 +50,6 @@ def test_responses_of_batches_are_single_runs_of_the_original(tmp_path: Path) ->
         with ThreadPoolExecutor(ROWS) as pool:
             single = list(pool.map(lambda row: classes(server, row[np.newaxis]), rows))
         np.testing.assert_allclose(np.concatenate(single), expected, rtol=1e-3, atol=1e-7)
-        with triton_http.InferenceServerClient(server.address) as client:
+        with connect(server, "http") as client:
             (statistics,) = client.get_inference_statistics("shufflenet")["model_stats"]
     assert 5 in [int(entry["batch_size"]) for entry in statistics["batch_stats"]]

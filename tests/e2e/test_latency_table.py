@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import models
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import ask
 
 CONFIG = "max_batch_size: 6\ndynamic_batching { }\n"
 
@@ -34,12 +35,6 @@ def profile_after(server: Server, model: str, batches: int) -> Any:
         assert time.monotonic() < deadline, document
 
 
-def infer(server: Server, model: str, rows: int) -> None:
-    with triton.InferenceServerClient(server.address) as client:
-        array = np.zeros((rows, 16), np.float32)
-        client.infer(model, [triton.InferInput("X", list(array.shape), "FP32").set_data_from_numpy(array)])
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     models.add_model(tmp_path / "repository", "affine", models.affine(), config=CONFIG)
@@ -58,7 +53,7 @@ def test_a_model_is_measured_before_it_serves_and_by_its_batches(folder: Path) -
             (stats,) = client.get_inference_statistics("affine")["model_stats"]
             assert (stats["execution_count"], stats["inference_count"]) == (0, 0)
         for rows in (1, 3, 3):
-            infer(server, "affine", rows)
+            ask(server, "http", "affine", {"X": np.zeros((rows, 16), np.float32)})
         seen = {
             row["rows"]: (row["observations"], row["source"]) for row in profile_after(server, "affine", 3)["profile"]
         }
@@ -78,7 +73,7 @@ def test_a_model_is_measured_before_it_serves_and_by_its_batches(folder: Path) -
 def test_it_can_be_switched_off(folder: Path) -> None:
     with serving(folder / "repository", folder, "--profile-s", "0") as server:
         assert profile(server, "affine")["profile"] == []
-        infer(server, "affine", 2)
+        ask(server, "http", "affine", {"X": np.zeros((2, 16), np.float32)})
         (row,) = profile_after(server, "affine", 1)["profile"]
         assert (row["rows"], row["observations"], row["source"]) == (2, 1, "requests")
 

@@ -22,6 +22,7 @@ from tests.support import python_models
 from tests.support.models import add_model
 from tests.support.python_models import add_python_model
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import connect, infer
 from tests.support.waiting import until
 
 
@@ -57,19 +58,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+A, B = np.arange(4, dtype=np.float32), np.full(4, 2, np.float32)
+
+
+def arrays_of(model: str, a: np.ndarray = A, b: np.ndarray = B) -> dict[str, np.ndarray]:
+    return {"MODEL": np.array([model], dtype=object), "INPUT0": a, "INPUT1": b}
+
+
 def call(server: Server, caller: str, model: str, a: np.ndarray, b: np.ndarray, request_id: str = "") -> np.ndarray:
     """Return OUTPUT0 and OUTPUT1 of `model`, called by `caller`; the id is the call's timeout in microseconds."""
     with triton_http.InferenceServerClient(server.address, network_timeout=120) as client:
-        tensors = []
-        for name, array in {"MODEL": np.array([model], dtype=object), "INPUT0": a, "INPUT1": b}.items():
-            tensor = triton_http.InferInput(name, list(array.shape), "BYTES" if name == "MODEL" else "FP32")
-            tensor.set_data_from_numpy(array)
-            tensors.append(tensor)
-        result = client.infer(caller, tensors, request_id=request_id)
+        result = infer(client, caller, arrays_of(model, a, b), request_id=request_id)
         return np.stack([result.as_numpy("OUTPUT0"), result.as_numpy("OUTPUT1")])
-
-
-A, B = np.arange(4, dtype=np.float32), np.full(4, 2, np.float32)
 
 
 @pytest.mark.parametrize("caller", ["bls_sync", "bls_async"])
@@ -199,20 +199,11 @@ def relays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def inputs_of(path: str, a: np.ndarray = A, b: np.ndarray = B) -> list[triton_http.InferInput]:
-    tensors = []
-    for name, array in {"MODEL": np.array([path], dtype=object), "INPUT0": a, "INPUT1": b}.items():
-        tensor = triton_http.InferInput(name, list(array.shape), "BYTES" if name == "MODEL" else "FP32")
-        tensor.set_data_from_numpy(array)
-        tensors.append(tensor)
-    return tensors
-
-
 def relay(server: Server, model: str, path: str, delay: str = "", **headers: str) -> np.ndarray:
     """Return the outputs of `model`, which calls the models of `path` one inside the other."""
     with triton_http.InferenceServerClient(server.address, network_timeout=60) as client:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
-        result = client.infer(model, inputs_of(path), request_id=delay, headers=names)
+        result = infer(client, model, arrays_of(path), request_id=delay, headers=names)
         return np.stack([result.as_numpy("OUTPUT0"), result.as_numpy("OUTPUT1")])
 
 
@@ -231,10 +222,8 @@ def test_the_deadline_of_a_request_ends_its_calls(relays: Server) -> None:
 
 def test_a_disconnected_client_cancels_the_calls_of_its_request(relays: Server) -> None:
     before = len(cancelled_waits(relays))
-    with triton_http.InferenceServerClient(relays.address, network_timeout=0.5) as client:
-        tensors = inputs_of("relay_b,waiter")
-        with pytest.raises(Exception, match="timed out"):
-            client.infer("relay_a", tensors)
+    with connect(relays, "http", network_timeout=0.5) as client, pytest.raises(Exception, match="timed out"):
+        infer(client, "relay_a", arrays_of("relay_b,waiter"))
     until(lambda: len(cancelled_waits(relays)) > before)
     assert cancelled_waits(relays)[-1] < 5
     np.testing.assert_array_equal(relay(relays, "relay_a", "relay_b,onnx"), [A + B, A - B])
@@ -291,7 +280,7 @@ def test_many_calls_in_flight(relays: Server, threads: int) -> None:
     """More calls than a process may have, whose results are kept; some of them block threads beside the event loop."""
     a, b = np.full(1, 700, np.float32), np.full(1, threads, np.float32)
     with triton_http.InferenceServerClient(relays.address, network_timeout=60) as client:
-        result = client.infer("many", inputs_of("onnx", a, b))
+        result = infer(client, "many", arrays_of("onnx", a, b))
     assert result.as_numpy("OUTPUT1").tolist() == [0]
     np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), np.arange(700) + 1)
 

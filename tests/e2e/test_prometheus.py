@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import ssl
-import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -29,6 +28,7 @@ from tests.support.certificates import Certificates
 from tests.support.decoupled_models import REPEAT, REPEAT_CONFIG
 from tests.support.fake_builder import publish
 from tests.support.fake_gpu import install_gpu
+from tests.support.gpu_servers import COMMAND
 from tests.support.models import add_model, add_pipeline, affine, ensemble_config, table_lookup
 from tests.support.prometheus import FOLDER, Prometheus, is_number, prometheus, read_page, selectors
 from tests.support.python_models import add_python_model
@@ -42,7 +42,6 @@ from tests.unit.repository.test_gpu_backend import plan_of
 
 pytestmark = pytest.mark.slow
 
-COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
 INT8 = "max_batch_size: 8\noptimization:\n  precision: int8\n  accuracy: {min_top1_agreement: 0.999}\n"
 # Nothing is refused for being late, however busy the machine is.
 PROMISED = "max_batch_size: 8\ndynamic_batching: {max_queue_delay_microseconds: 1000}\nslo: {p99_ms: 5000}\n"

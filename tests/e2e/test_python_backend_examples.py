@@ -18,6 +18,7 @@ from tritonclient.utils import InferenceServerException
 from tests.support import decoupled_models, python_models
 from tests.support.python_models import add_python_model
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import infer, inputs_of
 from tests.support.waiting import until
 
 A = np.arange(4, dtype=np.float32)
@@ -41,27 +42,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     add_python_model(repository, "metrics", python_models.CUSTOM_METRICS, python_models.CUSTOM_METRICS_CONFIG)
     with serving(repository, repository.parent, "--profile-s", "0") as running:
         yield running
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[triton_http.InferenceServerClient]:
-    with triton_http.InferenceServerClient(server.address) as connected:
-        yield connected
-
-
-def infer(
-    client: triton_http.InferenceServerClient | triton_grpc.InferenceServerClient,
-    model: str,
-    inputs: dict[str, np.ndarray],
-    **options: Any,
-) -> Any:
-    kind = triton_grpc if isinstance(client, triton_grpc.InferenceServerClient) else triton_http
-    tensors = []
-    for name, array in inputs.items():
-        datatype = {"f": "FP32", "i": "INT32", "O": "BYTES"}[array.dtype.kind]
-        tensor = kind.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array)
-        tensors.append(tensor)
-    return client.infer(model, tensors, **options)
 
 
 @pytest.mark.parametrize(("model", "rows"), [("add_sub", 0), ("auto_nobatch", 0), ("auto_batch", 1), ("auto_batch", 3)])
@@ -169,14 +149,12 @@ def test_square_and_repeat_over_streams(server: Server) -> None:
         for number in (4, 0, 2):
             tensor = triton_grpc.InferInput("IN", [1], "INT32").set_data_from_numpy(np.array([number], np.int32))
             client.async_stream_infer("square", [tensor], request_id=str(number), enable_empty_final_response=True)
-        inputs = []
-        for name, datatype, array in (
-            ("IN", "INT32", np.array([5, 0, 7], np.int32)),
-            ("DELAY", "UINT32", np.zeros(3, np.uint32)),
-            ("WAIT", "UINT32", np.zeros(1, np.uint32)),
-        ):
-            inputs.append(triton_grpc.InferInput(name, list(array.shape), datatype))
-            inputs[-1].set_data_from_numpy(array)
+        arrays = {
+            "IN": np.array([5, 0, 7], np.int32),
+            "DELAY": np.zeros(3, np.uint32),
+            "WAIT": np.zeros(1, np.uint32),
+        }
+        inputs = inputs_of(triton_grpc, arrays)
         client.async_stream_infer("repeat", inputs, request_id="repeat", enable_empty_final_response=True)
         values: dict[str, list[int]] = {"4": [], "0": [], "2": [], "repeat": []}
         waiting = set(values)

@@ -22,10 +22,10 @@ import pytest
 from headrace.core.tensor import Array
 
 from tests.support.fake_ipc_driver import HANDLE_BYTES
+from tests.support.gpu_servers import COMMAND
 from tests.support.serving import ROOT, Server, serving
 from tests.support.waiting import until
 
-COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs /dev/shm"),

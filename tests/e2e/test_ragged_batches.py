@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
 from tests.support.models import add_model
 from tests.support.ragged_models import PADDED_CONFIG, RAGGED_CONFIG, ragged_sums, token_sums
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import ask
 
 Array = np.ndarray[Any, Any]
 CALLERS = 12
@@ -36,25 +36,7 @@ def lengths(seed: int, count: int, longest: int = 40) -> list[int]:
     return [int(length) for length in np.random.default_rng(seed).integers(1, longest, count)]
 
 
-def http(server: Server, model: str, inputs: dict[str, Array]) -> dict[str, Array]:
-    with triton_http.InferenceServerClient(server.address) as client:
-        tensors = [triton_http.InferInput(name, array.shape, "INT64") for name, array in inputs.items()]
-        for tensor, array in zip(tensors, inputs.values(), strict=True):
-            tensor.set_data_from_numpy(array)
-        result = client.infer(model, tensors)
-        return {output["name"]: result.as_numpy(output["name"]) for output in result.get_response()["outputs"]}
-
-
-def grpc(server: Server, model: str, inputs: dict[str, Array]) -> dict[str, Array]:
-    with triton_grpc.InferenceServerClient(server.grpc_address) as client:
-        tensors = [triton_grpc.InferInput(name, array.shape, "INT64") for name, array in inputs.items()]
-        for tensor, array in zip(tensors, inputs.values(), strict=True):
-            tensor.set_data_from_numpy(array)
-        result = client.infer(model, tensors)
-        return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
-
-
-PROTOCOLS = pytest.mark.parametrize("send", [http, grpc])
+PROTOCOLS = pytest.mark.parametrize("protocol", ["http", "grpc"])
 
 
 def batch_sizes(server: Server, model: str) -> dict[int, int]:
@@ -64,9 +46,9 @@ def batch_sizes(server: Server, model: str) -> dict[int, int]:
         return {entry["batch_size"]: entry["compute_infer"]["count"] for entry in statistics["batch_stats"]}
 
 
-def send_all(send: Any, server: Server, model: str, requests: list[dict[str, Array]]) -> list[dict[str, Array]]:
+def send_all(protocol: str, server: Server, model: str, requests: list[dict[str, Array]]) -> list[dict[str, Array]]:
     with ThreadPoolExecutor(CALLERS) as pool:
-        return list(pool.map(lambda inputs: send(server, model, inputs), requests))
+        return list(pool.map(lambda inputs: ask(server, protocol, model, inputs), requests))
 
 
 def texts(length: int, rows: int, seed: int) -> dict[str, Array]:
@@ -75,13 +57,13 @@ def texts(length: int, rows: int, seed: int) -> dict[str, Array]:
 
 
 @PROTOCOLS
-def test_ragged_requests_share_batches(server: Server, send: Any) -> None:
+def test_ragged_requests_share_batches(server: Server, protocol: str) -> None:
     requests = [
         {"ELEMENTS": np.random.default_rng(seed).integers(0, 1000, (1, length))}
         for seed, length in enumerate(lengths(1, 5 * CALLERS))
     ]
     before = batch_sizes(server, "ragged")
-    for request, response in zip(requests, send_all(send, server, "ragged", requests), strict=True):
+    for request, response in zip(requests, send_all(protocol, server, "ragged", requests), strict=True):
         elements = request["ELEMENTS"]
         assert response["SUM"].tolist() == [[elements.sum()]]
         assert np.array_equal(response["DOUBLED"], 2 * elements)
@@ -90,7 +72,7 @@ def test_ragged_requests_share_batches(server: Server, send: Any) -> None:
 
 
 def test_a_lone_ragged_request_is_joined_too(server: Server) -> None:
-    response = http(server, "ragged", {"ELEMENTS": np.array([[5, 6, 7]])})
+    response = ask(server, "http", "ragged", {"ELEMENTS": np.array([[5, 6, 7]])})
     assert response["SUM"].tolist() == [[18]]
     assert response["DOUBLED"].tolist() == [[10, 12, 14]]
 
@@ -105,12 +87,12 @@ def test_computed_inputs_are_hidden_from_clients(server: Server) -> None:
 
 @PROTOCOLS
 @pytest.mark.parametrize("model", ["padded", "unmasked"])
-def test_padding_never_leaks(server: Server, send: Any, model: str) -> None:
+def test_padding_never_leaks(server: Server, protocol: str, model: str) -> None:
     requests = [
         texts(length, rows, seed)
         for seed, (length, rows) in enumerate(zip(lengths(2, 5 * CALLERS), lengths(3, 5 * CALLERS, 3), strict=True))
     ]
-    for request, response in zip(requests, send_all(send, server, model, requests), strict=True):
+    for request, response in zip(requests, send_all(protocol, server, model, requests), strict=True):
         ids = request["ids"]
         assert np.array_equal(response["doubled"], 2 * ids)
         added = 1 if model == "padded" else 2
@@ -122,7 +104,7 @@ def test_requests_of_different_length_share_padded_batches(server: Server) -> No
     before = batch_sizes(server, "padded")
     requests = [texts(length, 1, length) for length in range(1, 13)]
     for _ in range(60):
-        for request, response in zip(requests, send_all(http, server, "padded", requests), strict=True):
+        for request, response in zip(requests, send_all("http", server, "padded", requests), strict=True):
             assert np.array_equal(response["total"], (request["ids"] + 1).sum(axis=1, keepdims=True))
         after = batch_sizes(server, "padded")
         if any(count > before.get(rows, 0) for rows, count in after.items() if rows > 1):
@@ -134,7 +116,7 @@ def test_a_model_that_does_not_mask_is_not_padded(server: Server) -> None:
     assert "model unmasked: its requests are not padded: output 'total'" in server.text
     assert "model padded: its requests are not padded" not in server.text
     before = batch_sizes(server, "unmasked")
-    send_all(http, server, "unmasked", [texts(length, 1, length) for length in range(1, 13)])
+    send_all("http", server, "unmasked", [texts(length, 1, length) for length in range(1, 13)])
     after = batch_sizes(server, "unmasked")
     assert {rows for rows, count in after.items() if count > before.get(rows, 0)} == {1}
 
@@ -151,7 +133,7 @@ def explained(server: Server, model: str) -> dict[str, Any]:
 
 
 def test_metrics_and_explain_show_padding(server: Server) -> None:
-    send_all(http, server, "padded", [texts(length, 1, length) for length in range(1, 13)])
+    send_all("http", server, "padded", [texts(length, 1, length) for length in range(1, 13)])
     page = read(server, "/metrics").decode()
     samples = {
         name: float(value)

@@ -6,20 +6,18 @@ import base64
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
-import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from tests.support import models
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import Client, connect, infer
 from tests.support.waiting import until
 
-Client = triton_http.InferenceServerClient | triton_grpc.InferenceServerClient
 LABELS = "version_policy: {all: {}}\nlabels: {stable: 1, canary: 2}\n"
 X = np.ones((1, 16), np.float32)
 
@@ -40,24 +38,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(params=["http", "grpc"])
 def client(request: pytest.FixtureRequest, server: Server) -> Iterator[Client]:
-    with connected(server, request.param) as ours:
+    with connect(server, request.param) as ours:
         yield ours
 
 
-@contextmanager
-def connected(server: Server, protocol: str) -> Iterator[Client]:
-    if protocol == "grpc":
-        with triton_grpc.InferenceServerClient(server.grpc_address) as client:
-            yield client
-    else:
-        with triton_http.InferenceServerClient(server.address) as client:
-            yield client
-
-
-def infer(client: Client, model: str, version: str = "") -> np.ndarray:
-    kind = triton_grpc if isinstance(client, triton_grpc.InferenceServerClient) else triton_http
-    tensor = kind.InferInput("X", list(X.shape), "FP32").set_data_from_numpy(X)
-    return client.infer(model, [tensor], model_version=version).as_numpy("Y")
+def answer(client: Client, model: str, version: str = "") -> np.ndarray:
+    return np.asarray(infer(client, model, {"X": X}, model_version=version).as_numpy("Y"))
 
 
 def index(client: Client) -> dict[str, tuple[str, str]]:
@@ -83,10 +69,10 @@ def test_the_index_has_all_models_and_only_requested_ones_serve(client: Client) 
 
 def test_a_model_is_loaded_used_and_unloaded(client: Client) -> None:
     with pytest.raises(InferenceServerException, match="is not loaded"):
-        infer(client, "asleep")
+        answer(client, "asleep")
     client.load_model("asleep")
     assert client.is_model_ready("asleep")
-    np.testing.assert_allclose(infer(client, "asleep"), expected(2), rtol=1e-5)
+    np.testing.assert_allclose(answer(client, "asleep"), expected(2), rtol=1e-5)
     client.load_model("asleep")  # nothing has changed: no error, no news
     client.unload_model("asleep", unload_dependents=True)
     assert not client.is_model_ready("asleep")
@@ -96,16 +82,16 @@ def test_a_model_is_loaded_used_and_unloaded(client: Client) -> None:
 def test_versions_are_addressed_by_their_labels(client: Client) -> None:
     client.load_model("labelled")
     for label, seed in (("stable", 1), ("canary", 2), ("1", 1), ("2", 2), ("", 2)):
-        np.testing.assert_allclose(infer(client, "labelled", label), expected(seed), rtol=1e-5)
+        np.testing.assert_allclose(answer(client, "labelled", label), expected(seed), rtol=1e-5)
         assert client.is_model_ready("labelled", label)
     with pytest.raises(InferenceServerException, match="nightly"):
-        infer(client, "labelled", "nightly")
+        answer(client, "labelled", "nightly")
 
 
 def test_a_configuration_and_files_sent_by_the_client(client: Client) -> None:
     content = models.affine(seed=7).SerializeToString()
     client.load_model("brought", config=json.dumps({"max_batch_size": 3}), files={"file:5/model.onnx": content})
-    np.testing.assert_allclose(infer(client, "brought", "5"), expected(7), rtol=1e-5)
+    np.testing.assert_allclose(answer(client, "brought", "5"), expected(7), rtol=1e-5)
     config = client.get_model_config("brought")
     shown = config.config.max_batch_size if not isinstance(config, dict) else config["max_batch_size"]
     assert shown == 3
@@ -115,7 +101,7 @@ def test_a_configuration_and_files_sent_by_the_client(client: Client) -> None:
         client.load_model("brought", files={"file:1/model.onnx": content})
     with pytest.raises(InferenceServerException, match="max_batch_sise"):
         client.load_model("brought", config='{"max_batch_sise": 1}')
-    np.testing.assert_allclose(infer(client, "brought", "5"), expected(7), rtol=1e-5)
+    np.testing.assert_allclose(answer(client, "brought", "5"), expected(7), rtol=1e-5)
     client.unload_model("brought")
     with pytest.raises(InferenceServerException, match="brought"):
         client.load_model("brought")
@@ -155,7 +141,7 @@ def test_a_malformed_load_request_changes_nothing(server: Server, parameters: di
 def test_refusals_name_the_option_that_would_allow_the_request(tmp_path: Path, mode: str, protocol: str) -> None:
     models.add_model(tmp_path / "repository", "m", models.affine())
     repository = tmp_path / "repository"
-    with serving(repository, tmp_path, "--model-control", mode) as server, connected(server, protocol) as client:
+    with serving(repository, tmp_path, "--model-control", mode) as server, connect(server, protocol) as client:
         with pytest.raises(InferenceServerException, match="--model-control explicit"):
             client.load_model("m")
         with pytest.raises(InferenceServerException, match="--model-control explicit"):
@@ -177,12 +163,12 @@ def test_a_watched_repository_follows_its_files(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     models.add_model(repository, "m", models.affine(seed=1))
     options = ["--model-control", "poll", "--poll-interval-s", "0.1"]
-    with serving(repository, tmp_path, *options) as server, connected(server, "http") as client:
-        np.testing.assert_allclose(infer(client, "m"), expected(1), rtol=1e-5)
+    with serving(repository, tmp_path, *options) as server, connect(server, "http") as client:
+        np.testing.assert_allclose(answer(client, "m"), expected(1), rtol=1e-5)
         models.add_model(repository, "m", models.affine(seed=2))
         models.add_model(repository, "late", models.affine(seed=3))
         until(lambda: index(client).get("late") == ("READY", ""))
-        until(lambda: bool(np.allclose(infer(client, "m"), expected(2), rtol=1e-5)))
+        until(lambda: bool(np.allclose(answer(client, "m"), expected(2), rtol=1e-5)))
         shutil.rmtree(repository / "late")
         until(lambda: "late" not in index(client))
         assert client.is_server_ready()

@@ -21,6 +21,7 @@ from tests.support.models import add_pipeline, ensemble_config
 from tests.support.python_models import add_python_model
 from tests.support.sequence_models import add_accumulator
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import infer, inputs_of
 from tests.support.waiting import until
 
 KEY = "/sequence_batches_of_a_test"
@@ -75,20 +76,11 @@ def server(repository: Path) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.address, concurrency=8) as running:
-        yield running
-
-
 def tensors(value: int, padding: int = 0, kind: Any = triton) -> list[Any]:
-    arrays = {"INPUT": np.array([[value]], np.int32), "PADDING": np.zeros((1, padding), np.uint8)}
-    result = []
-    for name, array in arrays.items():
-        if array.size:
-            result.append(kind.InferInput(name, array.shape, "INT32" if name == "INPUT" else "UINT8"))
-            result[-1].set_data_from_numpy(array)
-    return result
+    arrays: dict[str, np.ndarray] = {"INPUT": np.array([[value]], np.int32)}
+    if padding:
+        arrays["PADDING"] = np.zeros((1, padding), np.uint8)
+    return inputs_of(kind, arrays)
 
 
 def batch_sizes(server: Server, model: str) -> dict[int, int]:
@@ -145,10 +137,9 @@ def load(server: Server, model: str) -> dict[str, Any]:
 def test_a_step_of_an_ensemble_gets_the_sequence_of_the_request(client: triton.InferenceServerClient) -> None:
     sums = []
     for step, sequence_id in ((0, 21), (0, 22), (1, 21), (2, 21), (2, 22)):
-        x = triton.InferInput("x", (1, 1), "INT32").set_data_from_numpy(np.array([[sequence_id]], np.int32))
-        result = client.infer(
-            "ensemble", [x], sequence_id=sequence_id, sequence_start=step == 0, sequence_end=step == 2
-        )
+        flags = {"sequence_start": step == 0, "sequence_end": step == 2}
+        x = np.array([[sequence_id]], np.int32)
+        result = infer(client, "ensemble", {"x": x}, sequence_id=sequence_id, **flags)
         sums.append(int(result.as_numpy("sum")[0, 0]))
     assert sums == [21, 22, 42, 63, 44]
     with pytest.raises(InferenceServerException, match="START flag"):
@@ -157,8 +148,8 @@ def test_a_step_of_an_ensemble_gets_the_sequence_of_the_request(client: triton.I
 
 def test_a_python_model_calls_a_model_with_sequences(client: triton.InferenceServerClient) -> None:
     def call(value: int, flags: int) -> int:
-        tensor = triton.InferInput("VALUE", (2,), "INT32").set_data_from_numpy(np.array([value, flags], np.int32))
-        return int(client.infer("caller", [tensor]).as_numpy("OUTPUT")[0, 0])
+        arrays = {"VALUE": np.array([value, flags], np.int32)}
+        return int(infer(client, "caller", arrays).as_numpy("OUTPUT")[0, 0])
 
     assert [call(5, START), call(6, 0), call(7, END), call(8, START | END)] == [5, 11, 18, 8]
     with pytest.raises(InferenceServerException, match="START flag"):

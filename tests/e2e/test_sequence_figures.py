@@ -31,12 +31,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.address, concurrency=2) as running:
-        yield running
-
-
 def value(kind: Any = triton) -> list[Any]:
     return [kind.InferInput("INPUT", (1, 1), "INT32").set_data_from_numpy(np.ones((1, 1), np.int32))]
 

@@ -16,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.support.sequence_models import add_state_sums
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import connect, inputs_of, module_of
 
 OLDEST = "oldest { max_candidate_sequences: 8 }"
 LISTED = """output [ { name: "Y" data_type: TYPE_FP32 dims: [ 1 ] }, { name: "TOTAL" data_type: TYPE_FP32 dims: [ 1 ] },
@@ -59,31 +60,19 @@ def server(
 
 @pytest.fixture(params=["http", "grpc"])
 def client(request: pytest.FixtureRequest, server: Server) -> Iterator[Any]:
-    kind, address = {
-        "http": (triton_http, server.address),
-        "grpc": (triton_grpc, server.grpc_address),
-    }[request.param]
-    with kind.InferenceServerClient(address) as running:
+    with connect(server, request.param) as running:
         yield running
 
 
 def tensors(kind: Any, value: float, fails: bool, model: str) -> list[Any]:
     shape = (1,) if model == "unbatched" else (1, 1)
-    made = []
-    for name, datatype, array in (
-        ("X", "FP32", np.full(shape, value, np.float32)),
-        ("FAIL", "INT64", np.full(shape, int(fails))),
-    ):
-        tensor = kind.InferInput(name, shape, datatype).set_data_from_numpy(array)
-        made.append(tensor)
-    return made
+    return inputs_of(kind, {"X": np.full(shape, value, np.float32), "FAIL": np.full(shape, int(fails))})
 
 
 def infer(
     client: Any, model: str, sequence_id: int, value: float, start: bool = False, end: bool = False, fails: bool = False
 ) -> Any:
-    kind = triton_grpc if isinstance(client, triton_grpc.InferenceServerClient) else triton_http
-    inputs = tensors(kind, value, fails, model)
+    inputs = tensors(module_of(client), value, fails, model)
     return client.infer(model, inputs, sequence_id=sequence_id, sequence_start=start, sequence_end=end)
 
 
@@ -159,8 +148,8 @@ def test_initial_state_of_a_file_and_a_listed_state(client: Any) -> None:
 
 
 def test_clients_do_not_send_states_and_read_listed_ones_only(client: Any) -> None:
-    kind = triton_grpc if isinstance(client, triton_grpc.InferenceServerClient) else triton_http
-    state = kind.InferInput("SUM_IN", (1, 1), "FP32").set_data_from_numpy(np.ones((1, 1), np.float32))
+    kind = module_of(client)
+    (state,) = inputs_of(kind, {"SUM_IN": np.ones((1, 1), np.float32)})
     inputs = tensors(kind, 1, False, "direct")
     with pytest.raises(InferenceServerException, match="SUM_IN"):
         client.infer("direct", [*inputs, state], sequence_id=31, sequence_start=True)

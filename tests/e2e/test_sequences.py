@@ -20,6 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.support.sequence_models import add_accumulator, add_echo
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import infer, inputs_of
 from tests.support.waiting import until
 
 ONE_SLOT = "oldest { max_candidate_sequences: 1 }"
@@ -70,17 +71,8 @@ def grpc(server: Server) -> Iterator[triton_grpc.InferenceServerClient]:
         yield client
 
 
-def tensor(kind: Any, value: int, rows: int = 1) -> Any:
-    array = np.full((rows, 1), value, np.int32)
-    return kind.InferInput("INPUT", array.shape, "INT32").set_data_from_numpy(array)
-
-
-def padding(size_bytes: int) -> list[Any]:
-    if not size_bytes:
-        return []
-    made = triton_grpc.InferInput("PADDING", (1, size_bytes), "UINT8")
-    made.set_data_from_numpy(np.zeros((1, size_bytes), np.uint8))
-    return [made]
+def arrays_of(value: int, rows: int = 1) -> dict[str, np.ndarray]:
+    return {"INPUT": np.full((rows, 1), value, np.int32)}
 
 
 def send(
@@ -92,10 +84,8 @@ def send(
     model: str = "sums",
     **more: Any,
 ) -> int:
-    kind = triton_grpc if isinstance(client, triton_grpc.InferenceServerClient) else triton_http
-    result = client.infer(
-        model, [tensor(kind, value)], sequence_id=sequence_id, sequence_start=start, sequence_end=end, **more
-    )
+    options = {"sequence_id": sequence_id, "sequence_start": start, "sequence_end": end, **more}
+    result = infer(client, model, arrays_of(value), **options)
     return int(result.as_numpy("OUTPUT")[0, 0])
 
 
@@ -146,7 +136,7 @@ def test_refused_ids(client: Any, model: str, sequence_id: int | str, message: s
 
 def test_a_request_has_one_row(http: triton_http.InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException, match="has 2 rows, a request of a sequence has one"):
-        http.infer("sums", [tensor(triton_http, 1, rows=2)], sequence_id=3, sequence_start=True)
+        infer(http, "sums", arrays_of(1, rows=2), sequence_id=3, sequence_start=True)
 
 
 def test_flags_are_booleans(server: Server) -> None:
@@ -169,9 +159,12 @@ def test_pipelined_sequences_on_one_stream(grpc: triton_grpc.InferenceServerClie
     count, ids = 20, (101, 102, 103)
     for step in range(count):
         for sequence_id in ids:
+            arrays = arrays_of(sequence_id + step)
+            if large_bytes and step % 3 == 0:
+                arrays["PADDING"] = np.zeros((1, large_bytes), np.uint8)
             grpc.async_stream_infer(
                 "sums",
-                [tensor(triton_grpc, sequence_id + step), *padding(0 if step % 3 else large_bytes)],
+                inputs_of(triton_grpc, arrays),
                 request_id=f"{sequence_id} {step}",
                 sequence_id=sequence_id,
                 sequence_start=step == 0,
@@ -193,8 +186,8 @@ def echo(
     client: Any, sequence_id: int, start: bool = False, end: bool = False, model: str = "echo"
 ) -> dict[str, float]:
     shape = (1,) if model == "echo_unbatched" else (1, 1)
-    x = triton_http.InferInput("X", shape, "FP32").set_data_from_numpy(np.full(shape, sequence_id, np.float32))
-    result = client.infer(model, [x], sequence_id=sequence_id, sequence_start=start, sequence_end=end)
+    x = np.full(shape, sequence_id, np.float32)
+    result = infer(client, model, {"X": x}, sequence_id=sequence_id, sequence_start=start, sequence_end=end)
     names = [output["name"] for output in result.get_response()["outputs"]]
     return {name: result.as_numpy(name).reshape(-1)[0].item() for name in names}
 
@@ -206,7 +199,7 @@ def test_a_stream_reads_on_while_sequences_wait_for_a_slot(grpc: triton_grpc.Inf
     grpc.start_stream(lambda result, error: answers.put((result, error)))
     steps = [(1, True, False), *((number, True, True) for number in range(2, waiting + 2)), (1, False, True)]
     for sequence_id, start, end in steps:
-        inputs = [tensor(triton_grpc, sequence_id)]
+        inputs = inputs_of(triton_grpc, arrays_of(sequence_id))
         grpc.async_stream_infer("one_slot", inputs, sequence_id=sequence_id, sequence_start=start, sequence_end=end)
     for sequence_id, start, _ in steps:
         result, error = answers.get(timeout=60)
@@ -242,7 +235,7 @@ def test_a_sequence_waits_for_a_slot(grpc: triton_grpc.InferenceServerClient) ->
     assert send(grpc, 1, 41, start=True, model="one_slot") == 1
     grpc.async_infer(
         "one_slot",
-        [tensor(triton_grpc, 7)],
+        inputs_of(triton_grpc, arrays_of(7)),
         lambda result, error: answers.put((result, error)),
         sequence_id=42,
         sequence_start=True,
@@ -268,7 +261,9 @@ def test_timeout_and_cancel_in_the_backlog_end_the_sequence(grpc: triton_grpc.In
         InferenceServerException, match=r"START flag.*a queued request of it was cancelled or timed out"
     ):
         send(grpc, 1, 52, model="one_slot")
-    call = grpc.async_infer("one_slot", [tensor(triton_grpc, 7)], print_outcome, sequence_id=53, sequence_start=True)
+    call = grpc.async_infer(
+        "one_slot", inputs_of(triton_grpc, arrays_of(7)), print_outcome, sequence_id=53, sequence_start=True
+    )
     with pytest.raises(InferenceServerException, match=r"(?i)deadline"):
         send(grpc, 1, 54, start=True, model="one_slot", client_timeout=0.5)
     call.cancel()
@@ -321,8 +316,7 @@ def test_a_crash_ends_the_sequences_of_the_instance(client: Any) -> None:
 
 
 def process(client: Any, sequence_id: int, model: str, start: bool = False, end: bool = False) -> tuple[int, int]:
-    kind = triton_grpc if isinstance(client, triton_grpc.InferenceServerClient) else triton_http
-    result = client.infer(model, [tensor(kind, 1)], sequence_id=sequence_id, sequence_start=start, sequence_end=end)
+    result = infer(client, model, arrays_of(1), sequence_id=sequence_id, sequence_start=start, sequence_end=end)
     return int(result.as_numpy("OUTPUT")[0, 0]), int(result.as_numpy("PROCESS")[0, 0])
 
 

@@ -52,12 +52,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.address, concurrency=4) as connected:
-        yield connected
-
-
 def recipe(**more: object) -> ImageRecipe:
     return ImageRecipe.from_mapping({**RECIPE, **more})
 

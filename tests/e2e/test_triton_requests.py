@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from headrace.core.tensor import DATATYPES
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -19,6 +18,7 @@ from tritonclient.utils import InferenceServerException, shared_memory
 
 from tests.support import models
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import connect, module_of
 
 FREE_TEXT = """
 max_batch_size: 4
@@ -63,12 +63,8 @@ def http(odd: Server) -> Iterator[Any]:
 @pytest.fixture(params=["http", "grpc"])
 def either(request: pytest.FixtureRequest, odd: Server) -> Iterator[Any]:
     """Triton's client over one protocol: (module, client)."""
-    module, address = {
-        "http": (triton_http, odd.address),
-        "grpc": (triton_grpc, odd.grpc_address),
-    }[request.param]
-    with module.InferenceServerClient(address) as connected:
-        yield module, connected
+    with connect(odd, request.param) as connected:
+        yield module_of(connected), connected
 
 
 # --- Raw binary requests ------------------------------------------------------------------------------------------------

@@ -13,9 +13,11 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
+from tests.support import triton_clients
 from tests.support.grpc_requests import gauge
 from tests.support.models import add_model, affine, busy
 from tests.support.serving import Server, look_quick, serving
+from tests.support.triton_clients import connect
 from tests.support.waiting import until
 
 Infer = Callable[..., Any]
@@ -52,14 +54,10 @@ def steps_per_s(scheduled: Server) -> int:
 @pytest.fixture(params=["http", "grpc"])
 def infer(scheduled: Server, request: pytest.FixtureRequest) -> Iterator[Infer]:
     """`infer(model, inputs, **options)` of a stock client; an input is an array, its name follows from the model."""
-    module: Any = {"http": triton, "grpc": triton_grpc}[request.param]
-    address = {"http": scheduled.address, "grpc": scheduled.grpc_address}[request.param]
-    with module.InferenceServerClient(address) as client:
+    with connect(scheduled, request.param) as client:
 
         def call(model: str, array: np.ndarray, **options: Any) -> Any:
-            name, datatype = ("X", "FP32") if model == "affine" else ("STEPS", "INT64")
-            tensor = module.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array)
-            return client.infer(model, [tensor], **options)
+            return triton_clients.infer(client, model, {"X" if model == "affine" else "STEPS": array}, **options)
 
         yield call
 
@@ -75,8 +73,7 @@ def held(scheduled: Server, steps_per_s: int) -> Iterator[Callable[[str, float],
 
         def hold(model: str, seconds: float) -> None:
             until(lambda: gauge(scheduled, "headrace_in_flight", model) == 0, 20)
-            tensor = triton.InferInput("STEPS", [1], "INT64").set_data_from_numpy(steps(int(steps_per_s * seconds)))
-            pool.submit(client.infer, model, [tensor])
+            pool.submit(triton_clients.infer, client, model, {"STEPS": steps(int(steps_per_s * seconds))})
             until(lambda: gauge(scheduled, "headrace_in_flight", model) == 1)
 
         yield hold

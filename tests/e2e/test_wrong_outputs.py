@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException
@@ -17,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 from loadtest.onnx_models import onnx_model
 from tests.support.models import add_model, affine
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import ask
 
 FP32, INT64 = TensorProto.FLOAT, TensorProto.INT64
 BATCHES = "max_batch_size: 4\ndynamic_batching { max_queue_delay_microseconds: 20000 }\n"
@@ -65,22 +65,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def http(server: Server, model: str, x: Array) -> Array:
-    with triton_http.InferenceServerClient(server.address) as client:
-        tensor = triton_http.InferInput("X", x.shape, "FP32").set_data_from_numpy(x)
-        answer: Array = client.infer(model, [tensor]).as_numpy("Y")
-        return answer
+def send(server: Server, protocol: str, model: str, x: Array) -> Array:
+    return ask(server, protocol, model, {"X": x})["Y"]
 
 
-def grpc(server: Server, model: str, x: Array) -> Array:
-    with triton_grpc.InferenceServerClient(server.grpc_address) as client:
-        tensor = triton_grpc.InferInput("X", x.shape, "FP32").set_data_from_numpy(x)
-        answer: Array = client.infer(model, [tensor]).as_numpy("Y")
-        return answer
-
-
-PROTOCOLS = pytest.mark.parametrize("send", [http, grpc])
-STATUS = {http: "500", grpc: "StatusCode.INTERNAL"}
+PROTOCOLS = pytest.mark.parametrize("protocol", ["http", "grpc"])
+STATUS = {"http": "500", "grpc": "StatusCode.INTERNAL"}
 
 
 def batch_size(server: Server, model: str) -> tuple[int, bool]:
@@ -97,13 +87,13 @@ def load_again(server: Server, model: str) -> None:
 
 @PROTOCOLS
 @pytest.mark.parametrize("model", ["detector", "detector_of_rows", "running_sum"])
-def test_without_a_configuration_every_request_runs_alone(server: Server, send: Any, model: str) -> None:
+def test_without_a_configuration_every_request_runs_alone(server: Server, protocol: str, model: str) -> None:
     """The request of issue 15: 6 rows, with four callers at once."""
     assert batch_size(server, model) == (0, False)
     requests = [np.eye(rows, 4, k=shift, dtype=np.float32) for rows in (6, 1, 3, 2) for shift in (0, 1)]
     expected = [x.cumsum(0) if model == "running_sum" else np.transpose(np.nonzero(x)) for x in requests]
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda x: send(server, model, x), requests * 5))
+        answers = list(pool.map(lambda x: send(server, protocol, model, x), requests * 5))
     for answer, right in zip(answers, expected * 5, strict=True):
         assert np.array_equal(answer, right)
 
@@ -113,37 +103,37 @@ def test_a_model_with_independent_rows_is_batched(server: Server) -> None:
 
 
 @PROTOCOLS
-def test_a_wrong_number_of_rows_is_an_error_of_the_model(server: Server, send: Any) -> None:
+def test_a_wrong_number_of_rows_is_an_error_of_the_model(server: Server, protocol: str) -> None:
     load_again(server, "detector_batched")
     one_each = np.eye(6, 4, dtype=np.float32) + np.eye(6, 4, k=-4, dtype=np.float32)
     # Each row has one detection: the rows are right, and the request is split.
-    assert send(server, "detector_batched", one_each[:4]).tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
-    assert len(send(server, "detector_batched", one_each)) == 6
+    assert send(server, protocol, "detector_batched", one_each[:4]).tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    assert len(send(server, protocol, "detector_batched", one_each)) == 6
     with pytest.raises(InferenceServerException) as caught:
-        send(server, "detector_batched", np.ones((3, 4), np.float32))
-    assert caught.value.status() == STATUS[send]
+        send(server, protocol, "detector_batched", np.ones((3, 4), np.float32))
+    assert caught.value.status() == STATUS[protocol]
     text = caught.value.message()
     assert "model 'detector_batched' returned output 'Y' with the shape [12, 2] for 3 rows, expected [3, 2]" in text
     assert "The model is at fault, not the request" in text
     assert "max_batch_size: 0" in text
     # From here on nothing is merged or split.
     with pytest.raises(InferenceServerException, match="no longer split") as caught:
-        send(server, "detector_batched", one_each)
-    assert caught.value.status() == STATUS[send]
+        send(server, protocol, "detector_batched", one_each)
+    assert caught.value.status() == STATUS[protocol]
     with ThreadPoolExecutor(4) as pool:
         answers = list(
-            pool.map(lambda row: send(server, "detector_batched", one_each[row : row + 1]).tolist(), range(4))
+            pool.map(lambda row: send(server, protocol, "detector_batched", one_each[row : row + 1]).tolist(), range(4))
         )
     assert answers == [[[0, column]] for column in range(4)]
     load_again(server, "detector_batched")
-    assert len(send(server, "detector_batched", one_each)) == 6
+    assert len(send(server, protocol, "detector_batched", one_each)) == 6
 
 
 @PROTOCOLS
-def test_other_dims_than_declared_are_an_error_of_the_model(server: Server, send: Any) -> None:
+def test_other_dims_than_declared_are_an_error_of_the_model(server: Server, protocol: str) -> None:
     with pytest.raises(InferenceServerException) as caught:
-        send(server, "narrow", np.ones((3, 4), np.float32))
-    assert caught.value.status() == STATUS[send]
+        send(server, protocol, "narrow", np.ones((3, 4), np.float32))
+    assert caught.value.status() == STATUS[protocol]
     assert (
         "returned output 'Y' with the shape [3, 2] for 3 rows, its configuration declares [3, 4]"
         in caught.value.message()
@@ -153,14 +143,14 @@ def test_other_dims_than_declared_are_an_error_of_the_model(server: Server, send
 @PROTOCOLS
 @pytest.mark.parametrize("model", ["running_sum_of_four", "detector_of_four"])
 def test_a_batch_size_alone_neither_merges_nor_splits_rows_that_depend_on_one_another(
-    server: Server, send: Any, model: str
+    server: Server, protocol: str, model: str
 ) -> None:
     assert batch_size(server, model) == (4, False)
     x = np.eye(4, dtype=np.float32)
     expected = x.cumsum(0) if model == "running_sum_of_four" else np.transpose(np.nonzero(x))
-    assert np.array_equal(send(server, model, x), expected)
+    assert np.array_equal(send(server, protocol, model, x), expected)
     with pytest.raises(InferenceServerException, match="accepts at most 4: send fewer rows"):
-        send(server, model, np.ones((5, 4), np.float32))
+        send(server, protocol, model, np.ones((5, 4), np.float32))
 
 
 def test_batches_of_rows_that_depend_on_one_another_raise_a_warning(server: Server) -> None:

@@ -12,19 +12,17 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-import tritonclient.grpc as triton_grpc
-import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from tests.support.models import add_model, affine, busy
 from tests.support.serving import Server, serving
+from tests.support.triton_clients import connect, infer
 
 pytestmark = pytest.mark.slow
 
 RELOADS = 20
 FEATURES, CLASSES = 16_384, 64  # 4 MB of weights: a version that is not given back shows
 SEEDS = (1, 2)
-Client = triton_http.InferenceServerClient | triton_grpc.InferenceServerClient
 
 
 def model(seed: int) -> onnx.ModelProto:
@@ -54,20 +52,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def repository(server: Server) -> Path:
     return server.log.parent / "repository"
-
-
-def connect(server: Server, grpc: bool) -> Client:
-    return (
-        triton_grpc.InferenceServerClient(server.grpc_address)
-        if grpc
-        else triton_http.InferenceServerClient(server.address)
-    )
-
-
-def infer(client: Client, x: np.ndarray) -> np.ndarray:
-    kind = triton_grpc if isinstance(client, triton_grpc.InferenceServerClient) else triton_http
-    tensor = kind.InferInput("X", list(x.shape), "FP32").set_data_from_numpy(x)
-    return client.infer("m", [tensor]).as_numpy("Y")
 
 
 def seed_of(x: np.ndarray, y: np.ndarray) -> int:
@@ -107,11 +91,11 @@ class Hammer:
 
     def _send(self, number: int) -> None:
         rng = np.random.default_rng(number)
-        client = connect(self._server, grpc=number == 0)
+        client = connect(self._server, "grpc" if number == 0 else "http")
         while not self._stop.is_set():
             x = rng.standard_normal((1 + number % 2, FEATURES)).astype(np.float32)
             try:
-                seed = seed_of(x, infer(client, x))
+                seed = seed_of(x, infer(client, "m", {"X": x}).as_numpy("Y"))
             except InferenceServerException as error:
                 self.errors.append(str(error))
                 continue
