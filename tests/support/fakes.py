@@ -25,7 +25,7 @@ class InstanceKilledError(BaseException):
 class FakeModel:
     """Doubles its input; every batch waits for `gate` and is written down in `batches`.
 
-    A batch that begins releases `started` once.
+    A batch that begins releases `started` once; `handles` are those that `handle` has made.
     """
 
     def __init__(self) -> None:
@@ -34,6 +34,7 @@ class FakeModel:
         self.started = threading.Semaphore(0)
         self.batches: list[list[float]] = []
         self.closed = False
+        self.handles: list[ModelHandle] = []
 
     def execution(self, index: int) -> FakeModel:
         return self
@@ -75,6 +76,7 @@ def handle(
     chosen = HandlePolicy(batch=batch or BatchPolicy(8), **policy)  # type: ignore[arg-type]
     created = ModelHandle(SPEC, chosen, model, mailbox, Recorder(), on_dead)
     created.start()
+    model.handles.append(created)
     return created
 
 

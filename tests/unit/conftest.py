@@ -1,5 +1,7 @@
 """Settings of all unit tests."""
 
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,10 @@ def child_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def model() -> FakeModel:
-    """A model under the test's control."""
-    return FakeModel()
+def model(runner: asyncio.Runner) -> Iterator[FakeModel]:
+    """A model under the test's control, whose handles are closed before the test's event loop."""
+    created = FakeModel()
+    yield created
+    created.gate.set()
+    for served in created.handles:
+        assert served.close(5)

@@ -92,7 +92,6 @@ async def test_a_response_that_cannot_be_encoded(
         await inference.infer(message(), Call())
     wait_counted(served, 2)
     assert counts(served) == (1, {"model_failed": 1})
-    served.close(5)
 
 
 async def test_a_call_that_is_cancelled_once_its_request_is_answered(mailbox: Mailbox, model: FakeModel) -> None:
@@ -106,7 +105,6 @@ async def test_a_call_that_is_cancelled_once_its_request_is_answered(mailbox: Ma
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert counts(served) == (0, {"cancelled": 1})
-    served.close(5)
 
 
 async def test_a_unary_response_for_which_there_is_no_memory(mailbox: Mailbox, model: FakeModel) -> None:
@@ -127,7 +125,6 @@ async def test_a_unary_response_for_which_there_is_no_memory(mailbox: Mailbox, m
         inference.end(request, call)
     wait_counted(served, 2)
     assert counts(served) == (0, {"overloaded": 2})
-    served.close(5)
 
 
 @pytest.mark.parametrize("case", ["cannot be encoded", "no memory"])
@@ -158,7 +155,6 @@ async def test_answered_requests_of_a_stream(
     call.sent.put_nowait(None)
     await serving
     assert counts(served) == (0, {"model_failed" if case == "cannot be encoded" else "overloaded": 1})
-    served.close(5)
 
 
 async def test_a_stream_that_ends_while_a_response_waits_for_an_earlier_one(mailbox: Mailbox) -> None:
@@ -212,7 +208,6 @@ async def test_a_split_request_that_is_cancelled_before_its_last_part_is_done(
     failed(served, waiting.outcome)  # type: ignore[arg-type]
     wait_counted(served, 2)
     assert counts(served) == (1, {"cancelled": 1})
-    served.close(5)
 
 
 async def test_a_split_request_whose_first_part_fails_after_the_last_is_done(mailbox: Mailbox) -> None:
@@ -266,7 +261,6 @@ async def test_a_cached_request_that_is_cancelled_before_its_computed_response_i
     failed(served, large.outcome)  # type: ignore[arg-type]
     await asyncio.sleep(0.01)
     assert counts(served) == (0, {"cancelled": 1})
-    served.close(5)
 
 
 def test_a_scrape_between_answer_and_failure_reads_no_smaller_number_later() -> None:

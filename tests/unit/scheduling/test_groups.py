@@ -109,7 +109,6 @@ async def test_members_are_split_between_requests_only(mailbox: Mailbox, model: 
         each.check()
     assert model.batches[1:] == [[1, 1, 1, 2, 2, 2, 3], [4, 4, 4, 5]]
     assert groups[1].parts == [(0, 1), (1, 2)]
-    served.close(5)
 
 
 async def test_a_poisoned_member_fails_alone(mailbox: Mailbox, model: FakeModel) -> None:
@@ -139,7 +138,6 @@ async def test_a_full_queue_takes_the_members_that_fit_and_refuses_the_others(
     assert len(refused) == 3
     for place in set(range(8)) - set(refused):
         assert answers.of[place] == [[2 * (place + 1)] * 2]
-    served.close(5)
 
 
 async def test_cancelled_groups_leave_the_queue(mailbox: Mailbox, model: FakeModel) -> None:
@@ -156,7 +154,6 @@ async def test_cancelled_groups_leave_the_queue(mailbox: Mailbox, model: FakeMod
     await kept.wait()
     kept.check()
     assert model.batches[1:] == [[1, 2]]
-    served.close(5)
 
 
 async def test_a_queue_timeout_refuses_the_members_that_still_wait(mailbox: Mailbox, model: FakeModel) -> None:
@@ -170,7 +167,6 @@ async def test_a_queue_timeout_refuses_the_members_that_still_wait(mailbox: Mail
     model.gate.set()
     await first
     assert model.batches == [[100]]
-    served.close(5)
 
 
 async def test_a_group_runs_one_by_one_once_the_model_has_returned_other_rows(
@@ -188,7 +184,6 @@ async def test_a_group_runs_one_by_one_once_the_model_has_returned_other_rows(
     await answers.wait()
     answers.check()
     assert model.batches[1:] == [[1], [2, 2], [3]]
-    served.close(5)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +202,6 @@ async def test_policies_of_single_requests_allow_no_groups(
 ) -> None:
     served = handle(mailbox, model, **policy)  # type: ignore[arg-type]
     assert served.max_group_rows == 1
-    served.close(5)
 
 
 async def test_a_group_counts_as_in_time_by_its_earliest_due_time(mailbox: Mailbox, model: FakeModel) -> None:
@@ -221,7 +215,6 @@ async def test_a_group_counts_as_in_time_by_its_earliest_due_time(mailbox: Mailb
     await answers.wait()
     answers.check()
     assert served.load().late == 0
-    served.close(5)
 
 
 @pytest.mark.parametrize("seed", range(20))

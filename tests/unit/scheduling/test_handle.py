@@ -78,7 +78,6 @@ async def test_a_cancelled_request_is_dropped_at_any_queue_position(
         if value != position:
             assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
     assert model.batches[1] == [float(value) for value in range(4) if value != position]
-    served.close(5)
 
 
 @pytest.mark.parametrize("position", range(3))
@@ -99,7 +98,6 @@ async def test_a_cancelled_request_in_a_batch_does_not_affect_the_others(
     for value, completion in enumerate(waiting):
         if value != position:
             assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
-    served.close(5)
 
 
 async def test_oversized_requests_are_split_and_joined(mailbox: Mailbox, model: FakeModel) -> None:
@@ -109,7 +107,6 @@ async def test_oversized_requests_are_split_and_joined(mailbox: Mailbox, model: 
     result = (await served.infer(big)).outputs["y"]
     assert result.tolist() == (np.arange(40).reshape(20, 2) * 2).tolist()
     assert [len(batch) for batch in model.batches] == [8, 8, 4]
-    served.close(5)
 
 
 async def test_an_oversized_request_with_a_poisoned_part_fails_as_a_whole(mailbox: Mailbox, model: FakeModel) -> None:
@@ -119,14 +116,12 @@ async def test_an_oversized_request_with_a_poisoned_part_fails_as_a_whole(mailbo
     assert isinstance(await error_of(served.infer(big)), ModelFailed)
     assert (await served.infer(infer_request(4))).outputs["y"].tolist() == [[8, 8]]
     assert served.depth == 0
-    served.close(5)
 
 
 async def test_oversized_requests_can_be_refused(mailbox: Mailbox, model: FakeModel) -> None:
     served = handle(mailbox, model, split_oversized=False)
     with pytest.raises(BadRequest, match=r"20 rows.*at most 8"):
         served.infer(infer_request(3, rows=20))
-    served.close(5)
 
 
 async def test_a_full_queue_refuses_with_a_retry_time(mailbox: Mailbox, model: FakeModel) -> None:
@@ -141,7 +136,6 @@ async def test_a_full_queue_refuses_with_a_retry_time(mailbox: Mailbox, model: F
     model.gate.set()
     for completion in (running, *waiting):
         await completion
-    served.close(5)
 
 
 async def test_a_deadline_does_not_wait_for_a_stalled_backend(mailbox: Mailbox, model: FakeModel) -> None:
@@ -156,7 +150,6 @@ async def test_a_deadline_does_not_wait_for_a_stalled_backend(mailbox: Mailbox, 
     assert served.depth == 0, "the queued one gave its place back"
     model.gate.set()
     assert (await served.infer(infer_request(3))).outputs["y"].tolist() == [[6, 6]]
-    served.close(5)
 
 
 async def test_the_queue_policy_s_timeout_is_not_the_deadline(mailbox: Mailbox, model: FakeModel) -> None:
@@ -168,7 +161,6 @@ async def test_the_queue_policy_s_timeout_is_not_the_deadline(mailbox: Mailbox, 
     assert isinstance(await error_of(queued), QueueTimeout)
     model.gate.set()
     assert (await running).outputs["y"].tolist() == [[2, 2]], "what runs is not touched by it"
-    served.close(5)
 
 
 async def test_requests_delayed_by_the_queue_policy_are_served_last(
@@ -188,7 +180,6 @@ async def test_requests_delayed_by_the_queue_policy_are_served_last(
     for completion in (running, late, fresh):
         await completion
     assert model.batches == [[1], [3], [2]]
-    served.close(5)
 
 
 async def test_higher_priorities_run_first(mailbox: Mailbox, model: FakeModel) -> None:
@@ -201,7 +192,6 @@ async def test_higher_priorities_run_first(mailbox: Mailbox, model: FakeModel) -
     for completion in (running, *waiting):
         await completion
     assert model.batches == [[0], [3, 2], [4, 1]], "99 is beyond the levels, so it means the default, 2"
-    served.close(5)
 
 
 async def test_responses_have_arrival_order_over_several_instances(mailbox: Mailbox, model: FakeModel) -> None:
@@ -220,7 +210,6 @@ async def test_responses_have_arrival_order_over_several_instances(mailbox: Mail
     model.gate.set()
     await asyncio.gather(*waiters)
     assert answered == sorted(answered)
-    served.close(5)
 
 
 async def test_a_dying_instance_fails_its_batch_and_the_others_serve_on(mailbox: Mailbox, model: FakeModel) -> None:
@@ -242,7 +231,6 @@ async def test_a_dying_instance_fails_its_batch_and_the_others_serve_on(mailbox:
     with pytest.raises(Unavailable, match="died"):
         served.infer(infer_request(6))
     assert died == [1, 0]
-    assert served.close(5)
 
 
 async def test_closing_serves_queued_requests_and_waits_for_leases(mailbox: Mailbox, model: FakeModel) -> None:
@@ -313,7 +301,6 @@ async def test_a_served_request_creates_no_reference_cycles(mailbox: Mailbox, mo
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-    served.close(5)
 
 
 async def test_a_decoupled_model_refuses_a_request_for_one_response(mailbox: Mailbox, model: FakeModel) -> None:
@@ -324,4 +311,3 @@ async def test_a_decoupled_model_refuses_a_request_for_one_response(mailbox: Mai
     with pytest.raises(Unsupported, match="decoupled"):
         served.infer_blocking(infer_request(1))
     assert served.depth == 0
-    served.close(5)

@@ -38,7 +38,6 @@ async def test_the_capacity_is_that_of_all_live_instances(instances: int, mailbo
     served.latency_table.seed(SLOW)
     load = served.load()
     assert (load.instances, load.rows_hz) == (instances, pytest.approx(32 * instances))
-    assert served.close(5)
 
 
 def now(value: float, **more: Any) -> InferRequest:
@@ -82,7 +81,6 @@ async def test_the_retry_time_of_a_full_queue_is_its_drain_time(mailbox: Mailbox
     model.gate.set()
     for completion in (first, *waiting):
         await completion
-    assert served.close(5)
 
 
 async def test_front_ends_reject_long_waits_only_where_the_queue_checks_them(
@@ -102,7 +100,6 @@ async def test_front_ends_reject_long_waits_only_where_the_queue_checks_them(
     model.gate.set()
     for completion in (first, *waiting):
         await completion
-    assert served.close(5)
 
 
 async def test_rejections_do_not_delay_ordered_responses(mailbox: Mailbox, model: FakeModel) -> None:
@@ -116,7 +113,6 @@ async def test_rejections_do_not_delay_ordered_responses(mailbox: Mailbox, model
     for completion in (first, *waiting):
         await completion
     assert await served.infer(now(5))
-    assert served.close(5)
 
 
 async def test_a_request_deadline_is_enforced_without_an_objective(mailbox: Mailbox, model: FakeModel) -> None:
@@ -130,7 +126,6 @@ async def test_a_request_deadline_is_enforced_without_an_objective(mailbox: Mail
     model.gate.set()
     for completion in (first, patient, *waiting):
         await completion
-    assert served.close(5)
 
 
 async def test_no_request_is_rejected_as_late_while_the_model_is_evicted(mailbox: Mailbox, model: FakeModel) -> None:
@@ -145,7 +140,6 @@ async def test_no_request_is_rejected_as_late_while_the_model_is_evicted(mailbox
     assert await asyncio.to_thread(served.restore, again)
     for completion in waiting:
         await completion  # late, but answered
-    assert served.close(5)
 
 
 async def test_a_client_over_its_quota_is_refused_and_others_are_not(mailbox: Mailbox, model: FakeModel) -> None:
@@ -163,7 +157,6 @@ async def test_a_client_over_its_quota_is_refused_and_others_are_not(mailbox: Ma
     with pytest.raises(QuotaExceeded, match="without a name"):
         served.infer(now(6))
     assert served.depth == 0
-    assert served.close(5)
 
 
 async def test_levels_have_separate_timeouts_and_bounds(mailbox: Mailbox, model: FakeModel) -> None:
@@ -234,7 +227,6 @@ async def test_the_queue_timeout_is_the_shorter_one_and_no_deadline_replaces_it(
         assert (await answer).outputs["y"].tolist() == [[2, 2]]
     if policy_ms != 20:
         await first
-    assert served.close(5)
 
 
 async def _awaited(completion: Awaitable[Any]) -> Any:
@@ -254,4 +246,3 @@ async def test_a_blocking_caller_heeds_the_timeout_of_its_level(mailbox: Mailbox
     model.gate.set()
     assert await first
     assert await patient
-    assert served.close(5)
