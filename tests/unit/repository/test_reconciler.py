@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +21,27 @@ from headrace.repository.registry import Registry
 from tests.support.models import add_model, affine, identity, transposed
 
 
-def run(
-    repositories: list[Path],
-    check: Callable[[Registry], Coroutine[Any, Any, None]],
-    names: frozenset[str] | None = None,
-) -> BaseException | None:
-    """Load, check on the loop, close; the error that loading as a whole ended with."""
+@asynccontextmanager
+async def loaded(
+    *repositories: Path, names: frozenset[str] | None = None
+) -> AsyncIterator[tuple[Registry, BaseException | None]]:
+    """Load the repositories, and close them after the block; yields the error that loading as a whole ended with, too."""
+    registry, done = Registry(), threading.Event()
+    errors: list[BaseException | None] = []
 
-    async def main() -> BaseException | None:
-        registry = Registry()
-        loaded = threading.Event()
-        errors: list[BaseException | None] = []
+    def on_loaded(error: BaseException | None) -> None:
+        errors.append(error)
+        done.set()
 
-        def on_loaded(error: BaseException | None) -> None:
-            errors.append(error)
-            loaded.set()
-
-        loader = Loader(Mailbox(asyncio.get_running_loop()))
-        reconciler = Reconciler(ModelSelection(repositories, names), loader, registry, on_loaded)
-        reconciler.start()
-        assert await asyncio.to_thread(loaded.wait, 20)
-        try:
-            await check(registry)
-        finally:
-            assert await asyncio.to_thread(reconciler.stop, 10)
-        assert not registry.ready()
-        return errors[0]
-
-    return asyncio.run(main())
+    loader = Loader(Mailbox(asyncio.get_running_loop()))
+    reconciler = Reconciler(ModelSelection(repositories, names), loader, registry, on_loaded)
+    reconciler.start()
+    assert await asyncio.to_thread(done.wait, 20)
+    try:
+        yield registry, errors[0]
+    finally:
+        assert await asyncio.to_thread(reconciler.stop, 10)
+    assert not registry.ready()
 
 
 # A plan without its ONNX file: where no GPU is, nothing can serve it.
@@ -74,7 +68,7 @@ async def infer_array(
         handle.release()
 
 
-def test_broken_models_are_set_aside_and_the_others_serve(tmp_path: Path) -> None:
+async def test_broken_models_are_set_aside_and_the_others_serve(tmp_path: Path) -> None:
     add_model(tmp_path, "good", affine())
     add_model(tmp_path, "garbage", b"this is no model")
     add_model(tmp_path, "misspelt", affine(), config="max_batch_sise: 4")
@@ -83,7 +77,8 @@ def test_broken_models_are_set_aside_and_the_others_serve(tmp_path: Path) -> Non
     )
     (tmp_path / "empty").mkdir()
 
-    async def check(registry: Registry) -> None:
+    async with loaded(tmp_path) as (registry, error):
+        assert error is None
         assert registry.ready()
         assert states(registry)["good", "1"] == "READY"
         assert {name for name, _, _ in registry.failures()} == {"garbage", "misspelt", "elsewhere"}
@@ -96,15 +91,13 @@ def test_broken_models_are_set_aside_and_the_others_serve(tmp_path: Path) -> Non
         assert str(tmp_path) not in str(registry.index()), "no paths of this machine"
         assert (await infer_array(registry, "good", np.ones((2, 16), np.float32))).shape == (2, 4)
 
-    assert run([tmp_path], check) is None
 
-
-def test_versions_and_labels(tmp_path: Path) -> None:
+async def test_versions_and_labels(tmp_path: Path) -> None:
     for version in (1, 2, 10):
         config = "labels: {stable: 2, canary: 10}\nversion_policy: {latest: {num_versions: 2}}\n"
         add_model(tmp_path, "many", affine(seed=version), version=version, files={"config.yaml": config})
 
-    async def check(registry: Registry) -> None:
+    async with loaded(tmp_path) as (registry, _):
         assert list(registry.versions("many")) == ["2", "10"], "by number, not by text"
         x = np.ones((1, 16), np.float32)
         latest, stable = await infer_array(registry, "many", x), await infer_array(registry, "many", x, "stable")
@@ -120,39 +113,32 @@ def test_versions_and_labels(tmp_path: Path) -> None:
         assert len(registry.statistics("many", "")) == 2
         assert len(registry.statistics("many", "stable")) == 1
 
-    run([tmp_path], check)
 
-
-def test_the_first_of_two_repositories_wins_a_name(tmp_path: Path) -> None:
+async def test_the_first_of_two_repositories_wins_a_name(tmp_path: Path) -> None:
     for repository, seed in (("a", 1), ("b", 2)):
         add_model(tmp_path / repository, "twin", affine(seed=seed))
         add_model(tmp_path / repository, f"only_{repository}", affine())
 
-    async def check(registry: Registry) -> None:
+    async with loaded(tmp_path / "a", tmp_path / "b") as (registry, _):
         assert set(states(registry)) == {("twin", "1"), ("only_a", "1"), ("only_b", "1")}
 
-    run([tmp_path / "a", tmp_path / "b"], check)
 
-
-def test_only_selected_models_are_loaded(tmp_path: Path) -> None:
+async def test_only_selected_models_are_loaded(tmp_path: Path) -> None:
     add_model(tmp_path, "wanted", affine())
     add_model(tmp_path, "other", affine())
 
-    async def check(registry: Registry) -> None:
+    async with loaded(tmp_path, names=frozenset({"wanted", "ghost"})) as (registry, _):
         assert states(registry) == {("wanted", "1"): "READY", ("ghost", ""): "UNAVAILABLE"}
 
-    run([tmp_path], check, names=frozenset({"wanted", "ghost"}))
 
-
-def test_a_repository_that_is_no_folder_ends_the_loading(tmp_path: Path) -> None:
-    async def check(registry: Registry) -> None:
+async def test_a_repository_that_is_no_folder_ends_the_loading(tmp_path: Path) -> None:
+    async with loaded(tmp_path / "nowhere") as (registry, error):
         assert not registry.ready()
 
-    error = run([tmp_path / "nowhere"], check)
-    assert "not a folder" in str(error)
+        assert "not a folder" in str(error)
 
 
-def test_reshape_stands_between_callers_and_model(tmp_path: Path) -> None:
+async def test_reshape_stands_between_callers_and_model(tmp_path: Path) -> None:
     config = (
         "max_batch_size: 4\n"
         'input { name: "X" data_type: TYPE_FP32 dims: [6] reshape { shape: [2, 3] } }\n'
@@ -160,20 +146,16 @@ def test_reshape_stands_between_callers_and_model(tmp_path: Path) -> None:
     )
     add_model(tmp_path, "flat", transposed(), config=config)
 
-    async def check(registry: Registry) -> None:
+    async with loaded(tmp_path) as (registry, _):
         y = await infer_array(registry, "flat", np.arange(12, dtype=np.float32).reshape(2, 6))
         assert y.tolist() == [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]]
 
-    run([tmp_path], check)
 
-
-def test_an_unbatched_identity_shares_no_memory_with_its_request(tmp_path: Path) -> None:
+async def test_an_unbatched_identity_shares_no_memory_with_its_request(tmp_path: Path) -> None:
     add_model(tmp_path, "same", identity("FP32", (2, 2)))
 
-    async def check(registry: Registry) -> None:
+    async with loaded(tmp_path) as (registry, _):
         x = np.ones((2, 2), np.float32)
         y = await infer_array(registry, "same", x, rows=1)
         x[:] = 7
         assert y.tolist() == [[1, 1], [1, 1]]
-
-    run([tmp_path], check)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from headrace.config.model_folder import ModelFolder
@@ -65,8 +65,9 @@ class Watched:
         return sum(await infer_values(self.registry, name))
 
 
-def watch(repository: Path, check: Callable[[Watched], Coroutine[Any, Any, None]]) -> None:
-    """Run `check` beside a server that watches `repository`."""
+@asynccontextmanager
+async def watching(repository: Path) -> AsyncIterator[Watched]:
+    """A server that watches `repository`."""
     watched = Watched(repository)
 
     class CountingLoader(Loader):
@@ -74,34 +75,30 @@ def watch(repository: Path, check: Callable[[Watched], Coroutine[Any, Any, None]
             watched.loads.append(folder.name)
             return super().load(folder, version, chosen)
 
-    async def main() -> None:
-        loaded = threading.Event()
-        loader = CountingLoader(Mailbox(asyncio.get_running_loop()))
-        watched.reconciler = reconciler = Reconciler(
-            ModelSelection([repository]),
-            loader,
-            watched.registry,
-            lambda _: loaded.set(),
-            POLL,
-            clock=lambda: watched.now_ns,
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reconciler._stop, "wait", watched.wait_at_start)
-            reconciler.start()
-            assert await asyncio.to_thread(loaded.wait, 20)
-        try:
-            await check(watched)
-        finally:
-            assert await asyncio.to_thread(reconciler.stop, 10)
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    loaded = threading.Event()
+    watched.reconciler = reconciler = Reconciler(
+        ModelSelection([repository]),
+        CountingLoader(Mailbox(asyncio.get_running_loop())),
+        watched.registry,
+        lambda _: loaded.set(),
+        POLL,
+        clock=lambda: watched.now_ns,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reconciler._stop, "wait", watched.wait_at_start)
+        reconciler.start()
+        assert await asyncio.to_thread(loaded.wait, 20)
+    try:
+        yield watched
+    finally:
+        assert await asyncio.to_thread(reconciler.stop, 10)
 
 
-def test_models_are_loaded_reloaded_and_unloaded_with_their_folders(tmp_path: Path) -> None:
+async def test_models_are_loaded_reloaded_and_unloaded_with_their_folders(tmp_path: Path) -> None:
     add_model(tmp_path, "a", affine(seed=1))
     add_model(tmp_path, "b", affine(seed=2))
 
-    async def check(server: Watched) -> None:
+    async with watching(tmp_path) as server:
         assert server.states() == {"a/1": "READY", "b/1": "READY"}, "all that is at rest serves when the start is over"
         first, other = await server.answer("a"), await server.answer("b")
         add_model(tmp_path, "c", affine(seed=3))
@@ -117,15 +114,13 @@ def test_models_are_loaded_reloaded_and_unloaded_with_their_folders(tmp_path: Pa
         add_model(tmp_path, "b", affine(seed=4))
         await server.until(lambda: server.states().get("b/1") == "READY")
 
-    watch(tmp_path, check)
 
-
-def test_a_half_copied_file_is_never_loaded(tmp_path: Path) -> None:
+async def test_a_half_copied_file_is_never_loaded(tmp_path: Path) -> None:
     add_model(tmp_path, "a", affine(seed=1))
     content = affine(features=16, classes=4, seed=2).SerializeToString()
     part = len(content) // 8
 
-    async def check(server: Watched) -> None:
+    async with watching(tmp_path) as server:
         # In parts, over more than the settle time, into a new model and over a model that serves.
         for name in ("new", "a"):
             target = tmp_path / name / "1" / "model.onnx"
@@ -147,10 +142,10 @@ def test_a_half_copied_file_is_never_loaded(tmp_path: Path) -> None:
         assert await server.answer("a") == await server.answer("new")
         assert all(row["reason"] == "" for row in server.registry.index())
 
-    watch(tmp_path, check)
 
-
-def test_a_model_that_fails_is_tried_again_only_when_its_files_change(tmp_path: Path) -> None:
+async def test_a_model_that_fails_is_tried_again_only_when_its_files_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add_model(tmp_path, "a", affine(seed=1))
     tries: list[str] = []
     real = Loader.load
@@ -161,7 +156,8 @@ def test_a_model_that_fails_is_tried_again_only_when_its_files_change(tmp_path: 
             raise RuntimeError("broken")
         return real(self, folder, version, chosen)
 
-    async def check(server: Watched) -> None:
+    monkeypatch.setattr(Loader, "load", load)
+    async with watching(tmp_path) as server:
         answer = await server.answer("a")
         (tmp_path / "a" / "config.yaml").write_text("max_batch_size: 3\n")
         await server.until(lambda: tries == ["a", "a"])
@@ -173,12 +169,10 @@ def test_a_model_that_fails_is_tried_again_only_when_its_files_change(tmp_path: 
         await server.until(lambda: tries == ["a", "a", "a"])
         assert server.registry.index()[0]["reason"] == ""
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loader, "load", load)
-        watch(tmp_path, check)
 
-
-def test_files_that_change_while_they_are_read_are_not_served(tmp_path: Path) -> None:
+async def test_files_that_change_while_they_are_read_are_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = Loader.load
 
     def load(self: Loader, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
@@ -188,21 +182,17 @@ def test_files_that_change_while_they_are_read_are_not_served(tmp_path: Path) ->
         return handle
 
     add_model(tmp_path, "a", affine(seed=1))
-
-    async def check(server: Watched) -> None:
+    monkeypatch.setattr(Loader, "load", load)
+    async with watching(tmp_path) as server:
         await server.until(lambda: server.states() == {"a/1": "READY"})
         assert server.loads == ["a", "a"], "once in vain, once at rest"
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loader, "load", load)
-        watch(tmp_path, check)
 
-
-def test_a_repository_that_is_away_for_a_moment_is_no_wish_to_unload(tmp_path: Path) -> None:
+async def test_a_repository_that_is_away_for_a_moment_is_no_wish_to_unload(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     add_model(repository, "a", affine(seed=1))
 
-    async def check(server: Watched) -> None:
+    async with watching(repository) as server:
         repository.rename(tmp_path / "away")
         await server.advance(4 * POLL.settle_s)
         await server.answer("a")
@@ -211,10 +201,10 @@ def test_a_repository_that_is_away_for_a_moment_is_no_wish_to_unload(tmp_path: P
         assert server.states() == {"a/1": "READY"}
         assert server.loads == ["a"]
 
-    watch(repository, check)
 
-
-def test_a_volume_is_watched_and_other_files_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_volume_is_watched_and_other_files_are_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As a ConfigMap is mounted: links into a hidden folder that is swapped as a whole."""
     volume = tmp_path / "volume"
     for number in (1, 2):
@@ -223,7 +213,8 @@ def test_a_volume_is_watched_and_other_files_are_logged_once(tmp_path: Path, cap
     (volume / "m").symlink_to("..data/m")
     (volume / "lost+found").mkdir()
 
-    async def check(watched: Watched) -> None:
+    caplog.set_level("INFO")
+    async with watching(volume) as watched:
         assert watched.states() == {"m/1": "READY"}
         before = await watched.answer("m")
         (volume / "..new").symlink_to("..2")
@@ -237,20 +228,16 @@ def test_a_volume_is_watched_and_other_files_are_logged_once(tmp_path: Path, cap
         add_model(volume, "late", affine(seed=5))
         await watched.until(lambda: watched.states().get("late/1") == "READY")
 
-    with caplog.at_level("INFO"):
-        watch(volume, check)
     notes = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
     assert notes.count(f"{volume}/lost+found is skipped: it belongs to the file system") == 1
     assert len(notes) == len(set(notes))
 
 
-def test_a_model_that_serves_stays_while_its_folder_is_empty(tmp_path: Path) -> None:
+async def test_a_model_that_serves_stays_while_its_folder_is_empty(tmp_path: Path) -> None:
     add_model(tmp_path, "m", affine(seed=1))
 
-    async def check(watched: Watched) -> None:
+    async with watching(tmp_path) as watched:
         answer = await watched.answer("m")
         shutil.rmtree(tmp_path / "m" / "1")
         await watched.advance(4 * POLL.settle_s)
         assert await watched.answer("m") == answer
-
-    watch(tmp_path, check)
