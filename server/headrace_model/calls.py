@@ -11,6 +11,7 @@ JSON:
            {"error": [code, text]}
 
     CANCEL (no body): nothing waits for the reply to the call any more; it comes all the same, and frees the slot
+    CLOSE  (no body): no call runs, and the slots so far are not used any more
 
 "batch" is the number of the running batch, "member" the request that the call serves (-1: any of them). The server takes
 deadline, client and cancellation from its own record of that batch.
@@ -19,10 +20,12 @@ deadline, client and cancellation from its own record of that batch.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Any, Callable
 
 import numpy as np
@@ -197,6 +200,20 @@ class Calls:
             self._frames.share(protocol.SHARE, index, [slot.fd])
             self._slots.append(slot)
         return SlotLease(self._free, index, self._slots[index])
+
+    def release(self) -> bool:
+        """Return the memory of earlier calls to the system; False while a call runs, or an array of a response is in use."""
+        if len(self._free) < len(self._slots):
+            gc.collect(1)  # cycles of asyncio hold arrays of the last responses
+        with self._sending:
+            if len(self._free) < len(self._slots):
+                return False
+            if self._slots:
+                with suppress(OSError):  # the server has closed the connection
+                    self._frames.send(protocol.CLOSE, 0, 0, 0, b"")
+                self._free.clear()
+                self._slots = []
+            return True
 
     @staticmethod
     def _write(slot: Slot, tensors: Any) -> tuple[int, list[list[Any]]]:

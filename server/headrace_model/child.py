@@ -40,6 +40,8 @@ from headrace_model.slots import Slot
 from headrace_model.streams import ResponseSocket
 
 _MAX_LOAD_TEXT = 2000
+# Time without a batch after which the memory of calls to other models is released, seconds.
+_IDLE_S = 1.0
 # Objects between two runs of the garbage collector, unless the model's code sets a number. Python's are 700, 2,000 from 3.13 on.
 _OBJECTS_A_COLLECTION = 10_000
 _DEFAULT_THRESHOLDS = (700, 2000)
@@ -77,9 +79,16 @@ class ModelServer:
 
     def serve(self) -> None:
         """Run batches until the server closes its end."""
-        frames = self._frames
+        frames, is_idle = self._frames, False
         while True:
-            size = frames.receive()
+            frames.set_timeouts(0.0 if is_idle else _IDLE_S)
+            try:
+                size = frames.receive()
+            except BlockingIOError:
+                calls = python_backend.runtime.calls
+                is_idle = calls is None or calls.release()
+                continue
+            is_idle = False
             if not size:
                 return
             frame = bytes(frames.buffer[:size])

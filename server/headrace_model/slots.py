@@ -37,6 +37,7 @@ ALIGNMENT = 64
 _NUMBER = struct.Struct("<Q")
 _SMALLEST_BYTES = 1 << 16
 _LARGE_BYTES = 1 << 26
+_RELEASE_BYTES = 1 << 22  # in one step, which other threads wait for
 # fcntl(2); the module fcntl has these names from Python 3.9 on.
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
@@ -196,6 +197,14 @@ class Slot:
         self.reserve(end + len(body))
         self.write(end, body)
         return SPILL.pack(end, len(body)), SPILLED
+
+    def release(self) -> None:
+        """Return the memory of a free slot to the system, but its first part."""
+        size = os.fstat(self.fd).st_size
+        if size > _SMALLEST_BYTES:
+            self.reach(0, size)
+            for start in range(_SMALLEST_BYTES, self.size, _RELEASE_BYTES):
+                self._mmap.madvise(mmap.MADV_REMOVE, start, min(_RELEASE_BYTES, self.size - start))
 
     def begin(self, number: int) -> None:
         """Store that a batch is begun."""

@@ -13,9 +13,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tritonclient.http as triton_http
 
+from tests.support.models import add_model, row_sums
 from tests.support.processes import stop
+from tests.support.python_models import add_python_model
 from tests.support.serving import Server, serving, start
 from tests.support.waiting import until
 
@@ -168,3 +172,59 @@ def test_no_process_outlives_a_server_that_is_killed(repository: Path, tmp_path:
     server.signal(signal.SIGKILL)
     server.process.wait()
     until(lambda: not any(pids(repository, model) for model in ("victim", "neighbour", "hanging")))
+
+
+CALLER = """
+import asyncio
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    async def execute(self, requests):
+        call = lambda each: pb_utils.InferenceRequest(
+            model_name="row_sums", requested_output_names=["SUM"], inputs=[pb_utils.Tensor("X", each)]
+        )
+        inputs = [pb_utils.get_input_tensor_by_name(request, "X").as_numpy() for request in requests]
+        await asyncio.gather(*(call(array[:, :4]).async_exec() for array in inputs for _ in range(100)))
+        sums = [(await call(array).async_exec()).output_tensors()[0].as_numpy() for array in inputs]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("SUM", each)]) for each in sums]
+"""
+
+
+def shared_memory(server: Server) -> tuple[int, int]:
+    """Number and bytes of the memory files that the server shares with processes of models."""
+    files = []
+    for path in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed just now
+            if "memfd:headrace" in os.readlink(path):
+                files.append(path.stat())
+    return len(files), sum(file.st_blocks * 512 for file in files)
+
+
+def test_shared_memory_returns_when_a_model_is_idle(tmp_path: Path) -> None:
+    """That of a large batch, and of a hundred calls to another model at once."""
+    repository = tmp_path / "models"
+    add_model(repository, "row_sums", row_sums(), config="max_batch_size: 8")
+    tensors = (
+        'input [{ name: "X" data_type: TYPE_FP32 dims: [-1] }] output [{ name: "SUM" data_type: TYPE_FP32 dims: [1] }]'
+    )
+    add_python_model(repository, "caller", CALLER, f'backend: "python"\nmax_batch_size: 8\n{tensors}')
+    values = 16 << 20
+    with (
+        serving(repository, tmp_path) as server,
+        triton_http.InferenceServerClient(server.address, network_timeout=60, connection_timeout=60) as client,
+    ):
+
+        def infer(count: int) -> float:
+            tensor = triton_http.InferInput("X", [1, count], "FP32").set_data_from_numpy(
+                np.ones((1, count), np.float32)
+            )
+            return float(client.infer("caller", [tensor]).as_numpy("SUM")[0, 0])
+
+        assert infer(8) == 8
+        until(lambda: shared_memory(server)[0] <= 2)
+        before = shared_memory(server)
+        for _ in range(2):
+            assert infer(values) == values
+            until(lambda: shared_memory(server)[0] <= before[0] and shared_memory(server)[1] < (1 << 20))
+        assert infer(8) == 8

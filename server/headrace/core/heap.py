@@ -12,6 +12,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+from weakref import WeakSet
 
 # Of malloc.h.
 _M_ARENA_MAX = -8
@@ -27,6 +30,17 @@ _QUIET_LOOKS = 2
 _LARGE_BYTES = 2 * _MIB
 # Largest value that glibc takes; larger blocks return to the system when they are freed.
 _KEPT_BLOCK_BYTES = 32 * _MIB
+
+
+class IdleMemory(Protocol):
+    """Memory that a pool keeps for its next user."""
+
+    def trim(self) -> None:
+        """Return it to the system if it was not used since the last call; any thread may call."""
+
+
+IDLE_MEMORY: WeakSet[IdleMemory] = WeakSet()
+"""Pools that are trimmed with each look at the heap."""
 
 
 class HeapTrimmer:
@@ -74,7 +88,10 @@ class HeapTrimmer:
         look.add_done_callback(lambda _: self.start(loop) if self._timer is not None else None)
 
     def look(self) -> None:
-        """Return the free memory if it is large and the heap is quiet."""
+        """Return the free memory if it is large and the heap is quiet, and that of idle pools."""
+        with suppress(RuntimeError):  # a pool is added just now
+            for pool in IDLE_MEMORY:
+                pool.trim()
         used = self._used_bytes()
         if used is None:
             return

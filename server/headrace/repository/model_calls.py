@@ -430,6 +430,9 @@ class CallConnection:
         if descriptors:
             _close_all(descriptors)
             raise ProtocolError("memory with a frame that shares none")
+        if kind == protocol.CLOSE and not self.calls:
+            self._slots = []
+            return
         if kind == protocol.CANCEL:
             call = self.calls.get(number)
             if call is not None and call.completion is not None:

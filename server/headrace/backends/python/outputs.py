@@ -45,6 +45,7 @@ from headrace.core.errors import (
     Unavailable,
     Unsupported,
 )
+from headrace.core.heap import IDLE_MEMORY
 from headrace.core.request import ParameterValue
 from headrace.core.tensor import Array, IpcMemory, ipc_memory
 
@@ -81,10 +82,13 @@ class SlotPool:
         self._size_bytes = size_bytes
         self._slots: list[Slot] = []
         self._free: deque[int] = deque()
+        self._taken = self._seen = self._trimmed = 0
+        IDLE_MEMORY.add(self)
 
     def take(self) -> SlotLease:
         """Return a free slot, or a new one; raises OSError if there is no memory."""
         slots = self._slots
+        self._taken += 1
         try:
             index = self._free.popleft()
             return SlotLease(self._free, index, slots[index], is_new=False)
@@ -99,6 +103,18 @@ class SlotPool:
         """
         self._free.clear()
         self._slots = []
+
+    def trim(self) -> None:
+        """See `IdleMemory`."""
+        seen, self._seen = self._seen, self._taken
+        if seen != self._taken or self._trimmed == self._taken:
+            return
+        self._trimmed, slots = self._taken, self._slots
+        for _ in range(len(self._free)):
+            with suppress(IndexError):  # a batch takes the last one just now
+                index = self._free.pop()
+                slots[index].release()
+                self._free.appendleft(index)
 
     @property
     def is_exhausted(self) -> bool:
