@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from headrace.config.model_folder import CONFIG_FILES
 from headrace.core.model_config import name_problem
@@ -16,6 +18,10 @@ from headrace.stores.base import StoredObject, StoreError
 MODEL_FILES = ""
 """Version of the unit with all files of a model that are in no version."""
 
+logger = logging.getLogger("headrace.stores")
+
+# Objects that cannot be files, of one listing, in the log.
+_MAX_REPORTED = 20
 _MAX_DEPTH = 16
 
 
@@ -60,15 +66,18 @@ def split_units(url: StoreUrl, objects: Sequence[StoredObject]) -> dict[UnitName
         objects: the listing.
 
     Raises:
-        StoreError: there is no model, or a path could lead out of the repository.
+        StoreError: there is no model. An object whose path could lead out of the repository is left out, with a line in the log.
     """
     if not objects:
         raise StoreError(f"{url} has no objects: check the folder in the URL")
+    refused = [item.path for item in objects if not _is_file(item.path.split("/"))]
+    for path in refused[:_MAX_REPORTED]:
+        _report(f"{url} has an object {path[:128]!r}, which cannot be a file and is left out: rename or remove it")
+    objects = [item for item in objects if _is_file(item.path.split("/"))] if refused else objects
+    if not objects:
+        raise StoreError(f"{url} has an object {refused[0][:128]!r}, which cannot be a file: rename or remove it")
     folders = {path for item in objects for path in _parents(item.path)}
     paths = [(item.path.split("/"), item) for item in objects]
-    for parts, item in paths:
-        if len(parts) > _MAX_DEPTH or any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts):
-            raise StoreError(f"{url} has an object {item.path[:128]!r}, which cannot be a file: rename or remove it")
     if any(parts[0] in CONFIG_FILES if len(parts) == 1 else _is_version(parts[0]) for parts, _ in paths):
         name = url.base_name
         if name_problem(name) is not None:
@@ -85,6 +94,17 @@ def split_units(url: StoreUrl, objects: Sequence[StoredObject]) -> dict[UnitName
     for model in models:
         found.setdefault(UnitName(model, MODEL_FILES), {})
     return {name: _unit(url, name, files) for name, files in sorted(found.items()) if name.model in models}
+
+
+def _is_file(parts: Sequence[str]) -> bool:
+    return len(parts) <= _MAX_DEPTH and not any(
+        part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts
+    )
+
+
+@lru_cache(maxsize=1024)  # a repository is listed every few seconds
+def _report(text: str) -> None:
+    logger.error("%s", text)
 
 
 def _place(

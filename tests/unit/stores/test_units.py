@@ -71,3 +71,13 @@ def test_keys_differ_with_any_change() -> None:
     assert len(set(keys)) == 4
     again = split_units(URL, [StoredObject("a/1/model.onnx", 3, "e", "md5:0", modified_s=7)])
     assert keys[0] in {unit.key for unit in again.values()}
+
+
+def test_an_object_that_cannot_be_a_file_is_left_out_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        units = split_units(URL, [StoredObject(path, 3, "e") for path in ("a/1/model.onnx", "b/1//hidden", "../up")])
+        assert {str(name.model) for name in units} == {"a"}
+    assert [line for line in caplog.messages if "cannot be a file" in line] == [
+        f"{URL} has an object {path!r}, which cannot be a file and is left out: rename or remove it"
+        for path in ("b/1//hidden", "../up")
+    ]
