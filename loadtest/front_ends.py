@@ -41,6 +41,7 @@ from headrace.core.tensor import ModelSpec
 from headrace.front_ends import frames
 from headrace.front_ends.arena import Arena
 from headrace.front_ends.channel import Ports, Start, SupervisorChannel, channel_pair, close_all, send_start
+from headrace.front_ends.control_state import create_control_state
 from headrace.front_ends.counter_array import CounterArray
 from headrace.front_ends.meeting import Hello, connect, engine_listener
 from headrace.front_ends.request_groups import MIN_SLOT_BYTES
@@ -335,10 +336,11 @@ class EngineAlone:
             model_filter={},
             first_model="",
             arrays=descriptors,
+            control_state=create_control_state(),
         )
         ours, theirs = channel_pair()
         send_start(ours, self._start)
-        inherited = (theirs.fileno(), self._listener.fileno(), *descriptors)
+        inherited = (theirs.fileno(), self._listener.fileno(), self._start.control_state, *descriptors)
         command = [*pinned(self._cpus), *_PROGRAM, str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=inherited)
         theirs.close()
@@ -360,6 +362,7 @@ class EngineAlone:
         except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
+        os.close(self._start.control_state)
         self._channel.close()
         self._listener.close()
 
