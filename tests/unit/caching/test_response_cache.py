@@ -276,9 +276,9 @@ async def test_large_requests_are_hashed_on_a_thread() -> None:
         threads: list[str] = []
         key = cache._keys.key
 
-        def recorded(request: Any, state: bytes) -> bytes | None:
+        def recorded(request: Any, state: bytes, reads_ids: bool) -> bytes | None:
             threads.append(threading.current_thread().name)
-            return key(request, state)
+            return key(request, state, reads_ids)
 
         cache._keys.key = recorded  # type: ignore[method-assign]
         large = {"size_bytes": LARGE_BYTES + 1}
