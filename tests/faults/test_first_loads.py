@@ -34,6 +34,28 @@ def crashing() -> onnx.ModelProto:
     return model
 
 
+def nested_functions(levels: int = 40) -> onnx.ModelProto:
+    """Each function calls the one before twice: 2 ** levels nodes in some 2 kB."""
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("f", 1)]
+
+    def call(name: str, source: str, target: str) -> onnx.NodeProto:
+        return helper.make_node(name, [source], [target], domain="f")
+
+    functions = [helper.make_function("f", "F0", ["a"], ["b"], [helper.make_node("Neg", ["a"], ["b"])], opsets)]
+    for level in range(1, levels):
+        nodes = [call(f"F{level - 1}", "a", "c"), call(f"F{level - 1}", "c", "b")]
+        functions.append(helper.make_function("f", f"F{level}", ["a"], ["b"], nodes, opsets))
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4]) for name in "XY")
+    graph = helper.make_graph([call(f"F{levels - 1}", "X", "Y")], "g", [x], [y])
+    return helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=8)
+
+
+def endless_einsum() -> onnx.ModelProto:
+    """Inference of the shape of an equation with several ellipses does not end."""
+    node = helper.make_node("Einsum", ["X"], ["Y"], equation="..." * 3000 + "->...")
+    return onnx_model([node], {"X": (TensorProto.FLOAT, ("N",))}, {"Y": (TensorProto.FLOAT, ("N",))})
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     models.add_model(tmp_path / "repository", "neighbour", models.affine(seed=1))
@@ -149,3 +171,37 @@ def test_without_trials_the_server_loads_the_file_itself(off: list[str], reposit
     server = start(repository, tmp_path / "log", *options(tmp_path), *off)
     assert server.wait() in (-signal.SIGSEGV, 128 + signal.SIGSEGV)
     assert ("no state folder remembers" in server.text) == (off[0] == "--state-dir")
+
+
+def test_a_load_that_does_not_end_is_killed_at_its_limit(repository: Path, tmp_path: Path) -> None:
+    models.add_model(repository, "bad", nested_functions())
+    models.add_model(repository, "other", models.affine(seed=3))
+    explicit = ["--model-control", "explicit", "--load-model", "neighbour"]
+    run_headrace("validate", repository / "neighbour", "--state-dir", tmp_path / "state")
+    run_headrace("validate", repository / "other", "--state-dir", tmp_path / "state")
+    with serving(repository, tmp_path, *options(tmp_path, 3), *explicit) as server, answering(server) as answers:
+        status, body = load(server, "bad")
+        assert status == 400
+        assert "was not loaded within 3 s in a helper process" in body
+        assert len(answers) > 1
+        assert load(server, "other")[0] == 200
+        assert load(server, "bad")[0] == 400  # by its record
+        until(lambda: not children(server.process.pid))
+
+
+def test_shapes_whose_inference_does_not_end_are_not_inferred(repository: Path, tmp_path: Path) -> None:
+    models.add_model(repository, "ellipses", endless_einsum())
+    with serving(repository, tmp_path, *options(tmp_path)) as server, answering(server):
+        assert state(server, "ellipses")[0] == "READY"
+
+
+def test_a_load_that_does_not_end_does_not_delay_the_stop(repository: Path, tmp_path: Path) -> None:
+    models.add_model(repository, "neverending", nested_functions())
+    server = start(repository, tmp_path / "log", *options(tmp_path, 600))
+    until(lambda: (found := children(server.process.pid)) and _uses_processor(found[0]))
+    server.stop(5.0)
+
+
+def _uses_processor(pid: int) -> bool:
+    """True once the helper loads the model: it has imported its libraries."""
+    return "onnxruntime_pybind11_state" in Path(f"/proc/{pid}/maps").read_text()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -70,6 +70,27 @@ class RowVerdict:
     reason: str = ""
 
 
+def _expanded_nodes(model: onnx.ModelProto) -> int:
+    """Return the number of nodes with every call of a local function replaced by its nodes; at most `_MAX_NODES` + 1."""
+    functions = {(function.domain, function.name): function.node for function in model.functions}
+    counts: dict[tuple[str, str], int] = {}
+
+    def count(nodes: Iterable[onnx.NodeProto], depth: int) -> int:
+        total = 0
+        for node in nodes:
+            name = node.domain, node.op_type
+            if name in functions and name not in counts:
+                # Functions that call each other without end are deeper than all functions together.
+                counts[name] = _MAX_NODES if depth > len(functions) else count(functions[name], depth + 1)
+            graphs = [graph for each in node.attribute for graph in (each.g, *each.graphs)]
+            total += 1 + counts.get(name, 0) + sum(count(graph.node, depth) for graph in graphs)
+            if total > _MAX_NODES:
+                return _MAX_NODES + 1
+        return total
+
+    return count(model.graph.node, 0)
+
+
 def analyse_rows(model: onnx.ModelProto, rows_inputs: Sequence[str]) -> RowVerdict:
     """Follow the rows of a batch through a graph.
 
@@ -79,6 +100,8 @@ def analyse_rows(model: onnx.ModelProto, rows_inputs: Sequence[str]) -> RowVerdi
     """
     try:
         return RowWalk(model, rows_inputs).verdict()
+    except RowsUnproven as error:
+        return RowVerdict(False, reason=str(error))
     except Exception as error:  # an unexpected graph must not prevent serving
         logger.debug("the rows of a graph could not be followed", exc_info=error)
         return RowVerdict(False, reason=f"the graph could not be analysed ({type(error).__name__})")
@@ -100,6 +123,8 @@ class RowWalk:
         from onnx import inliner
 
         if model.functions:
+            if _expanded_nodes(model) > _MAX_NODES:
+                raise RowsUnproven(f"the graph has more than {_MAX_NODES} nodes in its functions")
             model = inliner.inline_local_functions(model)
         self._model = model
         self._opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
@@ -208,6 +233,8 @@ class RowWalk:
             raise RowsUnproven("has a subgraph")
         if node.op_type in _RANDOM:
             raise RowsUnproven("gives random values")
+        if node.op_type == "Einsum" and b"." in attributes.get("equation", b""):
+            raise RowsUnproven("has an equation without explicit letters")  # inference of some does not end
         shapes = self._infer(node)
         call = Call(node.op_type, self._opset, inputs, attributes, shapes)
         counted = [index for index, tensor in enumerate(inputs) if tensor is not None and tensor.counted is not None]

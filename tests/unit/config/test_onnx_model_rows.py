@@ -388,3 +388,37 @@ def test_random_graphs_that_are_proven_compute_each_request_alone() -> None:
 @pytest.mark.slow
 def test_many_random_graphs_that_are_proven_compute_each_request_alone() -> None:
     assert compare_graphs(examples(10_000)) > 0
+def nested_functions(levels: int, domain: str = "f") -> onnx.ModelProto:
+    """Each function calls the one before twice; the first one calls itself if it is of another domain."""
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("f", 1)]
+
+    def call(name: str, source: str, target: str) -> onnx.NodeProto:
+        return helper.make_node(name, [source], [target], domain="f")
+
+    first = helper.make_node("Neg", ["a"], ["b"]) if domain == "f" else call("F0", "a", "b")
+    functions = [helper.make_function("f", "F0", ["a"], ["b"], [first], opsets)]
+    for level in range(1, levels):
+        nodes = [call(f"F{level - 1}", "a", "c"), call(f"F{level - 1}", "c", "b")]
+        functions.append(helper.make_function("f", f"F{level}", ["a"], ["b"], nodes, opsets))
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4]) for name in "XY")
+    graph = helper.make_graph([call(f"F{levels - 1}", "X", "Y")], "g", [x], [y])
+    return helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=8)
+
+
+@pytest.mark.parametrize(("levels", "domain"), [(15, "f"), (40, "f"), (900, "f"), (3, "itself")])
+def test_functions_are_counted_before_they_are_expanded(levels: int, domain: str) -> None:
+    verdict = analyse_rows(nested_functions(levels, domain), ["X"])
+    assert not verdict.independent
+    assert verdict.reason == "the graph has more than 30000 nodes in its functions"
+
+
+def test_functions_of_some_nodes_are_followed() -> None:
+    assert analyse_rows(nested_functions(6), ["X"]).independent
+
+
+@pytest.mark.parametrize("equation", ["..." * 10 + "->...", "..." * 3000 + "->...", "...a,...a->..."])
+def test_shapes_of_an_equation_with_ellipses_are_not_inferred(equation: str) -> None:
+    node = helper.make_node("Einsum", ["X"] * (equation.count(",") + 1), ["Y"], equation=equation)
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4]) for name in "XY")
+    verdict = analyse_rows(helper.make_model(helper.make_graph([node], "g", [x], [y])), ["X"])
+    assert verdict.reason == 'Einsum node "Y" has an equation without explicit letters'
