@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import re
 import threading
@@ -36,6 +37,8 @@ logger = logging.getLogger("headrace.onnxruntime")
 _LARGE_BYTES = 1 << 20
 # Time without a large batch, in seconds, after which the memory is returned.
 _IDLE_S = 1.0
+# Inputs and outputs of that run, in bytes, at most: a file of 100 bytes may declare gigabytes.
+_MAX_FIRST_RUN_BYTES = 1 << 30
 # Time of the run that allocates the first region of the arena, in seconds; it ends after the node that runs then.
 _FIRST_RUN_S = 0.05
 
@@ -265,6 +268,12 @@ def _allocate_first_region(session: ort.InferenceSession) -> None:
     options = ort.RunOptions()
     timer = threading.Timer(_FIRST_RUN_S, setattr, (options, "terminate", True))
     try:
+        nodes = (*session.get_inputs(), *session.get_outputs())
+        sizes = [
+            math.prod(_shape(node, 1)) * BY_ORT_NAME[node.type].size_bytes for node in nodes if node.type in BY_ORT_NAME
+        ]
+        if sum(sizes) > _MAX_FIRST_RUN_BYTES:
+            raise ValueError("its inputs and outputs are too large")
         inputs = {node.name: _value(node, 1) for node in session.get_inputs()}
         timer.start()
         session.run_with_ort_values([node.name for node in session.get_outputs()], inputs, options)
@@ -347,14 +356,19 @@ def _to_value(array: Array, datatype: Datatype) -> ort.OrtValue:
 
 
 def _value(node: ort.NodeArg, size: int) -> ort.OrtValue:
-    """Return a value for an input, with `size` in place of each free dimension; all elements are 1, texts are empty."""
+    """Return a value for an input, with `size` in place of each free dimension; all elements are `size`, texts are empty."""
     datatype = BY_ORT_NAME[node.type]
     if datatype is BYTES:
         size = max(size, 1)  # ONNX Runtime's binding takes no array of objects without elements
-    shape = tuple(each if isinstance(each, int) and each >= 0 else size for each in node.shape)
+    shape = _shape(node, size)
     if datatype is BYTES:
         return ort.OrtValue.ortvalue_from_numpy(np.full(shape, "", dtype=object))
-    return _to_value(np.ones(shape, datatype.dtype), datatype)
+    # Zeros take no memory until they are read, which the run that computes nothing does not.
+    return _to_value((np.ones if size else np.zeros)(shape, datatype.dtype), datatype)
+
+
+def _shape(node: ort.NodeArg, size: int) -> tuple[int, ...]:
+    return tuple(each if isinstance(each, int) and each >= 0 else size for each in node.shape)
 
 
 def _to_array(value: ort.OrtValue, datatype: Datatype) -> Array:

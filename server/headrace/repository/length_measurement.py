@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterator
 
 import numpy as np
 
 from headrace.backends.base import Execution, ExecutionLost
+from headrace.config.model_folder import MAX_INPUT_BYTES
 from headrace.core.clock import NS_PER_MS, Clock, monotonic_ns
 from headrace.core.tensor import BF16, BYTES, Array, ModelSpec, TensorSpec
 from headrace.scheduling.ragged import PaddedLayout
@@ -84,7 +86,16 @@ class LengthMeasurement:
                 return f"input {tensor.name} is text"
             if free and (tensor.name not in self._layout.policy.values or free != [self._layout.policy.inputs.axis]):
                 return f"input {tensor.name} has free dimensions that are not padded"
-        return ""
+        size_bytes = self._size_bytes(2, self._layout.policy.inputs.multiple_of)
+        return "" if size_bytes <= MAX_INPUT_BYTES else f"two rows have {size_bytes} bytes"
+
+    def _size_bytes(self, rows: int, length: int) -> int:
+        """Return the bytes of the inputs and outputs of a batch."""
+        tensors = (*self._spec.inputs.values(), *self._spec.outputs.values())
+        return sum(
+            rows * tensor.datatype.size_bytes * math.prod(length if size == -1 else size for size in tensor.shape[1:])
+            for tensor in tensors
+        )
 
     def _feed(self, rows: int, length: int) -> dict[str, Array]:
         return {name: self._values(tensor, rows, length) for name, tensor in self._spec.inputs.items()}
@@ -122,4 +133,5 @@ class LengthMeasurement:
         rows = [1 << power for power in range(min(self._max_rows, _MAX_ROWS).bit_length())]
         first = (self._layout.policy.inputs.multiple_of // 2).bit_length()
         lengths = [1 << power for power in range(max(first - 1, 0), longest.bit_length())]
-        return iter(sorted(((r, n) for r in rows for n in lengths), key=lambda size: (size[0] * size[1], size)))
+        pairs = [(r, n) for r in rows for n in lengths if self._size_bytes(r, n) <= MAX_INPUT_BYTES]
+        return iter(sorted(pairs, key=lambda size: (size[0] * size[1], size)))

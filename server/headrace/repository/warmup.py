@@ -29,14 +29,14 @@ from headrace.backends.base import Execution, ExecutionLost, LoadedModel, find_i
 from headrace.config.documents import open_regular_file
 from headrace.config.files import is_temporary, write_durably
 from headrace.config.manifest import Machine, onnxruntime_machine, usable_cores
-from headrace.config.model_folder import FOLDER, feed_dims
+from headrace.config.model_folder import FOLDER, MAX_INPUT_BYTES, feed_dims
 from headrace.config.ragged_rules import is_ragged
 from headrace.config.serving_plan import CUDA_RUNTIME, PYTHON_RUNTIMES
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.model_config import ModelConfig
 from headrace.core.sequence_config import state_tensors
 from headrace.core.tensor import BF16, BY_CONFIG_NAME, BYTES, Array, Datatype
-from headrace.core.tensor_config import ModelInput, WarmupInput
+from headrace.core.tensor_config import ModelInput, ModelOutput, WarmupInput
 from headrace.repository.data_files import read_values, zeros
 from headrace.scheduling.assembly import BatchLayout, Staging
 from headrace.scheduling.latency_table import LatencyTable, MeasuredTimes
@@ -128,11 +128,12 @@ def _random(kind: Datatype, shape: tuple[int, ...]) -> Array:
         values = np.empty(shape, dtype=object)
         values.reshape(-1)[:] = [b"%d" % bit for bit in rng.integers(0, 2, math.prod(shape)).tolist()]
     elif kind is BF16:  # the upper half of a single-precision number
-        values = (rng.random(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        words = rng.random(shape, np.float32).view(np.uint32)
+        values = np.right_shift(words, 16, out=words).astype(np.uint16)
     elif kind.dtype.kind == "f":
         values = rng.random(shape, np.float32).astype(kind.dtype)
     else:
-        values = rng.integers(0, 2, shape).astype(kind.dtype)
+        values = rng.integers(0, 2, shape, np.uint8).astype(kind.dtype, copy=False)
     return values
 
 
@@ -605,16 +606,26 @@ class LatencyMeasurement:
 
 
 def sizes(config: ModelConfig) -> list[int]:
-    """Return the batch sizes to measure: powers of two, preferred sizes and the maximum, up to `MAX_RANDOM_BYTES` of inputs."""
+    """Return the batch sizes to measure: powers of two, preferred sizes and the maximum.
+
+    Inputs have up to `MAX_RANDOM_BYTES`; with the outputs, and the row that is repeated, up to `MAX_INPUT_BYTES`.
+    """
     max_rows, states = max(config.max_batch_size, 1), state_tensors(config.sequence_batching)[0]
-    row_bytes = sum(
-        math.prod(max(size, 1) for size in tensor.dims) * BY_CONFIG_NAME[tensor.data_type].size_bytes
-        for tensor in (*config.served_input, *states)
-    )
+    row_bytes, output_bytes = _row_bytes((*config.served_input, *states)), _row_bytes(config.served_output)
+    max_bytes = MAX_INPUT_BYTES - row_bytes
     row_counts = {max_rows, *(1 << power for power in range(max_rows.bit_length()))}
     if config.dynamic_batching is not None:
         row_counts.update(config.dynamic_batching.preferred_batch_size)
-    return sorted(rows for rows in row_counts if rows <= max_rows and rows * row_bytes <= MAX_RANDOM_BYTES)
+    fitting = (rows for rows in row_counts if rows <= max_rows and rows * row_bytes <= MAX_RANDOM_BYTES)
+    return sorted(rows for rows in fitting if rows * (row_bytes + output_bytes) <= max_bytes)
+
+
+def _row_bytes(tensors: Iterable[ModelInput | ModelOutput]) -> int:
+    """Return the bytes of a row of tensors; free dimensions count as 1."""
+    return sum(
+        math.prod(max(size, 1) for size in tensor.dims) * BY_CONFIG_NAME[tensor.data_type].size_bytes
+        for tensor in tensors
+    )
 
 
 def unmeasurable(config: ModelConfig) -> str:
@@ -628,7 +639,8 @@ def unmeasurable(config: ModelConfig) -> str:
             return f"input {tensor.name} is text"
         if any(size < 0 for size in tensor.dims):
             return f"input {tensor.name} has free dimensions"
-    return "" if sizes(config) else f"a row has more than {MAX_RANDOM_BYTES} bytes"
+    input_bytes, output_bytes = _row_bytes(config.served_input), _row_bytes(config.served_output)
+    return "" if sizes(config) else f"a row has {input_bytes} bytes of inputs and {output_bytes} bytes of outputs"
 
 
 def bucket_times(buckets: Mapping[int, float]) -> dict[int, int]:
