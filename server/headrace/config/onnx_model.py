@@ -233,7 +233,7 @@ class RowWalk:
             raise RowsUnproven("has a subgraph")
         if node.op_type in _RANDOM:
             raise RowsUnproven("gives random values")
-        if node.op_type == "Einsum" and b"." in attributes.get("equation", b""):
+        if node.op_type == "Einsum" and "." in str(attributes.get("equation", "")):
             raise RowsUnproven("has an equation without explicit letters")  # inference of some does not end
         shapes = self._infer(node)
         call = Call(node.op_type, self._opset, inputs, attributes, shapes)
