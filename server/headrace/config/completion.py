@@ -12,6 +12,7 @@ independent, dynamic batching is also on if the file has a `max_batch_size` abov
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar, get_args
 
@@ -467,6 +468,10 @@ def complete_from_model(
         update["oversize"] = "reject"
     if config.max_batch_size and signature.rows.mixed:
         remarks.append(_mixed_remark(config, signature.rows))
+    if _needs_isolation(config, graph):
+        update["isolation"] = "process"
+        message = f"runs in a process of its own, which some values of a request end: {graph.trap}"
+        remarks.append(Problem(("isolation",), message, "write isolation: process, or none if no client sends them"))
     batch_size = update.get("max_batch_size", config.max_batch_size)
     # Triton's rule, except for models with dependent rows: a completed configuration gets dynamic batching if it can batch
     # and has no scheduler.
@@ -500,6 +505,12 @@ def complete_from_model(
         return None, fatal + problems_of(error), remarks
     fatal = fatal or contradictions(completed, graph)
     return (None if fatal else completed), fatal, remarks
+
+
+def _needs_isolation(config: ModelConfig, graph: OnnxSignature) -> bool:
+    """Return True for a model whose process a request can end; GPUs do not trap, and processes share memory on Linux only."""
+    on_cpu = config.kind == "onnx" and config.backend != "tensorrt" and hasattr(os, "memfd_create")
+    return bool(graph.trap) and on_cpu and "isolation" not in config.model_fields_set
 
 
 def _instances(config: ModelConfig) -> InstanceGroup:

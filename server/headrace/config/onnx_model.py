@@ -32,6 +32,7 @@ from headrace.config.row_rules import (
     Values,
     rows_of_filled,
 )
+from headrace.config.trap_rules import trapping_node
 from headrace.core.tensor import BY_ONNX_NUMBER
 
 if TYPE_CHECKING:
@@ -539,11 +540,13 @@ class OnnxSignature:
         inputs: in the graph's order, without constants, except inputs with a default.
         outputs: in the graph's order.
         rows: whether the rows of a batch are independent, with the first dimension of every required input as the batch.
+        trap: node that ends its process for some values of a request; "" if there is none.
     """
 
     inputs: tuple[TensorSignature, ...]
     outputs: tuple[TensorSignature, ...]
     rows: RowVerdict
+    trap: str = ""
 
     @property
     def required_inputs(self) -> tuple[TensorSignature, ...]:
@@ -601,7 +604,16 @@ def _read_signature(path: Path, name: str, mtime_ns: int, size_bytes: int, inode
     # only a configuration that names one of these makes it an input.
     inputs = tuple(_signature(info, info.name in constants) for info in graph.input)
     outputs = tuple(_signature(info, False) for info in graph.output)
-    return OnnxSignature(inputs, outputs, _rows(model, inputs, outputs))
+    return OnnxSignature(inputs, outputs, _rows(model, inputs, outputs), _trap(model))
+
+
+def _trap(model: onnx.ModelProto) -> str:
+    """Return the node that ends its process for some values; "" if there is none."""
+    from onnx import inliner
+
+    if model.functions and _expanded_nodes(model) <= _MAX_NODES:
+        model = inliner.inline_local_functions(model)
+    return trapping_node(model)
 
 
 def _rows(

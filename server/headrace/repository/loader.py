@@ -518,13 +518,13 @@ class Loader:
         parameters: dict[str, str],
         account: MemoryAccount | None,
     ) -> None:
-        """Try a file that has not run on this machine in a helper process, unless the model has a process of its own.
+        """Try a file that has not run on this machine in a helper process.
 
         Raises:
             NoRoom: it does not fit into the memory of a GPU.
             ConfigError: it ends its process, or exceeds the limit of time or memory.
         """
-        if self.trials is None or folder.config.isolation == "process":
+        if self.trials is None:
             return
         rows = folder.config.max_batch_size if plan.runtime in GPU_RUNTIMES else cpu_batch_size(folder.config)
         backend: dict[str, object] = {"factory": FACTORIES[plan.runtime], "file": str(plan.file)}

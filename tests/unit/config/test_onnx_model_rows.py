@@ -388,6 +388,8 @@ def test_random_graphs_that_are_proven_compute_each_request_alone() -> None:
 @pytest.mark.slow
 def test_many_random_graphs_that_are_proven_compute_each_request_alone() -> None:
     assert compare_graphs(examples(10_000)) > 0
+
+
 def nested_functions(levels: int, domain: str = "f") -> onnx.ModelProto:
     """Each function calls the one before twice; the first one calls itself if it is of another domain."""
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("f", 1)]
