@@ -61,7 +61,11 @@ def test_elements_are_encoded_as_in_triton(elements: list[Any]) -> None:
     assert unpack_texts(pack_texts(array), (len(elements),)).tolist() == expected
 
 
-@pytest.mark.parametrize("element", [[1], {"a": 1}, object(), "\ud800", Exception("x"), np.array(["a"])], ids=repr)
+@pytest.mark.parametrize(
+    "element",
+    [[1], {"a": 1}, object(), "\ud800", Exception("x"), np.array(["a"])],
+    ids=["list", "dict", "object", "half a surrogate pair", "exception", "array"],
+)
 def test_an_element_that_is_no_text_is_named(element: object) -> None:
     array = np.empty((2, 2), object)
     array[:] = "x"

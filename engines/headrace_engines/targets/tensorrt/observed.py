@@ -5,13 +5,14 @@ tensors that its layers write are marked in a second build, with the same timing
 that the second one does not have. A tensor in 8 bits is reported as such and dequantised here.
 
 TensorRT 10.6 cannot mark every tensor: its optimiser may copy the layer that reports one, and the build fails with "slice of
-isDebug for NAME' is listed more than once"; other marks end the process of the build. All tensors are outputs of the second plan
-then, which changes formats, and rarely the fusion.
+isDebug for NAME' is listed more than once". Such a tensor is built without its mark, and the remark names it. Other marks end the
+process of the build: all tensors are outputs of the second plan then, which changes formats, and rarely the fusion.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ from headrace_engines.targets.tensorrt.engine import TensorRtEngine
 from headrace_engines.targets.tensorrt.engine_layers import inspected_layers, read_layers
 
 logger = logging.getLogger("headrace.build")
+# Builds with fewer marks, each of which fails within seconds.
+_MAX_TRIES = 8
 # Builds and opens the plan of a model with some debug tensors.
 Build = Callable[[Path, onnx.ModelProto, frozenset[str], Report], TensorRtEngine]
 
@@ -43,7 +46,6 @@ class ObservedPlan:
         matches: counterparts of the FP32 model's tensors, by name.
         sources: names of the plan's tensors, by name of the FP32 model's tensor.
         remark: difference from the plan that is served; "" without any.
-        has_marks: the tensors are debug tensors, else outputs.
     """
 
     def __init__(
@@ -53,11 +55,8 @@ class ObservedPlan:
         matches: Mapping[str, Counterpart],
         sources: Mapping[str, str],
         remark: str,
-        *,
-        has_marks: bool,
     ) -> None:
         self._engine, self._graph, self._matches, self._sources = engine, graph, matches, sources
-        self._has_marks = has_marks
         self.names = tuple(sources)
         self.remark = remark
 
@@ -68,7 +67,7 @@ class ObservedPlan:
             BuildError: the engine rejects the inputs, or the GPU reports an error.
         """
         values = self._engine.run(inputs)
-        if self._has_marks:
+        if not set(self._sources.values()) <= values.keys():
             values |= self._engine.run_debug(inputs)
         results = {}
         for name, source in self._sources.items():
@@ -118,20 +117,48 @@ def observe_plan(
             sources[name] = source
     marked = frozenset(sources.values()) - set(graph.outputs)
     path, share, remarks = folder / "observed.plan", part(report, 0.5, 1.0), []
-    try:
-        engine = build(path, model, marked, share)
-    except BuildError as error:
-        if not isinstance(error, EndedError) and "isDebug for" not in str(error):
-            raise
-        logger.info("reading inner tensors as outputs: %s", error)
+    engine, refused = _build_marked(path, model, marked, build, share)
+    if engine is None:
         remarks.append("TensorRT cannot report its tensors, so they are outputs")
         engine = build(path, _with_outputs(model, graph, marked), frozenset(), share)
+    elif refused:
+        remarks.append(f"TensorRT cannot report {', '.join(sorted(refused))}")
+    sources = {name: source for name, source in sources.items() if source not in refused}
     try:
         remarks.append(_change(before, engine.layer_information(), model))
     except BaseException:
         engine.close()
         raise
-    return ObservedPlan(engine, graph, matches, sources, "; ".join(filter(None, remarks)), has_marks=len(remarks) == 1)
+    return ObservedPlan(engine, graph, matches, sources, "; ".join(filter(None, remarks)))
+
+
+def _build_marked(
+    path: Path, model: onnx.ModelProto, marked: frozenset[str], build: Build, report: Report
+) -> tuple[TensorRtEngine | None, frozenset[str]]:
+    """Build a plan with debug tensors, without those that TensorRT refuses; return it and their names.
+
+    The plan is None if the process of the build ended.
+
+    Raises:
+        BuildError: the plan cannot be built, and the message names no debug tensor.
+    """
+    refused: frozenset[str] = frozenset()
+    while True:
+        try:
+            return build(path, model, marked - refused, report), refused
+        except EndedError as error:
+            logger.info("reading inner tensors as outputs: %s", error)
+            return None, frozenset()
+        except BuildError as error:
+            named = {name for name in marked - refused if _names(error, name)}
+            if not named or len(refused) >= _MAX_TRIES:
+                raise
+            logger.info("reading inner tensors without %s: %s", ", ".join(sorted(named)), error)
+            refused |= named
+
+
+def _names(error: BuildError, tensor: str) -> bool:
+    return re.search(rf"(isDebug|debug output) for {re.escape(tensor)}(?![\w./])", str(error)) is not None
 
 
 def _with_outputs(model: onnx.ModelProto, graph: OnnxGraph, names: Collection[str]) -> onnx.ModelProto:

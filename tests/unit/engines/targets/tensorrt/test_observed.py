@@ -122,31 +122,50 @@ def test_a_failing_copy_of_a_tensor_is_raised(trt: Any, tmp_path: Path, cuda: An
     engine.close()
 
 
-DUPLICATE = "Assertion tensorListedOnce failed. slice of isDebug for {}' is listed more than once"
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [
-        BuildError(f"TensorRT 10.6.0 cannot build the engine: {DUPLICATE.format('cr')}"),
-        EndedError("the process that called _build_apart ended by signal 6"),
-    ],
+REFUSALS = (
+    "slice of isDebug for {}' is listed more than once",
+    "Node debug output for {} cannot be quantized by {}. You might want to add a DQ node before debug output for {}.",
 )
+
+
+@pytest.mark.parametrize("text", REFUSALS)
+def test_tensors_that_tensorrt_cannot_mark_are_left_out(
+    trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    model = simplify(networks.residual())
+    build_plan, marks = target_module.build_plan, []
+
+    def refuse(*arguments: Any) -> None:
+        marks.append(arguments[5].debug_tensors)
+        for name in ("cr", "ar"):
+            if name in marks[-1]:
+                raise BuildError(f"TensorRT 10.6.0 cannot build the engine: {text.replace('{}', name)}")
+        build_plan(*arguments)
+
+    monkeypatch.setattr(target_module, "build_plan", refuse)
+    engine = observed(model, tensors(model), tmp_path)
+    assert [len(marks[1] - mark) for mark in marks[1:]] == [0, 1, 2]
+    assert set(engine.names) == set(tensors(model)) - {"ar", "cr"}
+    assert engine.remark == "TensorRT cannot report ar, cr"
+    assert set(engine.run(networks.inputs_of(model))) == set(engine.names)
+    engine.close()
+
+
 @pytest.mark.parametrize("quantised", [False, True])
-def test_tensors_that_cannot_be_marked_are_outputs(
-    trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BuildError, quantised: bool
+def test_tensors_are_outputs_where_the_process_of_the_build_ends(
+    trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantised: bool
 ) -> None:
     model = simplify(networks.residual())
     lowered = quantize(model, networks.measured_ranges(model, tensors_to_calibrate(model)), "tensorrt")
     order, build_plan = lowered if quantised else model, target_module.build_plan
 
-    def refuse(*arguments: Any) -> None:
+    def end(*arguments: Any) -> None:
         if arguments[5].debug_tensors:
-            raise failure
+            raise EndedError("the process that called _build_apart ended by signal 6")
         build_plan(*arguments)
 
     marked = observed(order, tensors(model), tmp_path)
-    monkeypatch.setattr(target_module, "build_plan", refuse)
+    monkeypatch.setattr(target_module, "build_plan", end)
     outputs = observed(order, tensors(model), tmp_path)
     assert outputs.remark == "TensorRT cannot report its tensors, so they are outputs"
     inputs = networks.inputs_of(model)
