@@ -27,6 +27,7 @@ from tests.support.waiting import until
 pb: Any = service_pb2
 INT64, FP32 = TensorProto.INT64, TensorProto.FLOAT
 LOAD = "/v2/repository/models/{}/load"
+ZEROS = {"data_type": "TYPE_FP32", "dims": [16], "zero_data": True}
 
 
 def zeros() -> onnx.ModelProto:
@@ -91,6 +92,35 @@ def test_more_instances_than_the_system_has_threads(tmp_path: Path) -> None:
         server.still_serves()
         assert server.post(LOAD.format("affine"), b"")[0] == 200
         assert server.post(LOAD.format("many"), b"")[0] == 200
+
+
+MAX = 2**31 - 1
+# The largest number that a field may have, where it decides on threads, memory or work.
+NUMBERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "rows of a batch": (200, {"max_batch_size": MAX}),
+    "requests in the queue": (200, {"dynamic_batching": {"default_queue_policy": {"max_queue_size": MAX}}}),
+    "preferred rows": (400, {"max_batch_size": 8, "dynamic_batching": {"preferred_batch_size": [MAX]}}),
+    "priorities": (400, {"dynamic_batching": {"priority_levels": MAX, "default_priority_level": 1}}),
+    "priorities at their bound": (200, {"dynamic_batching": {"priority_levels": 1024, "default_priority_level": 1024}}),
+    "instances": (400, {"instance_group": [{"count": MAX}]}),
+    "GPU": (200, {"instance_group": [{"kind": "KIND_GPU", "gpus": [MAX]}]}),
+    "versions": (200, {"version_policy": {"latest": {"num_versions": MAX}}}),
+    "rows of the warm-up": (400, {"model_warmup": [{"name": "w", "batch_size": MAX, "inputs": {"X": ZEROS}}]}),
+    "warm-ups": (400, {"model_warmup": [{"name": "w", "batch_size": 1, "count": MAX, "inputs": {"X": ZEROS}}]}),
+    "sequences": (200, {"sequence_batching": {"oldest": {"max_candidate_sequences": MAX}}}),
+}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_large_number_in_a_configuration_takes_no_memory(attacked: Attacked, number: str) -> None:
+    expected, config = NUMBERS[number]
+    add_model(attacked.repository, "large", affine())
+    body = json.dumps({"parameters": {"config": json.dumps({"name": "large", **config})}}).encode()
+    # Large batches are measured within 1 GiB; a place for each number would take 16 GiB.
+    with attacked.flat_memory(1 << 30):
+        status, error = attacked.post(LOAD.format("large"), body)
+        assert status == expected, error
+    attacked.still_serves()
 
 
 # --- Pipes -------------------------------------------------------------------------------------------------------------

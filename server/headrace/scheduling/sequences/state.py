@@ -41,14 +41,15 @@ class _FixedState:
 
     def __init__(self, state: StateTensor, slots: int) -> None:
         self.state, self._slots = state, slots
-        self._values = self._empty()
+        self._values = self._empty(0)
 
     def key(self, slot: int) -> Hashable:
         return None
 
     def reset(self, slot: int) -> None:
-        if slot >= len(self._values):  # taken from a batch of fewer slots
-            values, used = self._empty(), len(self._values)
+        if slot >= len(self._values):
+            used = len(self._values)
+            values = self._empty(min(max(2 * used, slot + 1), self._slots))
             values[:used] = self._values
             self._values = values
         self._values[slot] = self.state.initial
@@ -67,8 +68,8 @@ class _FixedState:
         else:
             self._values[[rows.slots[row] for row in rows.ready]] = output[list(rows.ready)]
 
-    def _empty(self) -> Array:
-        shape = (self._slots, *self.state.dims)
+    def _empty(self, slots: int) -> Array:
+        shape = (slots, *self.state.dims)
         datatype = self.state.datatype
         return np.full(shape, b"", object) if datatype is BYTES else np.zeros(shape, datatype.dtype)
 
@@ -76,15 +77,16 @@ class _FixedState:
 class _FreeState:
     """Values of a state whose shape may change with each request: an array of one row for each slot."""
 
-    def __init__(self, state: StateTensor, slots: int) -> None:
+    def __init__(self, state: StateTensor) -> None:
         self.state = state
         self._initial: Array = state.initial[np.newaxis]
-        self._values = [self._initial] * slots
+        self._values: list[Array] = []
 
     def key(self, slot: int) -> tuple[int, ...]:
         return self._values[slot].shape
 
     def reset(self, slot: int) -> None:
+        self._values.extend([self._initial] * (slot + 1 - len(self._values)))
         self._values[slot] = self._initial
 
     def load(self, rows: BatchSlots) -> Array:
@@ -119,7 +121,7 @@ class HostStates:
     """
 
     def __init__(self, states: Sequence[StateTensor], slots: int, batched: bool, model: str) -> None:
-        self._states = [_FreeState(each, slots) if -1 in each.dims else _FixedState(each, slots) for each in states]
+        self._states = [_FreeState(each) if -1 in each.dims else _FixedState(each, slots) for each in states]
         self._free = [each for each in self._states if isinstance(each, _FreeState)]
         self._batched, self._model = batched, model
         self.live: set[int] = set()

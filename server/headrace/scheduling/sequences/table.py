@@ -184,19 +184,19 @@ class InstanceSlots:
         count: number of slots.
 
     Attributes:
-        sequences: the sequence of each slot; None for a free one.
+        sequences: the sequence of each slot that was used so far; None for a free one.
         used: number of slots with a sequence.
         ready: sequences with a queued request and none that runs, in the order in which they became so.
         running: sequences with a request in the running batch.
         is_open: False once the instance has ended.
     """
 
-    __slots__ = ("_free", "index", "is_open", "ready", "running", "sequences", "used")
+    __slots__ = ("_count", "_free", "index", "is_open", "ready", "running", "sequences", "used")
 
     def __init__(self, index: int, count: int) -> None:
-        self.index = index
-        self.sequences: list[LiveSequence | None] = [None] * count
-        self._free = list(range(count))  # a heap: low slots keep the batches of the direct strategy short
+        self.index, self._count = index, count
+        self.sequences: list[LiveSequence | None] = []
+        self._free: list[int] = []  # a heap: low slots keep the batches of the direct strategy short
         self.used = 0
         self.ready: dict[LiveSequence, None] = {}
         self.running: list[LiveSequence] = []
@@ -205,10 +205,14 @@ class InstanceSlots:
     @property
     def has_free(self) -> bool:
         """True if a slot is free."""
-        return bool(self._free)
+        return self.used < self._count
 
     def assign(self, sequence: LiveSequence) -> None:
         """Give a sequence the lowest free slot."""
+        assert self.has_free, "a slot is free"
+        if not self._free:
+            self._free.append(len(self.sequences))
+            self.sequences.append(None)
         slot = heappop(self._free)
         assert self.sequences[slot] is None, "a slot has at most one live sequence"
         self.sequences[slot] = sequence

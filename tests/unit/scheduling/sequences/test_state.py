@@ -49,6 +49,15 @@ def test_a_sequence_starts_with_the_initial_state() -> None:
     assert ROW.initial.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("state", [ROW, StateTensor("in", "out", FP32, (-1,), np.array([1, 2], np.float32))])
+def test_states_take_memory_as_slots_are_used(state: StateTensor) -> None:
+    states = host(state, slots=2**31 - 1)
+    for slot in range(3):
+        states.reset(slot)
+        states.save(filled(1, slot), BatchSlots([slot], [0]))
+    assert states.load(BatchSlots([0, 1, 2], [0, 1, 2]))["in"].tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
 def test_a_batch_of_all_live_sequences_is_not_copied() -> None:
     states, rows = host(), BatchSlots([0, 1], [0, 1])
     states.reset(0)
