@@ -702,9 +702,9 @@ def _check_external(tensor: onnx.TensorProto, path: Path, name: str) -> None:
     cure = "save the model with its external data in the same folder"
     if not location or "\0" in location or relative.is_absolute() or ".." in relative.parts or "\\" in location:
         raise refuse(name, None, f"{subject}, which is not in the model's folder", cure)
+    if not (folder / relative).is_file():
+        raise refuse(name, None, f"{subject}, which does not exist", cure)
     # REPOSITORY/MODEL/VERSION/model.onnx: the operator has named the repository.
     # ONNX Runtime also takes weights beside the file that a link in place of the model leads to.
     if not within(folder / relative, folder) and not within(folder / relative, path.resolve().parent):
         raise refuse(name, None, f"{subject}, which leads out of the model's folder", cure)
-    if not (folder / relative).is_file():
-        raise refuse(name, None, f"{subject}, which does not exist", cure)
