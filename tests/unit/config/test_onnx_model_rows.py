@@ -386,6 +386,7 @@ def test_random_graphs_that_are_proven_compute_each_request_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_many_random_graphs_that_are_proven_compute_each_request_alone() -> None:
     assert compare_graphs(examples(10_000)) > 0
 
