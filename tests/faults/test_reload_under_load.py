@@ -125,14 +125,16 @@ def state(server: Server, name: str) -> tuple[str, str]:
 
 
 def test_no_request_notices_that_its_model_is_reloaded(server: Server, repository: Path) -> None:
-    control = connect(server, grpc=False)
+    control = connect(server, "http")
     x = np.random.default_rng(99).standard_normal((1, FEATURES)).astype(np.float32)
     with Hammer(server).running() as hammer:
         for reload in range(RELOADS):
             seed = SEEDS[(reload + 1) % 2]
             put(repository, model(seed).SerializeToString())
             control.load_model("m")
-            assert seed_of(x, infer(control, x)) == seed, "the load has returned: the new weights serve"
+            assert seed_of(x, infer(control, "m", {"X": x}).as_numpy("Y")) == seed, (
+                "the load has returned: the new weights serve"
+            )
             if reload == RELOADS // 4:
                 threads, memory = resources(server)
         ended_threads, ended_memory = settled_threads(server, threads), resources(server)[1]
@@ -149,16 +151,16 @@ def test_a_failed_reload_is_reported_to_its_caller_only(server: Server, reposito
     with Hammer(server).running() as hammer:
         for broken in (b"no model", good[: len(good) // 2], b""):
             put(repository, broken)
-            for grpc in (False, True):
+            for protocol in ("http", "grpc"):
                 with pytest.raises(InferenceServerException, match=r"model\.onnx") as refused:
-                    connect(server, grpc).load_model("m")
+                    connect(server, protocol).load_model("m")
                 assert str(repository) not in str(refused.value)
                 assert server.request("GET", "/v2/health/ready")[0] == 200
                 now, reason = state(server, "m")
                 assert now == "READY"
                 assert "the last load failed" in reason
         put(repository, good)
-        connect(server, grpc=False).load_model("m")
+        connect(server, "http").load_model("m")
     assert hammer.errors == []
     assert hammer.answers[0] == 0
     assert state(server, "m") == ("READY", "")
@@ -187,7 +189,7 @@ def test_unloading_answers_requests_in_flight_and_refuses_new_ones(server: Serve
     assert status == 503
     assert "is not loaded" in json.loads(answer)["error"]
     with pytest.raises(InferenceServerException, match="is not loaded"):
-        connect(server, grpc=True).get_model_metadata("busy")
+        connect(server, "grpc").get_model_metadata("busy")
     assert answers == [], "the unload did not wait for them"
     for thread in pending:
         thread.join()
