@@ -232,6 +232,9 @@ def _is_ready(port: int) -> bool:
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     tool("curl")
+    import skops.io
+    from sklearn.linear_model import LogisticRegression
+
     folder = tmp_path_factory.mktemp("root")
     shutil.copytree(ROOT / "model_repository", folder / "model_repository", copy_function=os.link)
     if not (folder / "model_repository" / "digits" / "1" / "model.onnx").exists():
@@ -253,6 +256,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     (folder / "pictures" / "cat.jpg").symlink_to(folder / "cat.jpg")
     (folder / "model.onnx").symlink_to(folder / "model_repository" / "tiny" / "1" / "model.onnx")
     onnx.save(transformer(layers=1, width=64, heads=2, words=50), folder / "encoder.onnx")
+    skops.io.dump(LogisticRegression().fit(np.eye(4), [0, 1, 0, 1]), folder / "churn.skops")
     options = ["--model-control", "explicit", *(word for name in SERVED for word in ("--load-model", name))]
     with serving(folder / "model_repository", folder, *options) as server:
         yield Shell(folder, server)
