@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,16 @@ def temporary_name(path: Path) -> Path:
 def is_temporary(name: str) -> bool:
     """True for the names that `temporary_name` returns."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def remove_oldest(folder: Path, kept: int) -> None:
+    """Remove the least recently used of a folder's JSON files beyond `kept`; raises OSError if the folder cannot be read."""
+    with os.scandir(folder) as entries:
+        files = [entry for entry in entries if entry.name.endswith(".json")]
+    if len(files) > kept:
+        with suppress(OSError):  # another process may remove the same files
+            for entry in sorted(files, key=lambda entry: entry.stat().st_mtime)[:-kept]:
+                Path(entry.path).unlink(missing_ok=True)
 
 
 _PROCESS_LOCK = "lock"

@@ -12,12 +12,11 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.config.documents import open_regular_file
-from headrace.config.files import write_durably
+from headrace.config.files import remove_oldest, write_durably
 from headrace.config.manifest import Machine, onnxruntime_version
 
 logger = logging.getLogger("headrace.trials")
@@ -87,16 +86,9 @@ class TriedFiles:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_durably(self._folder / f"{key}.json", json.dumps(record).encode())
             if key.startswith("00"):  # one write in 256
-                self._remove_oldest()
+                remove_oldest(self._folder, _MAX_RECORDS)
         except OSError as error:
             if not self._warned:
                 cure = "name a writable folder with --state-dir"
                 logger.warning("%s cannot be written: %s (%s)", self._folder, error.strerror, cure)
             self._warned = True
-
-    def _remove_oldest(self) -> None:
-        files = list(self._folder.glob("*.json"))
-        if len(files) > _MAX_RECORDS:
-            with suppress(OSError):  # another server may remove the same files
-                for file in sorted(files, key=lambda file: file.stat().st_mtime)[:-_MAX_RECORDS]:
-                    file.unlink(missing_ok=True)

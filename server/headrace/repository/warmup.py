@@ -27,7 +27,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from headrace.backends.base import Execution, ExecutionLost, LoadedModel, find_inner
 from headrace.config.documents import open_regular_file
-from headrace.config.files import is_temporary, write_durably
+from headrace.config.files import remove_oldest, write_durably
 from headrace.config.manifest import Machine, onnxruntime_machine, usable_cores
 from headrace.config.model_folder import FOLDER, MAX_INPUT_BYTES, feed_dims
 from headrace.config.ragged_rules import is_ragged
@@ -234,16 +234,6 @@ class LatencyStore:
             cure = "name a writable folder with --state-dir, or write --state-dir '' to store nothing"
             logger.warning("latency tables cannot be written to %s: %s (%s)", self.folder, error.strerror, cure)
 
-    def remove_oldest(self) -> None:
-        """Remove the least recently used files beyond the limit."""
-        with os.scandir(self.folder) as entries:
-            files = [entry for entry in entries if entry.name.endswith(".json") and not is_temporary(entry.name)]
-        if len(files) <= _MAX_FILES:
-            return
-        with suppress(OSError):  # another server may remove the same files
-            for entry in sorted(files, key=lambda entry: entry.stat().st_mtime)[:-_MAX_FILES]:
-                Path(entry.path).unlink(missing_ok=True)
-
 
 @dataclass(frozen=True, slots=True)
 class LatencyFile:
@@ -292,7 +282,7 @@ class LatencyFile:
         try:
             self.store.folder.mkdir(parents=True, exist_ok=True)
             write_durably(self.path, json.dumps(document, separators=(",", ":")).encode())
-            self.store.remove_oldest()
+            remove_oldest(self.store.folder, _MAX_FILES)
         except OSError as error:
             self.store.warn_once(error)
 
