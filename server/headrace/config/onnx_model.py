@@ -92,6 +92,15 @@ def _expanded_nodes(model: onnx.ModelProto) -> int:
     return count(model.graph.node, 0)
 
 
+def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model with the nodes of local functions in place of their calls; the same model if that are too many nodes."""
+    from onnx import inliner
+
+    if model.functions and _expanded_nodes(model) <= _MAX_NODES:
+        return inliner.inline_local_functions(model)
+    return model
+
+
 def analyse_rows(model: onnx.ModelProto, rows_inputs: Sequence[str]) -> RowVerdict:
     """Follow the rows of a batch through a graph.
 
@@ -121,13 +130,9 @@ class RowWalk:
     """
 
     def __init__(self, model: onnx.ModelProto, rows_inputs: Sequence[str]) -> None:
-        from onnx import inliner
-
+        model = self._model = _inlined(model)
         if model.functions:
-            if _expanded_nodes(model) > _MAX_NODES:
-                raise RowsUnproven(f"the graph has more than {_MAX_NODES} nodes in its functions")
-            model = inliner.inline_local_functions(model)
-        self._model = model
+            raise RowsUnproven(f"the graph has more than {_MAX_NODES} nodes in its functions")
         self._opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
         self.tensors: dict[str, RowTensor | None] = {"": None}
         self._types: dict[str, onnx.TypeProto] = {}
@@ -604,16 +609,8 @@ def _read_signature(path: Path, name: str, mtime_ns: int, size_bytes: int, inode
     # only a configuration that names one of these makes it an input.
     inputs = tuple(_signature(info, info.name in constants) for info in graph.input)
     outputs = tuple(_signature(info, False) for info in graph.output)
-    return OnnxSignature(inputs, outputs, _rows(model, inputs, outputs), _trap(model))
-
-
-def _trap(model: onnx.ModelProto) -> str:
-    """Return the node that ends its process for some values; "" if there is none."""
-    from onnx import inliner
-
-    if model.functions and _expanded_nodes(model) <= _MAX_NODES:
-        model = inliner.inline_local_functions(model)
-    return trapping_node(model)
+    inlined = _inlined(model)
+    return OnnxSignature(inputs, outputs, _rows(inlined, inputs, outputs), trapping_node(inlined))
 
 
 def _rows(

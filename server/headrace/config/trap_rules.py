@@ -27,11 +27,27 @@ def trapping_node(model: onnx.ModelProto) -> str:
     Args:
         model: with few local functions they are inlined before; types in others are not known.
     """
-    divisions = (node for function in model.functions for node in function.node if node.op_type in _DIVISIONS)
-    for node in divisions:
-        return _text(node)
+    for function in model.functions:
+        division = _division(function.node)
+        if division is not None:
+            return _text(division)
+    if _division(model.graph.node) is None:
+        return ""
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
     return _in_graph(model.graph, opset, {}, {})
+
+
+def _division(nodes: Iterable[onnx.NodeProto]) -> onnx.NodeProto | None:
+    """Return the first division among nodes and in their subgraphs; None if there is none."""
+    for node in nodes:
+        if node.op_type in _DIVISIONS:
+            return node
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                found = _division(graph.node)
+                if found is not None:
+                    return found
+    return None
 
 
 def _in_graph(
