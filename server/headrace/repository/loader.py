@@ -554,13 +554,12 @@ class Loader:
         host_code = plan.stamp is not None and plan.stamp.version_compatible
         backend = self._create_backend(plan.runtime, config)
         parameters = backend_parameters(config, devices, host_code=host_code)
-        if _books_memory(backend):
-            for device in set(devices).intersection(range(gpus.count())):  # the backend reports missing GPUs
-                self.gpu_model_cache.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
-        tried_account = account if _books_memory(backend) else None
-        try_file(len(devices), parameters, tried_account)
         if not _books_memory(backend):
+            try_file(len(devices), parameters, None)
             return devices, backend.load(plan.file, len(devices), parameters), steps
+        for device in set(devices).intersection(range(gpus.count())):  # the backend reports missing GPUs
+            self.gpu_model_cache.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
+        try_file(len(devices), parameters, account)
         model = backend.load(plan.file, len(devices), parameters, account)
         try:
             if isinstance(model, TensorRtModel | IsolatedModel) and plan.runtime == "tensorrt":
