@@ -359,6 +359,13 @@ class BodyReservation:
             self.held_bytes = 0
 
 
+UNREAD_FULL = (
+    "the responses that clients have not read exceed max_total_body_bytes together with this one: retry later, or request less "
+    "at once"
+)
+"""Text of the error in place of a response that `UnreadResponses.admits` refuses."""
+
+
 class UnreadResponses:
     """Response bytes of one connection that its client has not read; they count in the server's `BodyMemory`.
 

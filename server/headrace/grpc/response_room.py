@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Overloaded
-from headrace.core.limits import SMALL_BODY_BYTES, ClientLimits, UnreadResponses
+from headrace.core.limits import SMALL_BODY_BYTES, UNREAD_FULL, ClientLimits, UnreadResponses
 
 # A connection may hold more than `max_unread_bytes` where the size of responses was not expected: up to this, or to two of the
 # largest message. Above, the calls that still run are refused.
@@ -106,10 +106,7 @@ class ResponseRoom:
     def admit(self, size_bytes: int) -> None:
         """Check that a response may be written; raises Overloaded if memory for unread responses is full."""
         if size_bytes > SMALL_BODY_BYTES and not self._unread.admits(size_bytes):
-            raise Overloaded(
-                "the responses that clients have not read exceed max_total_body_bytes together with this one: retry later, or "
-                "request less at once"
-            )
+            raise Overloaded(UNREAD_FULL)
 
     def update(self, unread_bytes: int) -> None:
         """Set the number of bytes that are written and not read."""

@@ -30,7 +30,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from headrace.core.access import certificate_names
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Overloaded
-from headrace.core.limits import BodyReservation, ClientLimits, UnreadResponses
+from headrace.core.limits import UNREAD_FULL, BodyReservation, ClientLimits, UnreadResponses
 from headrace.http.event_stream import Http10Cycle
 from headrace.http.half_closed import DisconnectProbe
 from headrace.http.infer_endpoint import InferEndpoint, ParsedHead, content_length, error_response, json_length
@@ -761,10 +761,5 @@ def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
 
 def _unread_error(end: bytes) -> bytes:
     """Response in place of one that does not fit into the memory of unread responses."""
-    status, headers, body = error_response(
-        Overloaded(
-            "the responses that clients have not read exceed max_total_body_bytes together with this one: retry later, or "
-            "request less at once"
-        )
-    )
+    status, headers, body = error_response(Overloaded(UNREAD_FULL))
     return b"".join((STATUS_LINE[status], header_lines(headers), end, body))
