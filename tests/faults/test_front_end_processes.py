@@ -172,23 +172,30 @@ def _statuses(opened: list[http.client.HTTPConnection]) -> list[int]:
     return statuses
 
 
+def client_state(server: Server) -> dict[str, Any]:
+    """Return the models, traffic, regions and settings that clients have changed, as responses of the server."""
+    paths = (
+        "v2/models/changed/config",
+        "v2/repository/models/row_sums/traffic",
+        "v2/systemsharedmemory/status",
+        "v2/logging",
+        "v2/trace/setting",
+        "v2/models/later/trace/setting",
+    )
+    result: dict[str, Any] = {path: server.request("GET", f"/{path}")[2] for path in paths}
+    rows = json.loads(server.request("POST", "/v2/repository/index", b"{}")[2])
+    result["index"] = {row["name"]: row["state"] for row in rows if row["name"] != "uploaded"}
+    return result
+
+
 @REPEATED
 def test_changes_of_clients_outlive_the_engine_process(tmp_path: Path, times: int) -> None:
     repository, name = tmp_path / "models", f"test-{uuid.uuid4().hex}"
     for model in ("row_sums", "dropped", "later", "changed"):
         add_model(repository, model, row_sums(), config="version_policy { all { } }")
     shutil.copytree(repository / "row_sums" / "1", repository / "row_sums" / "2")
-    options = [
-        "--front-ends",
-        "2",
-        "--model-control",
-        "explicit",
-        "--load-model",
-        "row_sums",
-        "--load-model",
-        "dropped",
-    ]
-    options += ["--allow-model-override", "--allow-client-shm"]
+    options = ["--front-ends", "2", "--model-control", "explicit", "--allow-model-override", "--allow-client-shm"]
+    options += ["--load-model", "row_sums", "--load-model", "dropped"]
     uploaded = base64.b64encode((repository / "later" / "1" / "model.onnx").read_bytes()).decode()
     changes: dict[str, Any] = {
         "v2/repository/models/later/load": {},
@@ -202,19 +209,6 @@ def test_changes_of_clients_outlive_the_engine_process(tmp_path: Path, times: in
         "v2/models/later/trace/setting": {"trace_rate": "78"},
     }
 
-    def state() -> dict[str, Any]:
-        paths = (
-            "v2/models/changed/config",
-            "v2/repository/models/row_sums/traffic",
-            "v2/systemsharedmemory/status",
-            "v2/logging",
-        )
-        result = {path: server.request("GET", f"/{path}")[2] for path in (*paths, "v2/trace/setting")}
-        result["trace of later"] = server.request("GET", "/v2/models/later/trace/setting")[2]
-        rows = json.loads(server.request("POST", "/v2/repository/index", b"{}")[2])
-        result["index"] = {row["name"]: row["state"] for row in rows if row["name"] != "uploaded"}
-        return result
-
     path = Path("/dev/shm", name)
     path.write_bytes(bytes(64))
     try:
@@ -222,7 +216,7 @@ def test_changes_of_clients_outlive_the_engine_process(tmp_path: Path, times: in
             for change, document in changes.items():
                 status, _, content = server.request("POST", f"/{change}", json.dumps(document).encode())
                 assert status == 200, (change, content)
-            before = state()
+            before = client_state(server)
             shares = {
                 row["version"]: row["share"]
                 for row in json.loads(before["v2/repository/models/row_sums/traffic"])["versions"]
@@ -232,7 +226,7 @@ def test_changes_of_clients_outlive_the_engine_process(tmp_path: Path, times: in
                 os.kill(processes(server)["engine"], signal.SIGKILL)
                 until(lambda: "engine" not in processes(server) or server.request("GET", "/v2/health/ready")[0] == 503)
                 until(lambda: server.request("GET", "/v2/health/ready")[0] == 200)
-                assert state() == before
+                assert client_state(server) == before
                 rows = json.loads(server.request("POST", "/v2/repository/index", b"{}")[2])
                 (lost,) = [row for row in rows if row["name"] == "uploaded"]
                 assert (lost["state"], "load it again" in lost["reason"]) == ("UNAVAILABLE", True)

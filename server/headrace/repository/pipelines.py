@@ -266,11 +266,10 @@ def _size_problems(graph: PipelineGraph, registry: Registry) -> Iterator[Problem
         count, levels = size(each.name, each.steps)
         if count > MAX_STEPS or levels > MAX_LEVELS:
             subject = "one request" if each is graph else f"with it, one request of '{each.name}'"
-            message = (
-                f"{subject} runs {count} steps in {levels} levels of pipelines, at most {MAX_STEPS} in {MAX_LEVELS} "
-            )
+            message = f"{subject} runs {count} steps in {levels} levels of pipelines"
             loc: Location = ("ensemble_scheduling" if graph.kind == "ensemble" else "pipeline",)
-            yield Problem(loc, f"{message}are allowed", "call fewer models, or join pipelines")
+            limits = f"at most {MAX_STEPS} in {MAX_LEVELS} are allowed"
+            yield Problem(loc, f"{message}, {limits}", "call fewer models, or join pipelines")
             return
 
 

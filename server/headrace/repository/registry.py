@@ -580,7 +580,7 @@ class Registry:
         self.on_published()
 
     def traffic_changes(self) -> dict[str, tuple[Traffic | None, Traffic]]:
-        """Return by model the traffic of its configuration, and the one that `set_traffic` has put in its place."""
+        """Return, for each model whose traffic `set_traffic` has changed, the configured traffic and the present one."""
         with self._lock:
             return self._traffic_changes.copy()
 
