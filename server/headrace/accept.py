@@ -88,10 +88,11 @@ class Handshakes:
             tls.context(alpn)
 
     def close(self) -> None:
-        """Abort all handshakes; other connections stay open."""
+        """Abort all handshakes; other connections stay open. Those without TLS that are being opened are closed at once."""
         self._is_closed = True
-        for task in self._handshakes:
-            task.cancel()
+        if self._tls is not None:
+            for task in self._handshakes:
+                task.cancel()
 
     async def wait_closed(self) -> None:
         """Wait until all handshakes have ended; call `close` before."""
@@ -121,7 +122,10 @@ class Handshakes:
 
     async def _handshake(self, sock: socket.socket) -> None:
         if self._tls is None:
-            await self._loop.connect_accepted_socket(self._factory, sock)
+            # Never cancelled: uvloop would end the connection without a word to its protocol, and the server wait for it.
+            transport, _ = await self._loop.connect_accepted_socket(self._factory, sock)
+            if self._is_closed:
+                transport.close()
             return
         await self._loop.connect_accepted_socket(
             self._factory, sock, ssl=self._tls.context(self._alpn), ssl_handshake_timeout=self._timeout_s

@@ -123,6 +123,8 @@ class SupervisorChannel:
         self._on_message = on_message
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
+        self._owed: list[str] = []  # names of messages that `insist` could not send yet
+        self._on_writable: Callable[[], None] | None = None
         sock.setblocking(False)
         self._loop.add_reader(sock, self._read)
 
@@ -141,8 +143,18 @@ class SupervisorChannel:
 
     def when_writable(self, callback: Callable[[], None]) -> None:
         """Call back once, when the other end has read so much that `send` can succeed; replaces an earlier callback."""
+        self._on_writable = callback
+        self._watch()
+
+    def insist(self, name: str) -> None:
+        """Send a message without content, if need be once the other end has read earlier ones."""
+        if self._owed or not self.send(name):
+            self._owed.append(name)
+            self._watch()
+
+    def _watch(self) -> None:
         if self._socket.fileno() >= 0:
-            self._loop.add_writer(self._socket, self._writable, callback)
+            self._loop.add_writer(self._socket, self._writable)
 
     def close(self) -> None:
         """Close this end."""
@@ -151,9 +163,15 @@ class SupervisorChannel:
             self._loop.remove_writer(self._socket)
             self._socket.close()
 
-    def _writable(self, callback: Callable[[], None]) -> None:
+    def _writable(self) -> None:
+        while self._owed and self.send(self._owed[0]):
+            del self._owed[0]
+        if self._owed:
+            return
         self._loop.remove_writer(self._socket)
-        callback()
+        callback, self._on_writable = self._on_writable, None
+        if callback is not None:
+            callback()
 
     def _read(self) -> None:
         for _ in range(_MAX_READS):

@@ -117,6 +117,11 @@ class Child:
         """Send a message; False if there is no process, or it does not read."""
         return self._channel is not None and self._channel.send(name, content, descriptors)
 
+    def insist(self, name: str) -> None:
+        """Send a message without content that must arrive, also if the process does not read now."""
+        if self._channel is not None:
+            self._channel.insist(name)
+
     def when_writable(self, callback: Callable[[], None]) -> None:
         """Call back once, when the process has read earlier messages; see `SupervisorChannel.when_writable`."""
         if self._channel is not None:

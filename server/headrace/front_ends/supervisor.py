@@ -174,10 +174,10 @@ class ServerSupervisor:
         self._update_acceptors()
         if self._is_stopping:
             if name == "ready":
-                child.send("drain" if child.number else "stop")
+                child.insist("drain" if child.number else "stop")
         elif self._is_loaded and not self._is_announced and all(each.is_ready for each in self._front_ends):
             self._is_announced = True
-            self._engine.send("announce")
+            self._engine.insist("announce")
 
     def _on_ended(self, child: Child, status: int, cpu_ns: int) -> None:
         self._arrays[child.number].end(cpu_ns)
@@ -198,7 +198,7 @@ class ServerSupervisor:
     def _reload(self) -> None:
         """SIGHUP: reload certificates and keys. A server that has lost its terminal continues."""
         for child in (self._engine, *self._front_ends):
-            child.send("reload")
+            child.insist("reload")
 
     # --- Shutdown -----------------------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class ServerSupervisor:
         if self._is_stopping:
             logger.warning("Ctrl-C again: exiting without waiting for requests in flight")
             for child in self._front_ends:
-                child.send("force")
+                child.insist("force")
         self._stop()
 
     def _stop(self) -> None:
@@ -219,9 +219,9 @@ class ServerSupervisor:
             acceptor.close()
         for child in (self._engine, *self._front_ends):
             child.cancel_restart()
-        self._engine.send("drain")
+        self._engine.insist("drain")
         for child in self._front_ends:
-            child.send("drain")
+            child.insist("drain")
         limit_s = self._settings.drain_timeout_s + _GRACE_S
         self._time_limits.append(asyncio.get_running_loop().call_later(limit_s, self._kill_front_ends))
         self._continue_stop()
@@ -235,7 +235,7 @@ class ServerSupervisor:
             self._ended.set()
             return
         if child is not self._engine:
-            self._engine.send("stop")
+            self._engine.insist("stop")
             limit_s = self._settings.drain_timeout_s + _GRACE_S
             self._time_limits.append(asyncio.get_running_loop().call_later(limit_s, self._kill_engine))
 

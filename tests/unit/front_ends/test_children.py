@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,24 @@ async def test_a_process_that_has_just_ended_can_be_killed(monkeypatch: pytest.M
     watched.child.kill()
     await until_async(lambda: watched.statuses == [3])
     assert not watched.child.is_running
+
+
+async def test_a_process_that_did_not_read_is_drained_once_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "_PROGRAM", SERVES)
+    watched = Watched()
+    watched.is_over = True
+    watched.child.start()
+    await until_async(lambda: watched.child.is_ready)
+    os.kill(watched.child.pid, signal.SIGSTOP)
+    while watched.child.send("ping"):
+        pass
+    called: list[str] = []
+    watched.child.insist("reload")
+    watched.child.when_writable(lambda: called.append("writable"))
+    watched.child.insist("drain")
+    os.kill(watched.child.pid, signal.SIGCONT)
+    await until_async(lambda: watched.statuses == [4])
+    assert called == ["writable"]
 
 
 def test_the_last_pause_is_ten_seconds() -> None:

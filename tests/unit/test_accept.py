@@ -1,0 +1,82 @@
+"""Accepted connections while the server stops: each one whose protocol has heard of it also hears its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+import uvloop
+from headrace.accept import PassedConnections
+from headrace.core.limits import ClientLimits
+from headrace.tls import ServerTls, TlsFiles
+
+
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    """The loop that serves: it differs from asyncio's where a connection is cancelled while it opens."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as created:
+        yield created
+
+
+class Listening(asyncio.Protocol):
+    """Calls back when its connection opens, and tells when it has ended."""
+
+    def __init__(self, on_open: Callable[[], None]) -> None:
+        self._on_open = on_open
+        self.made, self.lost = asyncio.Event(), asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Its connection is open."""
+        self.made.set()
+        self._on_open()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Its connection has ended."""
+        self.lost.set()
+
+
+def server_tls(folder: Path) -> tuple[ServerTls, ssl.SSLContext]:
+    """TLS of a server, and a context of a client that trusts it."""
+    authority = trustme.CA()
+    pair = authority.issue_cert("127.0.0.1")
+    pair.cert_chain_pems[0].write_to_path(folder / "certificate.pem")
+    pair.private_key_pem.write_to_path(folder / "key.pem")
+    client = ssl.create_default_context()
+    authority.configure_trust(client)
+    return ServerTls(TlsFiles(str(folder / "certificate.pem"), str(folder / "key.pem"), "")), client
+
+
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("when", ["at once", "begun", "opened"])
+async def test_connections_that_open_while_the_server_stops_are_ended(
+    with_tls: bool, when: str, tmp_path: Path
+) -> None:
+    """The stop comes before the first step of a connection, after it, or while its protocol hears of it."""
+    tls, trust = server_tls(tmp_path) if with_tls else (None, None)
+    protocol = Listening(lambda: connections.close() if when == "opened" else None)
+    connections = PassedConnections(lambda: protocol, tls, "http/1.1", ClientLimits())
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = socket.create_connection(listening.getsockname())
+        client.setblocking(False)
+        connections.take(listening.accept()[0])
+        name = None if trust is None else "127.0.0.1"
+        opening = asyncio.ensure_future(asyncio.open_connection(sock=client, ssl=trust, server_hostname=name))
+        if when == "begun":
+            await asyncio.sleep(0)
+        elif when == "opened":
+            await protocol.made.wait()
+        connections.close()
+        await connections.wait_closed()
+        with contextlib.suppress(OSError):  # its end may come in the middle of the handshake
+            reader, writer = await opening
+            assert await reader.read() == b""
+            writer.close()
+    if protocol.made.is_set():
+        await protocol.lost.wait()
+    assert protocol.made.is_set() or when != "opened"
