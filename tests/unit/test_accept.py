@@ -1,4 +1,4 @@
-"""Accepted connections while the server stops: each one whose protocol has heard of it also hears its end."""
+"""Accepted connections while the server stops: where `connection_made` was called, `connection_lost` is called too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 class Listening(asyncio.Protocol):
-    """Calls back when its connection opens, and tells when it has ended."""
+    """Calls back when its connection opens, and has events for its begin and end."""
 
     def __init__(self, on_open: Callable[[], None]) -> None:
         self._on_open = on_open
@@ -57,7 +57,7 @@ def server_tls(folder: Path) -> tuple[ServerTls, ssl.SSLContext]:
 async def test_connections_that_open_while_the_server_stops_are_ended(
     with_tls: bool, when: str, tmp_path: Path
 ) -> None:
-    """The stop comes before the first step of a connection, after it, or while its protocol hears of it."""
+    """The stop comes before the first step of a connection, after it, or inside `connection_made`."""
     tls, trust = server_tls(tmp_path) if with_tls else (None, None)
     protocol = Listening(lambda: connections.close() if when == "opened" else None)
     connections = PassedConnections(lambda: protocol, tls, "http/1.1", ClientLimits())
