@@ -6,6 +6,7 @@ import http.client
 import os
 import resource
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.core.limits import Limits
+from headrace.http2 import frames
 from tritonclient.grpc import service_pb2
 
 from tests.support.attacks import SERVICE, Attacked, Wire, attack, build, grpc_request, head, http_body, watched
@@ -155,6 +157,12 @@ def assert_healthy(server: Attacked) -> None:
         assert check(health_pb.HealthCheckRequest(), timeout=10).status == health_pb.HealthCheckResponse.SERVING
 
 
+def assert_none_timed_out(server: Attacked, protocol: str) -> None:
+    names = ("header_timeout_s", "body_timeout_s", "min_body_bytes_per_s", "stall_timeout_s")
+    hits = {name: server.reached(name, protocol) for name in names}
+    assert not any(hits.values()), hits
+
+
 @pytest.mark.parametrize("kind", ["headers", "bodies", "responses"])
 def test_slow_connections_give_way(tmp_path: Path, kind: str) -> None:
     """Requests that stop in the middle, and responses that are not read, on all connections; no timeout ends them."""
@@ -176,12 +184,57 @@ def test_slow_connections_give_way(tmp_path: Path, kind: str) -> None:
                 sock.sendall(first_bytes)
             until(lambda: server.infer(http_body()) == (200, ""))
             until(lambda: server.infer(http_body()) == (200, ""))
-            hits = [
-                server.reached(name)
-                for name in ("header_timeout_s", "body_timeout_s", "min_body_bytes_per_s", "stall_timeout_s")
-            ]
-            assert not any(hits), hits
+            assert_none_timed_out(server, "http")
         watch.check()
+
+
+CALL = message(grpc_request().SerializeToString())
+OPEN = HELLO + request(1, end=False, fields=grpc_head(SERVICE + "ModelInfer"))
+SLOW_GRPC = {
+    "half a preface": HELLO[:10],
+    "half a SETTINGS frame": HELLO[:-2],
+    "half a HEADERS frame": HELLO + request(1, fields=grpc_head(SERVICE + "ModelInfer"))[:-4],
+    "half a header block": HELLO + frames.frame(frames.HEADERS, 0, 1, frames.encode(grpc_head())),
+    "no message": OPEN,
+    "half a DATA frame": OPEN + data(1, CALL)[:-4],
+    "no gRPC": HELLO + request(1, end=False),
+}
+
+
+@pytest.mark.parametrize("first_bytes", SLOW_GRPC.values(), ids=SLOW_GRPC)
+def test_slow_grpc_connections_give_way(tmp_path: Path, first_bytes: bytes) -> None:
+    """Frames, header blocks and calls that stop in the middle, on all connections; no timeout ends them."""
+    with attack(tmp_path, "--max-connections", "8", "--header-timeout-s", "600") as server:
+        with watched(server, "S43 slow gRPC") as watch, ExitStack() as stack:
+            for _ in range(8):
+                sock = stack.enter_context(socket.create_connection((HOST, server.server.grpc_port), timeout=10))
+                sock.sendall(first_bytes)
+            until(lambda: server.samples("headrace_connections", protocol="grpc")[0] >= 8)
+            until(lambda: server.call(grpc_request()) == ("OK", ""))
+            until(lambda: server.call(grpc_request()) == ("OK", ""))
+            assert_none_timed_out(server, "grpc")
+        watch.check()
+        server.still_serves()
+
+
+def test_grpc_connections_that_read_nothing_give_way(tmp_path: Path) -> None:
+    call = pb.ModelInferRequest(model_name="identity_bytes")
+    call.inputs.add(name="X", datatype="BYTES", shape=[1])
+    call.raw_input_contents.append(struct.pack("<I", 8 << 20) + bytes(8 << 20))
+    content = call.SerializeToString()
+    with attack(tmp_path, "--max-connections", "8") as server:
+        with watched(server, "S43 unread gRPC") as watch, ExitStack() as stack:
+            for _ in range(8):
+                peer = stack.enter_context(RawPeer(server.server.grpc_port))
+                head_frame = request(1, end=False, fields=grpc_head(SERVICE + "ModelInfer"))
+                peer.send(head_frame, data(1, message(content)[:5]))
+                peer.pour(1, content)
+                peer.send(data(1, b"", end=True))
+            until(lambda: server.call(grpc_request()) == ("OK", ""))
+            until(lambda: server.call(grpc_request()) == ("OK", ""))
+            assert_none_timed_out(server, "grpc")
+        watch.check()
+        server.still_serves()
 
 
 @pytest.mark.parametrize("first_bytes", [b"", HELLO], ids=["silent", "after the preface"])

@@ -8,20 +8,24 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
 import pytest
 import trustme
+from headrace.http2 import frames
 
 from tests.support.attacks import SERVICE, build, grpc_request, http_body, is_closed
 from tests.support.certificates import Certificates
+from tests.support.http2_peer import HELLO, grpc_head, request
 from tests.support.serving import HOST, Server, free_port, serving
 from tests.support.waiting import until
 
 MAX_CONNECTIONS = 50
 SILENT = 900
+HALF_BLOCK = HELLO + frames.frame(frames.HEADERS, 0, 1, frames.encode(grpc_head()))
+OPEN_CALL = HELLO + request(1, end=False, fields=grpc_head(SERVICE + "ModelInfer"))
 
 
 class Secure:
@@ -66,21 +70,36 @@ class Secure:
         with grpc.secure_channel(self.server.grpc_address, grpc.ssl_channel_credentials(roots), options) as channel:
             channel.unary_unary(SERVICE + "ModelInfer")(grpc_request().SerializeToString(), timeout=20)
 
+    def is_answered(self) -> bool:
+        """True unless an inference call over gRPC is refused."""
+        try:
+            self.call()
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE, error
+            return False
+        return True
+
     def descriptors(self) -> int:
         """Number of open files and sockets of the server."""
         return len(list(Path(f"/proc/{self.server.process.pid}/fd").iterdir()))
 
 
-@pytest.fixture(scope="module")
-def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
-    folder = tmp_path_factory.mktemp("secure")
+@contextmanager
+def secured(folder: Path, *options: str) -> Iterator[Secure]:
+    """A server with TLS for the length of a `with`."""
     certificates, port = Certificates(folder), free_port()
     pair = certificates.server
-    options = ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key)]
-    options += ["--max-connections", str(MAX_CONNECTIONS), "--metrics-port", str(port), "--header-timeout-s", "3"]
-    with serving(build(folder / "models"), folder, *options) as server:
+    tls = ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key), "--metrics-port", str(port)]
+    with serving(build(folder / "models"), folder, *tls, *options) as server:
         yield Secure(server, port, certificates)
         assert "Traceback" not in server.text
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
+    options = ("--max-connections", str(MAX_CONNECTIONS), "--header-timeout-s", "3")
+    with secured(tmp_path_factory.mktemp("secure"), *options) as server:
+        yield server
 
 
 @pytest.mark.parametrize("listener", ["http", "metrics", "grpc"])
@@ -105,6 +124,34 @@ def test_connections_that_never_begin_the_handshake(secure: Secure, listener: st
         assert is_closed(silent[-1], 5)
     secure.call()
     assert secure.infer() == 200
+
+
+@pytest.mark.parametrize("first_bytes", [HELLO[:10], HALF_BLOCK, OPEN_CALL], ids=["preface", "header block", "call"])
+def test_slow_grpc_connections_give_way(tmp_path: Path, first_bytes: bytes) -> None:
+    """See the test of the same name without TLS."""
+    options = ("--max-connections", "8", "--header-timeout-s", "600")
+    with secured(tmp_path, *options) as secure, ExitStack() as stack:
+        secure.call()
+        before = secure.descriptors()
+        for _ in range(8):
+            sock = socket.create_connection((HOST, secure.server.grpc_port), timeout=10)
+            connected = stack.enter_context(grpc_context().wrap_socket(sock))
+            connected.sendall(first_bytes)
+        until(lambda: b'headrace_connections{protocol="grpc"} 8' in secure.get("/metrics", secure.metrics_port)[1])
+        until(secure.is_answered)
+        until(secure.is_answered)
+        metrics = secure.get("/metrics", secure.metrics_port)[1]
+        assert b'headrace_limit_hits_total{limit="header_timeout_s",protocol="grpc"} 0' in metrics
+        stack.close()
+        until(lambda: secure.descriptors() <= before + 2)
+
+
+def grpc_context() -> ssl.SSLContext:
+    """TLS of a gRPC client that trusts every server."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    return context
 
 
 def test_garbage_instead_of_a_handshake(secure: Secure) -> None:

@@ -243,6 +243,11 @@ class BodyMemory:
             rate.give_way()
         return self.reserved_bytes + self.unread_bytes <= target_bytes
 
+    def is_slow(self, holder: BodyReservation | UnreadResponses) -> bool:
+        """Return True if the client of a transfer has been too slow for `GIVE_WAY_NS`."""
+        rate = self.rates.get(holder)
+        return rate is not None and rate.is_slow(monotonic_ns(), GIVE_WAY_NS)
+
     def _slow_holders(
         self, now_ns: int, beneficiary: BodyReservation | UnreadResponses
     ) -> Iterator[tuple[TransferRate, int]]:

@@ -200,7 +200,7 @@ class ServerCall(Http2Stream):
 
     def on_tick(self, now_ns: int) -> bool:
         """Observe the rate of an incomplete message; see `Http2Stream`."""
-        if not self.reservation.held_bytes or self in self.connection.window_grants.waiting:
+        if self in self.connection.window_grants.waiting:
             self.reservation.pause()
             return False
         return self.reservation.observe(self._body_bytes, now_ns, self._give_way)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from headrace.core.errors import Overloaded
 from headrace.core.limits import ClientLimits, ConnectionReserve
+from headrace.grpc.call import ServerCall
+from headrace.grpc.response_room import ResponseRoom
 from headrace.grpc.status import error_status
 from headrace.grpc.wire import RequestHead, rejected
 from headrace.http2.connection import Http2Connection
+from headrace.http2.frames import ErrorCode
+from headrace.http2.stream import Http2Stream
 
 
 class LimitedGrpcConnection:
@@ -16,25 +20,44 @@ class LimitedGrpcConnection:
 
     Args:
         connection: the connection.
+        room: its unread responses.
     """
 
-    __slots__ = ("_connection",)
+    __slots__ = ("_connection", "_room")
 
-    def __init__(self, connection: Http2Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Http2Connection, room: ResponseRoom) -> None:
+        self._connection, self._room = connection, room
 
     def idle_rank(self) -> tuple[int, float] | None:
-        """See `LimitedConnection`. The time has the precision of the connection's ticks."""
+        """See `LimitedConnection`. The time has the precision of the connection's ticks.
+
+        A connection without a stream is idle in the middle of a frame or header block too: GOAWAY says that the call which it
+        would open is not served, so clients send it again.
+        """
         connection = self._connection
-        if connection.streams or connection.cancelled_running or connection.partial_frame_since_ns:
+        if connection.cancelled_running or connection.closing or connection.transport.is_closing():
             return None
-        if connection.closing or connection.transport.is_closing() or connection.transport.get_write_buffer_size():
-            return None
+        if connection.streams or connection.transport.get_write_buffer_size():
+            return (2, 0) if all(map(self._is_slow, connection.streams.values() or [None])) else None
         return connection.last_stream_id > 0, connection.timers.last_active_ns
+
+    def _is_slow(self, stream: Http2Stream | None) -> bool:
+        """Return True if a stream waits for a client that has been too slow; None for what the transport holds."""
+        if stream is None or stream.pending:
+            return self._room.is_slow
+        if not stream.awaiting_body or not isinstance(stream, ServerCall):  # a rejected request only reads the rest
+            return stream.awaiting_body
+        return self._room.bodies.is_slow(stream.reservation)
 
     def close_idle(self) -> None:
         """See `LimitedConnection`: GOAWAY, after which the client sends its next call on another connection."""
-        self._connection.timers.send_final_goaway()
+        connection = self._connection
+        for stream in list(connection.streams.values()):
+            if stream.awaiting_body and not stream.pending:
+                stream.on_timeout()
+            else:
+                stream.reset(ErrorCode.CANCEL)
+        connection.timers.send_final_goaway()
 
     def refuse_connection(self, with_response: bool) -> None:
         """See `LimitedConnection`."""
@@ -62,9 +85,9 @@ class GrpcReserve:
         self._connections: dict[Http2Connection, LimitedGrpcConnection] = {}
         self.over: set[Http2Connection] = set()
 
-    def add(self, connection: Http2Connection) -> None:
-        """Count and add a new connection."""
-        limited = self._connections[connection] = LimitedGrpcConnection(connection)
+    def add(self, connection: Http2Connection, room: ResponseRoom) -> None:
+        """Count and add a new connection with the room for its responses."""
+        limited = self._connections[connection] = LimitedGrpcConnection(connection, room)
         if self._client_limits.enter():
             self._reserve.add(limited)
         else:

@@ -43,6 +43,9 @@ class ResponseRoom:
     Args:
         client_limits: limits and counters of the connection's protocol.
         give_way: see `UnreadResponses.observe`.
+
+    Attributes:
+        bodies: body memory of the server.
     """
 
     __slots__ = (
@@ -54,10 +57,11 @@ class ResponseRoom:
         "_unread",
         "_unread_bytes",
         "_waiting",
+        "bodies",
     )
 
     def __init__(self, client_limits: ClientLimits, give_way: Callable[[], bool]) -> None:
-        self._unread = UnreadResponses(client_limits)
+        self._unread, self.bodies = UnreadResponses(client_limits), client_limits.bodies
         self._max_bytes = client_limits.limits.max_unread_bytes
         self._give_way = give_way
         self._expected_bytes = self._queued_bytes = self._unread_bytes = 0
@@ -114,6 +118,11 @@ class ResponseRoom:
         self._update()
         if not self._closed:
             self._unread.observe(monotonic_ns(), self._give_way)
+
+    @property
+    def is_slow(self) -> bool:
+        """True if the client has read too slowly for `GIVE_WAY_NS`."""
+        return self.bodies.is_slow(self._unread)
 
     def close(self) -> None:
         """Release everything: the connection is closed. Calls that end later change nothing."""

@@ -225,7 +225,7 @@ class GrpcServer:
         names = certificate_names(connection.transport.get_extra_info("peercert"))
         if names:
             self.peer_names[connection] = names
-        self._reserve.add(connection)
+        self._reserve.add(connection, room)
         return not self.stopping
 
     def connection_closed(self, connection: Http2Connection) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.clock import NS_PER_S
 from headrace.core.limits import GIVE_WAY_NS, ConnectionReserve
 from headrace.http.connection import HeadraceHttpProtocol
 from headrace.http.infer_endpoint import InferEndpoint
@@ -75,10 +75,9 @@ class LimitedHttpProtocol(HeadraceHttpProtocol):
 
     def _is_slow(self) -> bool:
         """True if the client has been too slow for `GIVE_WAY_NS`: headers and bodies that do not arrive, responses unread."""
-        rates, now_ns = self._client_limits.bodies.rates, monotonic_ns()
-        for rate in (rates.get(self._reservation), rates.get(self._unread)):
-            if rate is not None and rate.is_slow(now_ns, GIVE_WAY_NS):
-                return True
+        bodies = self._client_limits.bodies
+        if bodies.is_slow(self._reservation) or bodies.is_slow(self._unread):
+            return True
         is_read = self.stage is Stage.HEADERS and not self.is_waiting_for_server()
         return is_read and self._timeouts.age_s(self.since) * NS_PER_S >= GIVE_WAY_NS
 
