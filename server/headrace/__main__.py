@@ -267,7 +267,7 @@ def _run_on_copies(command: Callable[[argparse.Namespace], int], args: argparse.
 
     cache, bound_bytes = settings.repository_cache(args), args.repository_cache_bytes
     try:
-        with local_copies(locations, cache, bound_bytes) as folders:
+        with local_copies(locations, cache, bound_bytes, settings.store_hosts()) as folders:
             values = {**vars(args), **({"path": folders} if is_list else {"model_repository": folders[0]})}
             return command(argparse.Namespace(**values))
     except ConfigError as error:

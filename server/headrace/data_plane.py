@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from headrace.caching.response_cache import ResponseCaches
@@ -24,8 +25,9 @@ from headrace.repository.reconciler import ControlPolicy, ModelSelection, Reconc
 from headrace.repository.registry import Registry
 from headrace.repository.trials import ModelTrials
 from headrace.repository.warmup import LatencyStore
-from headrace.settings import Settings
+from headrace.settings import Settings, store_hosts
 from headrace.stores.mirror import Mirror
+from headrace.stores.opening import open_store
 from headrace.stores.sync import RepositoryStores
 
 logger = logging.getLogger("headrace")
@@ -146,9 +148,9 @@ def _open_trials(state: Path | None, limit_s: float) -> ModelTrials | None:
 
 def _open_stores(settings: Settings) -> RepositoryStores | None:
     """Create the mirrors of the repositories that are in stores; nothing is requested yet."""
-    stop = threading.Event()
+    stop, connect = threading.Event(), partial(open_store, hosts=store_hosts())
     mirrors = [
-        Mirror(parse_store_url(url), Path(folder), settings.repository_cache_bytes, stop)
+        Mirror(parse_store_url(url), Path(folder), settings.repository_cache_bytes, stop, connect)
         for folder, url in settings.stores
     ]
     interval_s = settings.poll_interval_s if settings.model_control == "poll" else None

@@ -686,6 +686,28 @@ def api_key(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get(f"{PREFIX}API_KEY", "")
 
 
+def store_hosts(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Return the hosts that the providers' variables name for object stores and credentials, and those of the region in S3.
+
+    Args:
+        environ: environment variables; None for those of the process.
+    """
+    environ = os.environ if environ is None else environ
+    texts = []
+    for name, value in environ.items():
+        if re.match("AWS|AZUR|GOOGLE|IDENTITY|MSI", name):
+            texts.append(value)
+            if value.endswith(".json"):  # the file of an account names the host of its tokens
+                with suppress(OSError, ValueError):
+                    texts.append(Path(value).read_text())
+        elif name.startswith("GCE_METADATA"):
+            texts.append(f"http://{value}")
+    region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+    domains = [f"{name}.{region}.amazonaws.com{end}" for name in ("s3", "sts") for end in ("", ".cn")]
+    named = [host for text in texts for host in re.findall(r"https?://(\[[^\]]*\]|[^/:\s\"?]+)", text)]
+    return (*(host.strip("[]") for host in named), *domains, "sts.amazonaws.com")
+
+
 def configures_malloc() -> bool:
     """Return True if the environment configures the arenas of the C library."""
     return "MALLOC_ARENA_MAX" in os.environ or "glibc.malloc.arena_max" in os.environ.get("GLIBC_TUNABLES", "")

@@ -17,7 +17,16 @@ import pytest
 
 from tests.support import models
 from tests.support.serving import COMMAND, Server, ServerFailed, serving, start
-from tests.support.store_servers import SECRET, FaultyProxy, s3_client, s3_environment, s3_server
+from tests.support.store_servers import (
+    SECRET,
+    FaultyProxy,
+    StoreHandler,
+    answering,
+    s3_client,
+    s3_environment,
+    s3_server,
+    serve_http,
+)
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -175,6 +184,23 @@ def test_a_server_stops_in_the_middle_of_its_first_download(bucket: Bucket, tmp_
     finally:
         is_stopped.set()
     assert server.wait(60) == 0
+    assert "Traceback" not in server.text
+
+
+def test_a_server_stops_in_the_middle_of_a_listing_without_an_end(tmp_path: Path) -> None:
+    paths: list[str] = []
+    page = b"<ListBucketResult><NextContinuationToken>same</NextContinuationToken></ListBucketResult>"
+
+    def answer(handler: StoreHandler) -> None:
+        paths.append(handler.path)
+        handler.send(200, page, {"Content-Type": "application/xml"})
+
+    with serve_http(answering(answer)) as port:
+        options = ["--repository-cache-dir", str(tmp_path / "cache")]
+        server = start("s3://bucket/models", tmp_path / "log", *options, env=s3_environment(port))
+        until(lambda: len(paths) > 3)
+        server.signal()
+        assert server.wait(10) == 0
     assert "Traceback" not in server.text
 
 

@@ -20,9 +20,9 @@ KEY_ID, SECRET = "AKIAHEADRACETEST", "a-secret-of-this-test"
 
 
 @contextmanager
-def serve_http(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
+def serve_http(handler: type[BaseHTTPRequestHandler], host: str = HOST) -> Iterator[int]:
     """Serve on a free port until the context ends; yields the port."""
-    server = ThreadingHTTPServer((HOST, 0), handler)
+    server = ThreadingHTTPServer((host, 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -34,7 +34,9 @@ def serve_http(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
         server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class StoreHandler(BaseHTTPRequestHandler):
+    """Answers with one call, without a log."""
+
     protocol_version = "HTTP/1.1"
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
@@ -49,6 +51,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
+
+
+def answering(answer: Callable[[StoreHandler], None]) -> type[StoreHandler]:
+    """A handler that answers every request with one function."""
+    return type("Handler", (StoreHandler,), dict.fromkeys(("do_GET", "do_HEAD", "do_CONNECT"), answer))
 
 
 @contextmanager
@@ -115,23 +122,14 @@ class FaultyProxy:
     @contextmanager
     def serve(self) -> Iterator[int]:
         """Serve until the context ends; yields the port."""
-        proxy = self
-
-        class Handler(_Handler):
-            def do_GET(self) -> None:
-                proxy.answer(self)
-
-            def do_HEAD(self) -> None:
-                proxy.answer(self)
-
-        with serve_http(Handler) as port:
+        with serve_http(answering(lambda handler: self.answer(handler))) as port:
             yield port
 
     def reads(self, part: str = "") -> list[str]:
         """Paths of objects that were read, of those with `part` in them."""
         return [path for method, path in self.requests if method == "GET" and "?" not in path and part in path]
 
-    def answer(self, handler: _Handler) -> None:
+    def answer(self, handler: StoreHandler) -> None:
         method, path = handler.command, unquote(handler.path)
         with self._lock:
             self.requests.append((method, path))
@@ -196,19 +194,10 @@ class HubServer:
     @contextmanager
     def serve(self) -> Iterator[int]:
         """Serve until the context ends; yields the port."""
-        hub = self
-
-        class Handler(_Handler):
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            def do_HEAD(self) -> None:
-                hub.answer(self)
-
-        with serve_http(Handler) as port:
+        with serve_http(answering(lambda handler: self.answer(handler))) as port:
             yield port
 
-    def answer(self, handler: _Handler) -> None:
+    def answer(self, handler: StoreHandler) -> None:
         if self.slow_downs:
             self.slow_downs -= 1
             handler.send(503, b"{}", {"Retry-After": "0"})
@@ -226,7 +215,7 @@ class HubServer:
         else:
             handler.send(404, b'{"error":"Repository not found"}', {"X-Error-Code": "RepoNotFound"})
 
-    def _send_commit(self, handler: _Handler, revision: str) -> None:
+    def _send_commit(self, handler: StoreHandler, revision: str) -> None:
         commit = self._head if revision == "main" else revision
         if commit not in self._commits:
             handler.send(404, b'{"error":"Invalid rev id"}', {"X-Error-Code": "RevisionNotFound"})
@@ -234,7 +223,7 @@ class HubServer:
         content = json.dumps({"id": self._name, "sha": commit, "siblings": [], "tags": [], "private": False})
         handler.send(200, content.encode(), {"Content-Type": "application/json"})
 
-    def _send_tree(self, handler: _Handler, commit: str, folder: str) -> None:
+    def _send_tree(self, handler: StoreHandler, commit: str, folder: str) -> None:
         rows = []
         for path, content in self._commits[commit].items():
             if folder and not path.startswith(f"{folder}/"):
@@ -248,7 +237,7 @@ class HubServer:
             return
         handler.send(200, json.dumps(rows).encode(), {"Content-Type": "application/json"})
 
-    def _send_file(self, handler: _Handler, commit: str, path: str) -> None:
+    def _send_file(self, handler: StoreHandler, commit: str, path: str) -> None:
         before_file, self.before_file = self.before_file, None
         if before_file is not None:
             before_file()

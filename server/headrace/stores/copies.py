@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from headrace.config.documents import refuse
@@ -12,10 +13,13 @@ from headrace.core.store_url import StoreUrl
 from headrace.stores.base import StoreError
 from headrace.stores.cache import open_mirrors
 from headrace.stores.mirror import Mirror
+from headrace.stores.opening import open_store
 
 
 @contextmanager
-def local_copies(locations: Sequence[Path | StoreUrl], cache: str, bound_bytes: int) -> Iterator[list[Path]]:
+def local_copies(
+    locations: Sequence[Path | StoreUrl], cache: str, bound_bytes: int, hosts: Collection[str]
+) -> Iterator[list[Path]]:
     """Return the local folder of each location, in their order. URLs are downloaded whole, as a server does.
 
     The copies are held until the context ends, and stay in the cache for the next server or command.
@@ -24,6 +28,7 @@ def local_copies(locations: Sequence[Path | StoreUrl], cache: str, bound_bytes: 
         locations: folders and URLs.
         cache: folder of all copies; "" for none.
         bound_bytes: largest size of all copies.
+        hosts: see `open_store`.
 
     Raises:
         ConfigError: a store cannot be read, a package is missing, or the cache cannot be used.
@@ -35,7 +40,7 @@ def local_copies(locations: Sequence[Path | StoreUrl], cache: str, bound_bytes: 
         try:
             for folder, url in folders.items():
                 assert url is not None
-                mirror = Mirror(url, folder, bound_bytes, stop)
+                mirror = Mirror(url, folder, bound_bytes, stop, partial(open_store, hosts=hosts))
                 try:
                     mirror.sync()
                 except StoreError as error:

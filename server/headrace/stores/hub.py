@@ -6,10 +6,13 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from headrace.core.store_url import StoreUrl
 from headrace.stores.base import ObjectChanged, Stopped, StoredObject, StoreError, short_text
@@ -19,7 +22,19 @@ _PAUSES_S = (0.2, 1.0, 2.0, 4.0)
 # Logs each request, with the signed addresses of files.
 _NOISY_LOGGERS = ("httpx", "httpx2", "huggingface_hub")
 
+# Requests of one listing, with repetitions. A page names the next one, which may be the same.
+_MAX_PAGES = 1000
+
 T = TypeVar("T")
+
+# Checks each request of the library in this context; called with the host.
+_check: ContextVar[Callable[[str], None] | None] = ContextVar("_check", default=None)
+
+
+def _check_request(request: Any) -> None:
+    check = _check.get()
+    if check is not None:
+        check(request.url.host)
 
 
 class HubStore:
@@ -43,11 +58,39 @@ class HubStore:
 
     def list_objects(self, stop: threading.Event) -> Sequence[StoredObject]:
         """See `ModelStore`. The files are listed only if the revision has another commit."""
-        commit = self._retried(self._read_commit, stop)
-        if commit != self._commit:
-            self._objects = self._retried(partial(self._read_tree, commit), stop)
-            self._commit = commit
+        with self._checked(stop):
+            commit = self._retried(self._read_commit, stop)
+            if commit != self._commit:
+                self._objects = self._retried(partial(self._read_tree, commit), stop)
+                self._commit = commit
         return self._objects
+
+    @contextmanager
+    def _checked(self, stop: threading.Event) -> Iterator[None]:
+        """Refuse requests to other hosts than the Hub's, which would get the token, and listings without an end."""
+        from huggingface_hub import get_session
+
+        session, host, pages = get_session(), urlsplit(self._api.endpoint).hostname, 0
+        hooks = session.event_hooks
+        if _check_request not in hooks["request"]:
+            session.event_hooks = {**hooks, "request": [*hooks["request"], _check_request]}
+
+        def check(next_host: str) -> None:
+            nonlocal pages
+            pages += 1
+            if stop.is_set():
+                raise Stopped
+            if next_host != host:
+                cure = "HF_ENDPOINT is the address of the Hub"
+                raise StoreError(f"{self._url} redirects to the host {next_host}, which is refused: {cure}")
+            if pages > _MAX_PAGES:
+                raise StoreError(f"{self._url} has a listing of more than {_MAX_PAGES} pages: check HF_ENDPOINT")
+
+        token = _check.set(check)
+        try:
+            yield
+        finally:
+            _check.reset(token)
 
     def _read_commit(self) -> str:
         return self._api.repo_info(self._url.bucket, revision=self._url.revision).sha or ""
@@ -114,7 +157,7 @@ class HubStore:
         for pause_s in (*_PAUSES_S, None):
             try:
                 return request()
-            except Stopped:
+            except (Stopped, StoreError):
                 raise
             except Exception as error:  # of the Hub, and of the client of HTTP
                 if path and isinstance(error, RemoteEntryNotFoundError):

@@ -18,7 +18,6 @@ from headrace.core.store_url import StoreUrl
 from headrace.stores.base import ModelStore, StoredObject, StoreError
 from headrace.stores.cache import PARTIAL, VERSIONS, make_room
 from headrace.stores.download import Downloader
-from headrace.stores.opening import open_store
 from headrace.stores.records import RECORD, UnitRecord, is_copy, matches, read_record, write_record
 from headrace.stores.units import MODEL_FILES, Unit, UnitName, split_units
 
@@ -54,7 +53,7 @@ class Mirror:
         repository: Path,
         bound_bytes: int,
         stop: threading.Event,
-        connect: Callable[[StoreUrl], ModelStore] = open_store,
+        connect: Callable[[StoreUrl], ModelStore],
     ) -> None:
         self.url = url
         self.repository = repository

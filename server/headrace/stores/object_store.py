@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from headrace.core.store_url import StoreUrl
 from headrace.stores.base import ObjectChanged, Stopped, StoredObject, StoreError, short_text
+from headrace.stores.redirects import RedirectGuard
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Store
@@ -26,6 +28,10 @@ _READ_TIMEOUT_S = 30
 _RETRIES = 8
 _ATTEMPTS = 6
 _MAX_OBJECTS = 100_000
+# Maximum time for the next 1,000 objects of a listing. A page may be empty and name a next one, which may be the same.
+_LISTING_S = 300
+# Longest time in which a request notices that the server stops.
+_POLL_S = 0.1
 _STATUS = re.compile(r"status code: (\d{3})")
 _MD5 = re.compile(r"[0-9a-f]{32}")
 
@@ -35,38 +41,74 @@ _PROVIDERS = {
     "az": "AZURE_STORAGE_ACCOUNT_KEY, AZURE_CLIENT_ID or the managed identity of the machine",
 }
 
+T = TypeVar("T")
+
 
 class ObjectStore:
     """Reads a bucket or container.
 
     Args:
         url: of the repository.
+        hosts: see `RedirectGuard`.
 
     Raises:
         StoreError: the provider's settings in the environment are invalid.
     """
 
-    def __init__(self, url: StoreUrl) -> None:
+    def __init__(self, url: StoreUrl, hosts: Collection[str]) -> None:
         self._url = url
-        self._store = _open(url)
+        self._guard = RedirectGuard(url, hosts)
+        self._store = _open(url, self._guard.client_options)
 
     def list_objects(self, stop: threading.Event) -> Sequence[StoredObject]:
         """See `ModelStore`."""
-        import obstore
         from obstore.exceptions import BaseError
 
-        objects: list[StoredObject] = []
+        self._guard.reset()
         try:
-            for chunk in obstore.list(self._store, chunk_size=1000):
-                if stop.is_set():
-                    raise Stopped
-                objects.extend(self._stored(item) for item in chunk)
-                if len(objects) > _MAX_OBJECTS:
-                    cure = "name a folder in it"
-                    raise StoreError(f"{self._url} has more than {_MAX_OBJECTS} objects, the maximum: {cure}")
+            return self._run(self._list(), stop)
         except BaseError as error:
             raise self._described(error) from None
-        return objects
+
+    async def _list(self) -> Sequence[StoredObject]:
+        import obstore
+
+        objects: dict[str, StoredObject] = {}
+        pages = aiter(obstore.list(self._store, chunk_size=1000))
+        while True:
+            try:
+                chunk = [self._stored(item) for item in await asyncio.wait_for(anext(pages), _LISTING_S)]
+            except StopAsyncIteration:
+                return list(objects.values())
+            except TimeoutError:
+                cure = "check the endpoint: does the listing go on for ever?"
+                raise StoreError(f"{self._url} lists no objects for {_LISTING_S} s: {cure}") from None
+            for item in chunk:
+                if item.path in objects:
+                    cure = "check the endpoint: its listing repeats"
+                    raise StoreError(f"{self._url} lists the object {item.path[:128]!r} twice: {cure}")
+                objects[item.path] = item
+            if len(objects) > _MAX_OBJECTS:
+                raise StoreError(f"{self._url} has more than {_MAX_OBJECTS} objects, the maximum: name a folder in it")
+
+    def _run(self, requests: Coroutine[Any, Any, T], stop: threading.Event) -> T:
+        """Run requests to their end; cancel them when the server stops or a redirect was refused."""
+
+        async def watch() -> T:
+            task = asyncio.ensure_future(requests)
+            try:
+                while not task.done():
+                    await asyncio.wait((task,), timeout=_POLL_S)
+                    if stop.is_set():
+                        raise Stopped
+                    if host := self._guard.refused_host:
+                        cure = "name the host that serves the objects as the endpoint, e.g. AWS_ENDPOINT_URL"
+                        raise StoreError(f"{self._url} redirects to the host {host}, which is refused: {cure}")
+                return task.result()
+            finally:
+                task.cancel()
+
+        return asyncio.run(watch())
 
     def _stored(self, item: Any) -> StoredObject:
         # `item` is an ObjectMeta. Without an ETag a change shows in the time.
@@ -85,7 +127,7 @@ class ObjectStore:
                 file.truncate(0)
             while (offset := _written_bytes(file)) < item.size:
                 try:
-                    self._read_part(item, file.write, offset, on_bytes, stop)
+                    self._run(self._read_part(item, file.write, offset, on_bytes), stop)
                 except (NotFoundError, PreconditionError) as error:
                     raise ObjectChanged(item.path) from error
                 except (BaseError, OSError) as error:
@@ -98,26 +140,19 @@ class ObjectStore:
                         raise Stopped from None
             os.fsync(file.fileno())
 
-    def _read_part(
-        self,
-        item: StoredObject,
-        write: Callable[[Any], object],
-        offset: int,
-        on_bytes: Callable[[int], None],
-        stop: threading.Event,
+    async def _read_part(
+        self, item: StoredObject, write: Callable[[Any], object], offset: int, on_bytes: Callable[[int], None]
     ) -> None:
         import obstore
 
         options: Any = {"range": (offset, min(offset + _PART_BYTES, item.size))}
-        result = obstore.get(self._store, item.path, options=options)
+        result = await obstore.get_async(self._store, item.path, options=options)
         # The ETag of the response, not If-Match: listings of Azure have it without the quotes that If-Match needs.
         if not self._is_listed(item, result.meta):
             raise ObjectChanged(item.path)
-        for chunk in result.stream(min_chunk_size=_CHUNK_BYTES):
+        async for chunk in result.stream(min_chunk_size=_CHUNK_BYTES):
             write(memoryview(chunk))
             on_bytes(len(chunk))
-            if stop.is_set():
-                raise Stopped
 
     def _is_listed(self, item: StoredObject, meta: Any) -> bool:
         """True if the metadata of a response are those of the listing."""
@@ -151,7 +186,7 @@ def _written_bytes(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def _open(url: StoreUrl) -> S3Store | GCSStore | AzureStore:
+def _open(url: StoreUrl, guard: Mapping[str, str]) -> S3Store | GCSStore | AzureStore:
     from obstore.exceptions import BaseError
     from obstore.store import AzureStore, GCSStore, S3Store
 
@@ -161,6 +196,7 @@ def _open(url: StoreUrl) -> S3Store | GCSStore | AzureStore:
             "allow_http": True,
             "timeout": timedelta(seconds=_TIMEOUT_S),
             "read_timeout": timedelta(seconds=_READ_TIMEOUT_S),
+            **guard,
         },
         "retry_config": {
             "max_retries": _RETRIES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib.util import find_spec
 
 from headrace.config.documents import refuse
@@ -19,12 +20,20 @@ def check_packages(url: StoreUrl) -> None:
         raise refuse(str(url), None, message, cure)
 
 
-def open_store(url: StoreUrl) -> ModelStore:
-    """Create the store of a URL; raises StoreError. Nothing is requested yet, except credentials."""
+def open_store(url: StoreUrl, hosts: Collection[str]) -> ModelStore:
+    """Create the store of a URL. Nothing is requested yet, except credentials.
+
+    Args:
+        url: of the repository.
+        hosts: of object stores and their credentials by the environment, see `settings.store_hosts`.
+
+    Raises:
+        StoreError: the provider's settings in the environment are invalid.
+    """
     if url.scheme == "hf":
         from headrace.stores.hub import HubStore
 
         return HubStore(url)
     from headrace.stores.object_store import ObjectStore
 
-    return ObjectStore(url)
+    return ObjectStore(url, hosts)

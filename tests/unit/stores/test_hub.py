@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Iterator
@@ -11,12 +12,13 @@ import huggingface_hub.constants
 import pytest
 from headrace.core.store_url import parse_store_url
 from headrace.stores import hub as hub_module
-from headrace.stores.base import StoreError
+from headrace.stores.base import Stopped, StoreError
 from headrace.stores.cache import open_mirrors
+from headrace.stores.hub import HubStore
 from headrace.stores.mirror import Mirror
 from headrace.stores.records import RECORD
 
-from tests.support.store_servers import HubServer
+from tests.support.store_servers import HubServer, StoreHandler, answering, serve_http
 
 WEIGHTS = os.urandom(300_000)
 FILES = {"net/1/model.onnx": WEIGHTS, "net/config.yaml": b"name: net\n", "README.md": b"text"}
@@ -48,7 +50,7 @@ def read(text: str, cache: Path) -> dict[str, bytes]:
     url = parse_store_url(text)
     with open_mirrors([url], str(cache)) as folders:
         (folder,) = folders
-        mirror = Mirror(url, folder, 1 << 30, threading.Event())
+        mirror = Mirror(url, folder, 1 << 30, threading.Event(), HubStore)
         mirror.sync()
         mirror.apply()
         paths = [path for path in folder.rglob("*") if path.is_file() and path.name != RECORD]
@@ -126,3 +128,75 @@ def test_a_hub_without_an_answer_is_named(hub: HubServer, tmp_path: Path, monkey
     use_hub(monkeypatch, 1)
     with pytest.raises(StoreError, match="check the network and HF_ENDPOINT"):
         read("hf://org/models", tmp_path)
+
+
+def test_pages_of_another_host_get_no_token(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = hub.answer
+    seen: list[str] = []
+
+    def answer_other(handler: StoreHandler) -> None:
+        seen.append(handler.path)
+        handler.send(200, b"[]")
+
+    with serve_http(answering(answer_other), "127.0.0.2") as port:
+
+        def answer_tree(handler: StoreHandler) -> None:
+            if "/tree/" in handler.path:
+                link = f'<http://127.0.0.2:{port}/next>; rel="next"'
+                handler.send(200, b"[]", {"Link": link, "Content-Type": "application/json"})
+            else:
+                answer(handler)
+
+        monkeypatch.setattr(hub, "answer", answer_tree)
+        with pytest.raises(StoreError, match=r"redirects to the host 127\.0\.0\.2, which is refused"):
+            read("hf://org/models", tmp_path)
+    assert seen == []
+
+
+def test_files_of_another_host_are_read_without_the_token(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = hub.answer
+    tokens: list[str | None] = []
+
+    def answer_other(handler: StoreHandler) -> None:
+        tokens.append(handler.headers.get("Authorization"))
+        handler.send(200, WEIGHTS)
+
+    with serve_http(answering(answer_other), "127.0.0.2") as port:
+
+        def redirect(handler: StoreHandler) -> None:
+            if handler.path.endswith("model.onnx"):
+                digest = hashlib.sha256(WEIGHTS).hexdigest()
+                headers = {"Location": f"http://127.0.0.2:{port}/file", "X-Linked-Etag": f'"{digest}"'}
+                commit = handler.path.split("/resolve/")[1].partition("/")[0]
+                handler.send(302, b"", {**headers, "X-Linked-Size": str(len(WEIGHTS)), "X-Repo-Commit": commit})
+            else:
+                answer(handler)
+
+        monkeypatch.setattr(hub, "answer", redirect)
+        assert read("hf://org/models", tmp_path)["net/1/model.onnx"] == WEIGHTS
+    assert tokens == [None]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_listing_without_an_end_is_bounded(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    monkeypatch.setattr(hub_module, "_MAX_PAGES", 20)
+    answer = hub.answer
+    stop = threading.Event()
+
+    def repeat(handler: StoreHandler) -> None:
+        if "/tree/" in handler.path:
+            link = f'<http://{handler.headers["Host"]}{handler.path}>; rel="next"'
+            handler.send(200, b"[]", {"Link": link, "Content-Type": "application/json"})
+            if stops:
+                stop.set()
+        else:
+            answer(handler)
+
+    monkeypatch.setattr(hub, "answer", repeat)
+    expected_error, text = (Stopped, "^$") if stops else (StoreError, "a listing of more than 20 pages")
+    with pytest.raises(expected_error, match=text):
+        HubStore(parse_store_url("hf://org/models")).list_objects(stop)

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 from headrace.core.store_url import parse_store_url
+from headrace.settings import store_hosts
 from headrace.stores.base import StoredObject, StoreError, short_text
 from headrace.stores.cache import open_mirrors
 from headrace.stores.mirror import Mirror
@@ -86,7 +87,11 @@ def mirror(url: str, cache: Path) -> Iterator[tuple[Mirror, Path]]:
     parsed = parse_store_url(url)
     with open_mirrors([parsed], str(cache)) as folders:
         (folder,) = folders
-        yield Mirror(parsed, folder, 1 << 30, threading.Event()), folder
+        yield Mirror(parsed, folder, 1 << 30, threading.Event(), lambda _url: store(url)), folder
+
+
+def store(url: str) -> ObjectStore:
+    return ObjectStore(parse_store_url(url), store_hosts())
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -103,7 +108,7 @@ def synced(url: str, cache: Path) -> dict[str, bytes]:
 
 def test_objects_are_listed_with_sizes_and_digests(bucket: Bucket) -> None:
     bucket.put("empty/1/", b"")
-    objects = {item.path: item for item in ObjectStore(parse_store_url(bucket.url)).list_objects(threading.Event())}
+    objects = {item.path: item for item in store(bucket.url).list_objects(threading.Event())}
     assert {path: item.size for path, item in objects.items() if path != "empty/1"} == {
         path: len(content) for path, content in FILES.items()
     }
@@ -200,7 +205,7 @@ def test_credentials_of_a_profile_are_those_of_boto3(
 
 def test_a_missing_bucket_is_named(bucket: Bucket) -> None:
     with pytest.raises(StoreError, match="s3://no-such-bucket/models does not exist"):
-        ObjectStore(parse_store_url("s3://no-such-bucket/models")).list_objects(threading.Event())
+        store("s3://no-such-bucket/models").list_objects(threading.Event())
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -208,7 +213,7 @@ def test_refused_access_names_the_credentials(bucket: Bucket, monkeypatch: pytes
     body = b"<Error><Code>AccessDenied</Code></Error>"
     monkeypatch.setattr(bucket.proxy, "answer", lambda handler: handler.send(status, body))
     with pytest.raises(StoreError, match=r"refuses access.*AWS_ACCESS_KEY_ID") as refused:
-        ObjectStore(parse_store_url(bucket.url)).list_objects(threading.Event())
+        store(bucket.url).list_objects(threading.Event())
     assert SECRET not in str(refused.value)
 
 
@@ -233,11 +238,11 @@ def test_azure_blob_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")
         monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", f"http://{HOST}:{port}")
         create_container(port, "models")
-        store = AzureStore("models", account_name="devstoreaccount1", client_options={"allow_http": True})
+        azure = AzureStore("models", account_name="devstoreaccount1", client_options={"allow_http": True})
         for path, content in FILES.items():
-            obstore.put(store, f"folder/{path}", content)
+            obstore.put(azure, f"folder/{path}", content)
         assert synced("az://devstoreaccount1/models/folder", tmp_path / "cache") == FILES
-        obstore.put(store, "folder/net/config.yaml", b"name: net\nmax_batch_size: 2\n")
+        obstore.put(azure, "folder/net/config.yaml", b"name: net\nmax_batch_size: 2\n")
         changed = {**FILES, "net/config.yaml": b"name: net\nmax_batch_size: 2\n"}
         assert synced("az://devstoreaccount1/models/folder", tmp_path / "cache") == changed
         with pytest.raises(StoreError, match="does not exist"):
