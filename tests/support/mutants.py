@@ -105,7 +105,7 @@ COMPLETION = (
         "the mailbox is not armed again after its first wake-up",
         "        self._armed = False\n        settled = self._settled\n",
         "        settled = self._settled\n",
-        ("test_a_cancelled_request_is_dropped_at_any_queue_position",),  # it hangs
+        ("test_each_batch_wakes_the_loop_once",),
     ),
     Mutant(
         "timers of a settled completion go on",
