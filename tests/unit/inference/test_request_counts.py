@@ -154,6 +154,7 @@ async def test_answered_requests_of_a_stream(
     assert call.got[0].error_message
     call.sent.put_nowait(None)
     await serving
+    wait_counted(served, 1)
     assert counts(served) == (0, {"model_failed" if case == "cannot be encoded" else "overloaded": 1})
 
 
