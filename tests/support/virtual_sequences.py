@@ -268,11 +268,11 @@ class VirtualSequences:
                 holders += used
             ids = [sequence.correlation_id for sequence in holders]
             assert len(ids) == len(set(ids)), "two sequences of one id have a slot"
-            assert not set(holders) & set(table._backlog)
+            assert not any(sequence in waiting for waiting in table._backlog.clients.values() for sequence in holders)
             queued = [entry for entry in self.expected if entry.queued and self._owner(entry) is version]
             assert table.count == len(queued)
             assert table.size_bytes == sum(entry.size_bytes for entry in queued)
-            if table._backlog:
+            if table._backlog.count:
                 assert all(instance.used == self.policy.slots for instance in table._instances.values())
 
     def _owner(self, entry: SequenceEntry) -> VirtualVersion | None:

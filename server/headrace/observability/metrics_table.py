@@ -342,7 +342,7 @@ SEQUENCE_BACKLOG = _sequences("headrace_sequence_backlog", "Sequences that wait 
 SEQUENCE_ENDS = _sequences(
     "headrace_sequence_ends_total",
     "Sequences that have ended, by reason: end, restart (START on its id), idle, cancelled (a queued request was cancelled or "
-    "timed out), died (the instance with its state), unloaded.",
+    "timed out), died (the instance with its state), unloaded, share (its client has more slots than one that waits).",
     "reason",
 )
 SEQUENCE_REFUSALS = _sequences(

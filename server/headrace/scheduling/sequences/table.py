@@ -2,7 +2,7 @@
 
     START -> slot -> (request, request, ...) -> END, idle time over, a queued request cancelled, or instance lost -> slot is free
       |                                                                                                             |
-      +-> backlog, in the order of arrival ------------------------------------------------------------------------+
+      +-> backlog, the client with the fewest slots first ----------------------------------------------------------+
 
 `SequenceTable` neither locks nor reads a clock nor settles a completion: tests drive it in virtual time. Its invariants:
 
@@ -10,6 +10,7 @@
 - At most one request of a sequence runs at a time, in the order of arrival.
 - At most one of the sequences with one correlation id has a slot: a later one waits until the earlier one has ended.
 - A request that leaves the queue without running ends its sequence: later requests would read a state that lacks it.
+- A client with fewer slots gets the next one first. After GIVE_WAY_NS a sequence of a client with more slots gives way.
 - A request of an iterative model is a sequence of its own. While the model schedules it again, it keeps its slot.
 
 The rules are those of Triton's sequence batcher where they are documented; docs/sequences.md lists the others.
@@ -26,11 +27,13 @@ from operator import attrgetter
 from headrace.core.clock import NS_PER_MS, NS_PER_US
 from headrace.core.completion import Completion
 from headrace.core.errors import BadRequest, HeadraceError, Unavailable
+from headrace.core.limits import GIVE_WAY_NS
 from headrace.core.request import InferRequest
 from headrace.scheduling.batching import CloseReason, WaitUntil
 from headrace.scheduling.policy import QueueLimits, SequencePolicy
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch, queue_full
+from headrace.scheduling.sequences.backlog import Backlog
 
 CorrelationId = int | str
 SequenceKey = CorrelationId | tuple[str, CorrelationId]
@@ -44,6 +47,7 @@ START_FLAG, END_FLAG = 1, 2
 # Ended sequences whose reason is kept for the error of a later request.
 _MAX_REASONS = 4096
 _ENDED = "it has ended"
+_MORE_THAN_ITS_SHARE = "its client uses more than its share of the slots and the queue, and another client waits"
 # Weight of the latest sequence in the mean lifetime: one part in so many.
 _LIFETIME_PARTS = 8
 # Largest id that the server makes up; every CORRID input can hold it.
@@ -61,6 +65,7 @@ class EndReason(StrEnum):
     CANCELLED = "cancelled"  # a queued request was cancelled or timed out
     DIED = "died"  # the instance with its state
     UNLOADED = "unloaded"
+    SHARE = "share"  # its client has more slots than one that waits
 
 
 class RefusalReason(StrEnum):
@@ -129,6 +134,7 @@ class LiveSequence:
     Attributes:
         key: its `sequence_key`.
         correlation_id: see `SequenceEntry`.
+        client: name of its client, "" without one.
         waiting: queued requests, in the order of arrival.
         running: the request in the running batch of the instance; None without one.
         instance: instance with its slot; None while it waits for one.
@@ -141,12 +147,13 @@ class LiveSequence:
         keeps_slot: as an heir it takes over a slot from the sequence before it, which had no END; else it joins the backlog.
         idle_since_ns: monotonic time since which it has no request.
         end_reason: reason with which its end will be counted.
-        started_ns: monotonic time at which it got its slot.
+        started_ns: monotonic time at which it got its slot; before that, at which it joined the backlog.
     """
 
     __slots__ = (
         "abort_reason",
         "before",
+        "client",
         "correlation_id",
         "end_reason",
         "heir",
@@ -162,8 +169,8 @@ class LiveSequence:
         "waiting",
     )
 
-    def __init__(self, key: SequenceKey, correlation_id: CorrelationId) -> None:
-        self.key, self.correlation_id = key, correlation_id
+    def __init__(self, key: SequenceKey, correlation_id: CorrelationId, client: str) -> None:
+        self.key, self.correlation_id, self.client = key, correlation_id, client
         self.waiting: deque[SequenceEntry] = deque()
         self.running: SequenceEntry | None = None
         self.instance: InstanceSlots | None = None
@@ -261,7 +268,7 @@ class SequenceTable:
         self._sequences: dict[SequenceKey, LiveSequence] = {}  # the latest sequence of each id
         self._model_ids: set[CorrelationId] = set()  # ids of these sequences that the model gets
         self._instances: dict[int, InstanceSlots] = {}
-        self._backlog: dict[LiveSequence, None] = {}
+        self._backlog = Backlog[LiveSequence]()
         self._idle: OrderedDict[LiveSequence, None] = OrderedDict()  # in the order of `idle_since_ns`
         self._reasons: OrderedDict[SequenceKey, str] = OrderedDict()
         self._numbers = self._ids = self._now_ns = 0
@@ -285,7 +292,7 @@ class SequenceTable:
             Unavailable: the version is being unloaded, and the request would start a sequence.
         """
         self._now_ns = now_ns
-        if self._idle:
+        if self._idle or self._backlog.count:
             self.expire(now_ns)
         sequence = self._sequences.get(entry.sequence_key)
         if entry.is_start:
@@ -298,6 +305,8 @@ class SequenceTable:
             self.refusals[RefusalReason.NOT_LIVE] += 1
             raise BadRequest(self._not_live(entry.sequence_key))
         limits = self.limits
+        if self.count >= limits.max_count and entry.is_start:
+            self._make_room(entry.client)
         if self.count >= limits.max_count or (
             self.count and self.size_bytes + entry.size_bytes > limits.max_size_bytes
         ):
@@ -323,7 +332,7 @@ class SequenceTable:
             now_ns: monotonic.
         """
         self.expire(now_ns)
-        latest, ahead = self._sequences.get(key), len(self._backlog)
+        latest, ahead = self._sequences.get(key), self._backlog.count
         if (latest is not None and not latest.is_closed) or not self._instances:
             return 0
         if not ahead and any(instance.has_free for instance in self._instances.values()):
@@ -391,8 +400,10 @@ class SequenceTable:
             self._finish(sequence, _ENDED)
 
     def expire(self, now_ns: int) -> None:
-        """End the sequences that had no request for the idle time."""
+        """End the sequences that had no request for the idle time, and those that give way to clients with fewer slots."""
         self._now_ns = now_ns
+        while self._backlog.count and now_ns - self._backlog.next.started_ns >= GIVE_WAY_NS and self._give_way():
+            pass
         idle = self._idle
         while idle:
             sequence = next(iter(idle))
@@ -403,8 +414,41 @@ class SequenceTable:
 
     @property
     def next_expiry_ns(self) -> int | None:
-        """Monotonic time at which the next idle sequence ends; None without an idle one."""
-        return next(iter(self._idle)).idle_since_ns + self.policy.idle_ns if self._idle else None
+        """Monotonic time of the next call of `expire`: an idle sequence ends, or one gives way; None for none."""
+        times_ns = [next(iter(self._idle)).idle_since_ns + self.policy.idle_ns] if self._idle else []
+        if self._backlog.count:
+            time_ns = self._backlog.next.started_ns + GIVE_WAY_NS
+            if time_ns > self._now_ns:  # else it waits for the end of a running batch
+                times_ns.append(time_ns)
+        return min(times_ns, default=None)
+
+    def _give_way(self) -> bool:
+        """End a sequence of the client with the most slots, an idle one first, none that runs; False if there is none."""
+        backlog = self._backlog
+        client = max(backlog.slots, key=backlog.slots.__getitem__, default="")
+        if not backlog.holds_more(client):
+            return False
+        candidates = [
+            sequence
+            for instance in self._instances.values()
+            for sequence in instance.sequences
+            if sequence is not None and sequence.client == client and sequence.running is None
+        ]
+        if not candidates:
+            return False
+        sequence = max(candidates, key=lambda each: (each in self._idle, each.started_ns))
+        sequence.end_reason = EndReason.SHARE
+        self._abort(sequence, _MORE_THAN_ITS_SHARE)
+        return True
+
+    def _make_room(self, client: str) -> None:
+        """Refuse the last waiting sequence of the client with the most, if the queue is full and `client` has fewer."""
+        waiting = {name: len(sequences) for name, sequences in self._backlog.clients.items()}
+        other = max(waiting, key=waiting.__getitem__, default=client)
+        if waiting.get(other, 0) > waiting.get(client, 0) + 1:
+            sequence = next(reversed(self._backlog.clients[other]))
+            sequence.end_reason = EndReason.SHARE
+            self._abort(sequence, _MORE_THAN_ITS_SHARE)
 
     # Instances
 
@@ -511,7 +555,7 @@ class SequenceTable:
     @property
     def backlog(self) -> int:
         """Sequences that wait for a slot."""
-        return len(self._backlog)
+        return self._backlog.count
 
     @property
     def slots(self) -> int:
@@ -532,12 +576,14 @@ class SequenceTable:
         elif correlation_id in self._model_ids:  # of another client: the model must not mix both
             correlation_id = self.new_id(_MAX_NEW_ID, isinstance(correlation_id, str))
         self._model_ids.add(correlation_id)
-        sequence = self._sequences[key] = LiveSequence(key, correlation_id)
+        sequence = self._sequences[key] = LiveSequence(key, correlation_id, entry.client)
         self._reasons.pop(key, None)
         self.live += 1
         if latest is None:
-            self._backlog[sequence] = None
+            self._backlog.add(sequence, self._now_ns)
             self._fill()
+            if sequence.instance is None and any(map(self._backlog.holds_more, self._backlog.slots)):
+                self.touched.update(self._instances)  # idle instances wait for a later time than that of `expire`
             return sequence
         sequence.keeps_slot = not latest.is_closed
         if not latest.is_closed:
@@ -549,17 +595,17 @@ class SequenceTable:
 
     def _fill(self) -> None:
         """Give free slots to the sequences of the backlog, on the instance with the fewest sequences first."""
-        while self._backlog:
+        while self._backlog.count:
             free = [instance for instance in self._instances.values() if instance.has_free]
             if not free:
                 return
-            sequence = next(iter(self._backlog))
-            del self._backlog[sequence]
+            sequence = self._backlog.pop()
             self._assign(min(free, key=attrgetter("used", "index")), sequence)
             self._mark_ready(sequence)
 
     def _assign(self, instance: InstanceSlots, sequence: LiveSequence) -> None:
         instance.assign(sequence)
+        self._backlog.count_slot(sequence.client, 1)
         sequence.started_ns, self._slot_ends = self._now_ns, []
 
     def _queue(self, sequence: LiveSequence, entry: SequenceEntry) -> None:
@@ -628,9 +674,10 @@ class SequenceTable:
         self._idle.pop(sequence, None)
         self._remember(sequence, reason)
         instance, heir, before = sequence.instance, sequence.heir, sequence.before
-        self._backlog.pop(sequence, None)
+        self._backlog.discard(sequence)
         if instance is not None:
             instance.release(sequence)
+            self._backlog.count_slot(sequence.client, -1)
             self._slot_ends = []
             lived_ns = self._now_ns - sequence.started_ns
             self._lifetime_ns += (lived_ns - self._lifetime_ns) / (_LIFETIME_PARTS if self._lifetime_ns else 1)
@@ -654,7 +701,7 @@ class SequenceTable:
             self._assign(instance, heir)
             self._mark_ready(heir)
         else:
-            self._backlog[heir] = None
+            self._backlog.add(heir, self._now_ns)
 
     def _select(
         self, instance: InstanceSlots, now_ns: int, closed: bool

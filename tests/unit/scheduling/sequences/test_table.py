@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from headrace.core.clock import NS_PER_S
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import BadRequest, Cancelled, Overloaded, Unavailable
+from headrace.core.limits import GIVE_WAY_NS
 from headrace.core.request import InferRequest, InferResponse
 from headrace.scheduling.batching import CloseReason, WaitUntil
 from headrace.scheduling.policy import QueueLimits, SequencePolicy
@@ -24,9 +26,16 @@ class Table:
             self.table.open_instance(index)
 
     def send(
-        self, correlation_id: int, start: bool = False, end: bool = False, now_ns: int = 0, columns: int = 1
+        self,
+        correlation_id: int,
+        start: bool = False,
+        end: bool = False,
+        now_ns: int = 0,
+        columns: int = 1,
+        client: str = "",
     ) -> SequenceEntry:
-        request = InferRequest(inputs={"x": np.zeros((1, columns))}, rows=1, shape_key=columns, received_ns=now_ns)
+        inputs = {"x": np.zeros((1, columns))}
+        request = InferRequest(inputs=inputs, rows=1, shape_key=columns, received_ns=now_ns, client=client)
         entry = SequenceEntry(request, ThreadCompletion(), now_ns, correlation_id, start, end)
         entry.remove = self.discard
         entry.completion.after = entry.on_settled
@@ -419,3 +428,74 @@ def test_an_old_sequence_lives_for_the_mean_again_and_an_idle_one_until_its_idle
     assert table.table.slot_wait_ns(4, 40_000_000) == 0  # it was idle for too long
     table.send(5, start=True, end=True, now_ns=40_000_000)
     assert table.table.slot_wait_ns(6, 40_000_000) == 1  # END has arrived
+
+
+LONG = SequencePolicy(slots=2, is_direct=False, max_rows=4, idle_ns=600 * NS_PER_S)
+
+
+def test_a_client_with_fewer_slots_is_served_first() -> None:
+    """Slots that become free go to the clients in turn, not in the order of arrival."""
+    table = Table(LONG)
+    for number in range(1, 9):
+        table.send(number, start=True, end=True, client="many")
+    other = [table.send(number, start=True, end=True, client="other") for number in (11, 12)]
+    third = table.send(21, start=True, end=True, client="third")
+    table.run()  # of the client with many, which came first
+    assert other[0] in table.run()
+    assert set(table.run()) == {third, other[1]}
+    while table.run():
+        pass
+    assert table.table.live == table.table.backlog == 0
+    assert not table.table._backlog.slots
+
+
+def test_a_client_with_many_slots_gives_way() -> None:
+    """After two seconds, and not to itself: first an idle sequence, else the one that started last, down to equal shares."""
+    table = Table(LONG)
+    for number in (1, 2):
+        table.send(number, start=True, client="many", now_ns=number)
+    table.send(3, start=True, client="many", now_ns=3)
+    table.run(now_ns=4)
+    table.send(1, client="many", now_ns=5)
+    table.table.expire(100 * NS_PER_S)
+    assert table.table.live == 3, "no other client waits"
+    first = table.send(11, start=True, client="other", now_ns=100 * NS_PER_S)
+    second = table.send(12, start=True, client="other", now_ns=100 * NS_PER_S)
+    assert table.table.next_expiry_ns == 100 * NS_PER_S + GIVE_WAY_NS
+    table.table.expire(100 * NS_PER_S + GIVE_WAY_NS - 1)
+    assert table.table.ends[EndReason.SHARE] == 0
+    table.table.expire(100 * NS_PER_S + GIVE_WAY_NS)
+    assert table.table.ends[EndReason.SHARE] == 1
+    assert first in table.run(now_ns=103 * NS_PER_S)
+    table.table.expire(200 * NS_PER_S)
+    assert table.table.ends[EndReason.SHARE] == 1, "both have one slot"
+    assert second.queued
+    with pytest.raises(BadRequest, match="its client uses more than its share of the slots"):
+        table.send(2, client="many", now_ns=200 * NS_PER_S)
+    table.send(1, client="many", now_ns=200 * NS_PER_S)
+
+
+def test_a_running_request_does_not_give_way() -> None:
+    table = Table(LONG)
+    running = [table.send(number, start=True, client="many") for number in (1, 2)]
+    assert isinstance(table.table.take(0, 1), Batch)
+    other = table.send(11, start=True, client="other", now_ns=2)
+    table.table.expire(10 * NS_PER_S)
+    assert table.table.ends[EndReason.SHARE] == 0
+    assert table.table.next_expiry_ns is None, "the instance looks again after its batch"
+    for entry in running:
+        entry.completion.settle(InferResponse({}))
+    table.table.finish_batch(0, 11 * NS_PER_S)
+    table.table.expire(11 * NS_PER_S)
+    assert table.table.ends[EndReason.SHARE] == 1
+    assert table.run(now_ns=11 * NS_PER_S) == [other]
+
+
+def test_a_full_queue_has_room_for_another_client() -> None:
+    table = Table(LONG, max_count=6)
+    many = [table.send(number, start=True, client="many") for number in range(1, 7)]
+    with pytest.raises(Overloaded):
+        table.send(7, start=True, client="many")
+    other = table.send(11, start=True, client="other")
+    assert other.queued
+    assert list(table.refused()) == [many[-1]]
