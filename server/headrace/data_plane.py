@@ -73,8 +73,7 @@ class DataPlane:
         )
         state = Path(settings.state_dir) if settings.state_dir else None
         self.custom_metrics = CustomMetrics()
-        calls = ModelCalls(loop, self.registry)
-        mailbox = Mailbox(loop)
+        calls, mailbox = ModelCalls(loop, self.registry), Mailbox(loop)
         # With --strict the server starts or refuses to, so it waits for installations.
         root = environments_root(settings.environments_dir, state)
         self.environments = Environments(root, wait=settings.strict)
@@ -105,6 +104,7 @@ class DataPlane:
             mode=settings.model_control,
             allow_override=settings.allow_model_override,
             poll_interval_s=settings.poll_interval_s,
+            load_threads=settings.model_load_thread_count,
         )
 
         def loaded(error: BaseException | None) -> None:

@@ -60,7 +60,6 @@ TRITON_HINTS: dict[str, str] = {
     "--strict-model-config": "not needed: what a configuration leaves out is read from the model, the rest is compared",
     "--disable-auto-complete-config": "not needed: only what a configuration leaves out is read from the model",
     "--strict-readiness": "write --ready-when all; any, the default, is ready while one model serves",
-    "--model-load-thread-count": "not needed: models are loaded one after the other",
     "--model-load-retry-count": "not here: load a model again with POST /v2/repository/models/NAME/load",
     "--model-load-gpu-limit": _MEMORY,
     "--model-config-name": "not here: a model has one configuration, config.pbtxt or config.yaml in its folder",
@@ -218,6 +217,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     gpu_memory_fraction: float = 0.9
     host_memory_budget: int = 0
+    model_load_thread_count: int = 4
     profile_s: float = 0.25
     trial_limit_s: float = 120.0
     inline_bound_us: int = 500
@@ -504,6 +504,7 @@ OPTIONS: tuple[_Option, ...] = (
     _STATE_DIR,
     _ENVIRONMENTS_DIR,
     _MODEL_KEYS_FILE,
+    _Option("model_load_thread_count", "models that are loaded at the same time (%(default)s)", _positive, "N"),
     _Option("profile_s", "measure each model before it serves (%(default)s; 0: do not)", _seconds, "S"),
     _Option(
         "trial_limit_s",

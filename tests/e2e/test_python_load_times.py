@@ -1,4 +1,4 @@
-"""Processes of Python models are started several at a time, each once, and are published one after the other."""
+"""Python models are loaded several at a time, each once; one that hangs stops neither the others nor the server's end."""
 
 from __future__ import annotations
 
@@ -76,11 +76,9 @@ def test_models_start_at_the_same_time_and_once(tmp_path: Path) -> None:
         # The table of the banner.
         assert all(re.search(rf"^{name} +1 +READY ", server.text, re.MULTILINE) for name in names), server.text
     lines = [line.split() for line in (repository / "events").read_text().splitlines()]
-    for name in names:
+    for name in (*names, "broken"):
         assert lines.count(["complete", name]) == 1
         assert lines.count(["initialize", name]) == 1
-    # The start that failed among others is repeated alone.
-    assert lines.count(["initialize", "broken"]) == 2
     assert lines.count(["finalize"]) == len(names)
     intervals = sorted((float(line[1]), float(line[2])) for line in lines if line[0] == "interval")
     assert any(later[0] < earlier[1] for earlier, later in itertools.pairwise(intervals))

@@ -62,7 +62,9 @@ async def running(
     with pytest.raises((Unavailable, Forbidden)):
         await reconciler.load("m", None, {})
     assert not [
-        thread.name for thread in threading.enumerate() if thread.name.startswith(("m/", "drain", "control", "builds"))
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith(("m/", "drain", "control", "builds", "load "))
     ]
 
 
@@ -116,6 +118,7 @@ async def at_rest(reconciler: Reconciler) -> None:
         await scans(2)  # the first may have begun before the change
         await until_async(lambda: not reconciler._watcher.is_changing)
         await scans(1)
+    await until_async(lambda: reconciler._loads.is_empty)
     await reconciler._run_command(lambda: None)
 
 

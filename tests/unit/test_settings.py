@@ -55,6 +55,7 @@ VALUES = {
     "host_memory_budget": ("2MiB", 2 << 20),
     "profile_s": ("0", 0.0),
     "trial_limit_s": ("7.5", 7.5),
+    "model_load_thread_count": ("2", 2),
     "inline_bound_us": ("0", 0),
     "state_dir": ("s", "s"),
     "environments_dir": ("e", "e"),

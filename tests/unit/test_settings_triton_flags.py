@@ -46,6 +46,7 @@ TRITON_SAME = (
     "--id",
     "--model-repository",
     "--load-model",
+    "--model-load-thread-count",
     "--http-port",
     "--grpc-port",
     "--metrics-port",

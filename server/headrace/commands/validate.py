@@ -30,7 +30,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.integrity.verified_copy import ModelVerifier, open_verifier
 from headrace.repository.builds import BUILDER, EngineBuilds
-from headrace.repository.deployment import Deployments, ModelSource, VersionCloser
+from headrace.repository.deployment import Deployments, ModelSource
 from headrace.repository.environments import Environments, environments_root
 from headrace.repository.folders import (
     RepositoryModel,
@@ -45,6 +45,7 @@ from headrace.repository.loader import Loader
 from headrace.repository.pipelines import in_load_order
 from headrace.repository.registry import Registry
 from headrace.repository.trials import OwnTrials
+from headrace.repository.version_closer import VersionCloser
 
 TRIAL_LOAD: tuple[str, ...] = (sys.executable, "-P", "-m", "headrace.commands.validate")
 _READY, _LOADING = "READY", "LOADING"

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from headrace.backends.base import ExecutionLost
+from headrace.core.cancellation import current_cancellation
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, Finding, Unavailable
 from headrace.core.ledger import format_bytes
@@ -203,8 +204,9 @@ class ProcessSupervisor(ABC, Generic[C]):
             self._loaded.set_exception(load_error(self.model, f"the system starts no more threads ({error})"))
 
     def wait_loaded(self) -> None:
-        """Wait until the process has loaded the model; raises ConfigError if it cannot."""
-        self._loaded.result()
+        """Wait until the process has loaded the model; raises ConfigError if it cannot, or if the load is cancelled."""
+        with current_cancellation().calling(self.begin_close):
+            self._loaded.result()
 
     def begin_close(self) -> None:
         """Let the process end; `close` waits for it."""

@@ -1,6 +1,7 @@
 """Deploys, replaces and removes the versions of a model; closes replaced versions in the background.
 
-`Deployments` runs on the control thread. Each replaced version is closed on a thread of its own (`VersionCloser`).
+Each load runs on a thread of its own, loads of one model one after the other. Each replaced version is closed in the background
+(`VersionCloser`).
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from headrace.config.documents import Document, refuse, to_triton_json
 from headrace.config.files import SharedFolder
 from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
 from headrace.config.serving_plan import ServingPlan, requests_tensorrt, sample_fingerprints
-from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.cancellation import current_cancellation
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.ledger import NoRoom
 from headrace.integrity.verified_copy import VerifiedCopy
@@ -33,100 +34,10 @@ from headrace.repository.pipelines import called_models, open_pipeline, pipeline
 from headrace.repository.python_completion import check_client_source, complete_python
 from headrace.repository.registry import Registry, Serving, State
 from headrace.repository.uploads import PrivateFolder
+from headrace.repository.version_closer import VersionCloser
 from headrace.scheduling.version_handle import VersionHandle
 
 logger = logging.getLogger("headrace.control")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ClosingVersion:
-    handle: VersionHandle
-    after: Callable[[], None]
-    thread: threading.Thread
-
-
-class VersionCloser:
-    """Closes handles in the background, and updates the registry when the last handle of an unloaded version is closed.
-
-    Ownership: `_closing` and `_counts` are guarded by `_lock`. The registry's lock may be acquired while `_lock` is held,
-    never the reverse.
-
-    Args:
-        registry: receives the state of closed versions.
-        on_closed: called with every closed handle, on the thread that closed it.
-    """
-
-    def __init__(self, registry: Registry, on_closed: Callable[[VersionHandle], None] = lambda _handle: None) -> None:
-        self._registry = registry
-        self._on_closed = on_closed
-        self._lock = threading.Lock()
-        self._closing: set[_ClosingVersion] = set()
-        self._counts: Counter[tuple[str, str]] = Counter()  # of `_closing`, by model and version
-
-    def begin(self, handle: VersionHandle, after: Callable[[], None] = lambda: None) -> None:
-        """Close a handle after its requests have completed, without a timeout; returns at once.
-
-        Args:
-            handle: a handle that can no longer be leased.
-            after: called when the handle is closed. Called a second time if the handle closes after `wait` timed out.
-        """
-        name = f"drain {handle.spec.name}/{handle.spec.version}"
-        thread = threading.Thread(target=lambda: self._run(closing), name=name, daemon=True)
-        closing = _ClosingVersion(handle, after, thread)
-        with self._lock:
-            self._closing.add(closing)
-            self._counts[handle.spec.name, handle.spec.version] += 1
-        if handle.is_unused and handle.end_leases():  # nothing to wait for: thousands of threads would take seconds
-            self._run(closing)
-            return
-        try:
-            thread.start()
-        except RuntimeError as error:
-            logger.warning("%s: no thread for it (%s), so the caller waits", name, error)
-            self._run(closing)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for all handles at the end of the process; requests that remain after the timeout fail.
-
-        Args:
-            timeout_s: maximum wait in seconds for all handles together.
-
-        Returns:
-            False if a request still runs.
-        """
-        deadline_ns = monotonic_ns() + int(timeout_s * NS_PER_S)
-        with self._lock:
-            all_closing = list(self._closing)
-        for closing in all_closing:
-            closing.handle.drain_sequences()
-        for closing in all_closing:
-            closing.thread.join(max((deadline_ns - monotonic_ns()) / NS_PER_S, 0.0))
-        late = [closing for closing in all_closing if closing.thread.is_alive() and not closing.handle.close(0.0)]
-        for closing in late:
-            closing.after()  # the process ends without this thread
-            name, version = closing.handle.spec.name, closing.handle.spec.version
-            logger.error("model %s version %s did not stop within %g s; its requests failed", name, version, timeout_s)
-            if self._registry.state(name, version) is State.UNLOADING:
-                reason = "its requests did not end before the shutdown timeout"
-                self._registry.mark(name, version, State.UNAVAILABLE, reason)
-        return not late
-
-    def _run(self, closing: _ClosingVersion) -> None:
-        name, version = key = closing.handle.spec.name, closing.handle.spec.version
-        try:
-            closing.handle.close(None)
-            self._on_closed(closing.handle)
-            closing.after()
-            logger.info("model %s version %s is closed", name, version)
-        except BaseException:  # the index must not show UNLOADING for ever
-            logger.exception("model %s version %s could not be closed", name, version)
-        finally:
-            with self._lock:
-                self._closing.discard(closing)
-                self._counts[key] -= 1
-                if not self._counts[key]:
-                    del self._counts[key]
-                    self._registry.mark_unloaded(name, version)
 
 
 _T = TypeVar("_T")
@@ -232,6 +143,9 @@ class Deployments:
 
     A load either succeeds as a whole or changes nothing. Only a model without a serving version may be loaded in part.
 
+    Ownership: `_lock` guards all attributes, and makes a change here and in the registry one step. It is not held while files are
+    read, processes are started or models are opened, so `unload` does not wait for a load.
+
     Args:
         loader: creates handles.
         registry: publishes handles.
@@ -247,6 +161,7 @@ class Deployments:
         self._registry = registry
         self._closer = closer
         self._builds = builds
+        self._lock = threading.RLock()
         self._live: dict[str, _Model] = {}
         self.dependencies = DependencyGraph()
         self._waiting: dict[str, ModelSource] = {}  # pipelines that cannot be served until a model of theirs is
@@ -254,6 +169,17 @@ class Deployments:
             None  # build of the last progress log line, and its quarter
         )
         loader.gpu_model_cache.on_change = self._cache_changed
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold the lock for a change by the load on this thread.
+
+        Raises:
+            HeadraceError: the load is cancelled, and must change nothing any more.
+        """
+        with self._lock:
+            current_cancellation().check()
+            yield
 
     def load(self, source: ModelSource) -> None:
         """Load a model from its current files: changed versions are loaded beside the old ones, then swapped.
@@ -264,33 +190,42 @@ class Deployments:
         Raises:
             EnvironmentPending: the model's Python environment is being installed; it stays LOADING until it is loaded again.
             ConfigError: a version or the whole model cannot be served; the registry has the reason.
+            HeadraceError: the load was cancelled; nothing is changed.
         """
         LOADS.declare_each((source.name, result) for result in ("loaded", "reloaded", "unloaded", "failed"))
-        self.dependencies.set(source.name, called_models(source.path, source.repository, source.config))
-        self._waiting.pop(source.name, None)
+        called = called_models(source.path, source.repository, source.config)
+        with self.changing():
+            self.dependencies.set(source.name, called)
+            self._waiting.pop(source.name, None)
+            is_serving = any(version.handle.ready for version in self._versions(source.name).values())
+            if not is_serving and self._registry.state(source.name, "") is not State.LOADING:
+                self._registry.mark(source.name, "", State.LOADING)
         try:
-            self._load(source)
+            self._load(source, is_serving)
         except EnvironmentPending:
             raise
-        except Exception:
-            LOADS.count(source.name, "failed")
-            if source.private is None and self.dependencies.members(source.name):
-                self._waiting[source.name] = source
+        except Exception as error:
+            with self.changing():
+                LOADS.count(source.name, "failed")
+                if source.private is None and self.dependencies.members(source.name):
+                    self._waiting[source.name] = source
+                if self._registry.state(source.name, "") is State.LOADING:
+                    self._registry.mark(source.name, "", State.UNAVAILABLE, str(error) or type(error).__name__)
             raise
-        self._retry_callers(source.name)
 
-    def _retry_callers(self, name: str) -> None:
-        """Load the pipelines again that could not be served without a model."""
-        for caller in self.dependencies.dependents(name):
-            source = self._waiting.get(caller)
-            if source is not None:
-                try:
-                    self.load(source)
-                except ConfigError:
-                    continue  # the error is in the log and in the index
+    def callers(self, name: str) -> list[str]:
+        """Return the pipelines that call a model, directly or by another pipeline, the nearest first."""
+        with self._lock:
+            return self.dependencies.dependents(name)
 
-    def _load(self, source: ModelSource) -> None:
-        is_serving = any(version.handle.ready for version in self._versions(source.name).values())
+    def retry(self, name: str) -> None:
+        """Load a pipeline again that could not be served without a model; no-op for any other. Raises the errors of `load`."""
+        with self.changing():
+            source = self._waiting.get(name)
+        if source is not None:
+            self.load(source)
+
+    def _load(self, source: ModelSource, is_serving: bool) -> None:
         try:
             verified = _as_config_error(lambda: self._verify(source), source.name)
         except ConfigError as error:
@@ -314,7 +249,8 @@ class Deployments:
             raise refuse(source.name, None, message, "load the signed model of the repository")
         if source.is_upload:
             return source
-        live = self._live.get(source.name)
+        with self._lock:
+            live = self._live.get(source.name)
         present = None if live is None else live.source.private
         present = present if isinstance(present, VerifiedCopy) else None
         copy = verifier.copy(source.path, source.repository, present)
@@ -322,51 +258,70 @@ class Deployments:
 
     def _refuse(self, name: str, error: ConfigError, is_serving: bool) -> None:
         """Record that a model cannot be loaded as a whole."""
-        if is_serving:
-            self._record_failed_load(name, error)
-        else:
-            self._mark_unavailable(name, "", error)
-            self._registry.prune(name, keep=[""])
+        with self.changing():
+            if is_serving:
+                self._record_failed_load(name, error)
+            else:
+                self._mark_unavailable(name, "", error)
+                self._registry.prune(name, keep=[""])
 
     def _load_files(self, source: ModelSource, is_serving: bool) -> None:
-        fingerprints = fingerprint_versions(source.path)
-        live = self._versions(source.name)
+        name, fingerprints = source.name, fingerprint_versions(source.path)
+        with self.changing():
+            cycle, live = self.dependencies.cycle(name), self._versions(name)
         try:
-            cycle = self.dependencies.cycle(source.name)
-            folder = _as_config_error(lambda: _read(source, self._loader, cycle), source.name)
+            folder = _as_config_error(lambda: _read(source, self._loader, cycle), name)
             self._loader.check_interpreters(folder, served_versions(folder.config, folder.versions))
         except EnvironmentPending as error:
-            self._registry.mark_waiting(source.name, error.findings[0].message, is_serving)
+            with self.changing():
+                self._registry.mark_waiting(name, error.findings[0].message, is_serving)
             raise
         except ConfigError as error:
-            self._refuse(source.name, error, is_serving)
+            self._refuse(name, error, is_serving)
             raise
+        numbers = [str(version) for version in served_versions(folder.config, folder.versions)]
+        with self.changing():
+            self._registry.mark_loading(name, [number for number in numbers if number not in live])
         versions: dict[str, _Version] = {}
         pending: dict[str, _PendingVersion] = {}
         failures: list[ConfigError] = []
-        self._registry.forget(source.name, "")
-        numbers = [str(version) for version in served_versions(folder.config, folder.versions)]
-        for number in numbers:
-            try:
-                files = fingerprints.get(number, ABSENT)
-                result = self._load_version(source, folder, number, files, live.get(number))
-            except ConfigError as error:
-                failures.append(error)
-                continue
-            if isinstance(result, _Version):
-                versions[number] = result
-            elif number in live and live[number].handle.ready:
-                # The present version serves until the engine is built.
-                versions[number] = replace(live[number], signature=result.signature, plan=result.plan)
-            else:
-                pending[number] = result
-        if failures and is_serving:
-            self._discard(source.name, versions)
-            self._record_failed_load(source.name, failures[0])
-        else:
-            self._swap(source, folder, numbers, versions, pending)
+        with self._closing_unless_published(name, versions, live):
+            for number in numbers:
+                try:
+                    files = fingerprints.get(number, ABSENT)
+                    result = self._load_version(source, folder, number, files, live.get(number))
+                except ConfigError as error:
+                    failures.append(error)
+                    continue
+                if isinstance(result, _Version):
+                    versions[number] = result
+                elif number in live and live[number].handle.ready:
+                    # The present version serves until the engine is built.
+                    versions[number] = replace(live[number], signature=result.signature, plan=result.plan)
+                else:
+                    pending[number] = result
+            with self.changing():
+                if failures and is_serving:
+                    self._discard(name, versions, live)
+                    self._record_failed_load(name, failures[0])
+                else:
+                    self._swap(source, folder, numbers, versions, pending)
         if failures:
             raise ConfigError([finding for failure in failures for finding in failure.findings])
+
+    @contextmanager
+    def _closing_unless_published(
+        self, name: str, versions: Mapping[str, _Version], live: Mapping[str, _Version]
+    ) -> Iterator[None]:
+        """Close the versions that a load has opened, if the block fails because the load is cancelled."""
+        try:
+            yield
+        except BaseException:
+            served = {version.handle for version in (*live.values(), *self._versions(name).values())}
+            for version in versions.values():
+                if version.handle not in served:
+                    self._closer.begin(version.handle, version.release_files)
+            raise
 
     def finish_build(self, order: BuildOrder, failure: str) -> None:
         """Load a built engine into its version, or record the build's error; ignored if the version has changed since the order.
@@ -376,36 +331,44 @@ class Deployments:
             failure: error of the build; "" if it succeeded.
         """
         name, number = order.name, order.version
-        model = self._live.get(name)
-        if model is None or model.order(number) != order:
-            return
-        BUILDS.count(name, "failed" if failure else "built")
-        version = model.versions.get(number)
-        if failure:
-            logger.error("model %s version %s: %s", name, number, model.plan(number).failed_build(failure))
-            self._update_remark(model, number)
-            return
-        old = model.pending[number].signature if version is None else version.signature
-        files, model_file = fingerprint_version(order.folder / number), model.folder.config.default_model_filename
-        is_ready = version is None or version.handle.ready
-        if not is_ready or without_builds(files, model_file) != without_builds(old.files, model_file):
-            # A load request for the present files also loads the engine if it fits.
-            self._update_remark(
-                model, number, "an engine is built, but the model's files have changed since: load the model again"
-            )
-            return
-        try:
-            new = self._load_version(model.source, model.folder, number, files, version)
-        except ConfigError as error:
-            self._record_failed_load(name, error)
-            return
-        if isinstance(new, _PendingVersion):
-            reason = new.plan.remark.partition(": ")[2]
-            self._update_remark(model, number, f"its engine was built, but does not fit: {reason} ({new.plan.cure})")
-            return
-        numbers = [str(version) for version in served_versions(model.folder.config, model.folder.versions)]
-        pending = {other: one for other, one in model.pending.items() if other != number}
-        self._swap(model.source, model.folder, numbers, {**model.versions, number: new}, pending)
+        with self.changing():
+            model = self._live.get(name)
+            if model is None or model.order(number) != order:
+                return
+            BUILDS.count(name, "failed" if failure else "built")
+            version = model.versions.get(number)
+            if failure:
+                logger.error("model %s version %s: %s", name, number, model.plan(number).failed_build(failure))
+                self._update_remark(model, number)
+                return
+            old = model.pending[number].signature if version is None else version.signature
+            files, model_file = fingerprint_version(order.folder / number), model.folder.config.default_model_filename
+            is_ready = version is None or version.handle.ready
+            if not is_ready or without_builds(files, model_file) != without_builds(old.files, model_file):
+                # A load request for the present files also loads the engine if it fits.
+                self._update_remark(
+                    model, number, "an engine is built, but the model's files have changed since: load the model again"
+                )
+                return
+        versions = dict(model.versions)
+        with self._closing_unless_published(name, versions, model.versions):
+            try:
+                new = self._load_version(model.source, model.folder, number, files, version)
+            except ConfigError as error:
+                with self.changing():
+                    self._record_failed_load(name, error)
+                return
+            if isinstance(new, _Version):
+                versions[number] = new
+            with self.changing():
+                if isinstance(new, _PendingVersion):
+                    reason = new.plan.remark.partition(": ")[2]
+                    text = f"its engine was built, but does not fit: {reason} ({new.plan.cure})"
+                    self._update_remark(model, number, text)
+                    return
+                numbers = [str(version) for version in served_versions(model.folder.config, model.folder.versions)]
+                pending = {other: one for other, one in model.pending.items() if other != number}
+                self._swap(model.source, model.folder, numbers, versions, pending)
 
     def update_progress(self, order: BuildOrder) -> None:
         """Show the progress of a build in the index and log each quarter.
@@ -413,14 +376,15 @@ class Deployments:
         Args:
             order: the build order.
         """
-        model = self._live.get(order.name)
-        if model is None or model.order(order.version) != order:
-            return
-        self._update_remark(model, order.version)
-        quarter = self._builds.quarter(order)
-        if self._logged_progress != (order, quarter):
-            self._logged_progress = order, quarter
-            logger.info("model %s version %s: %s", order.name, order.version, self._remark(model, order.version))
+        with self._lock:
+            model = self._live.get(order.name)
+            if model is None or model.order(order.version) != order:
+                return
+            self._update_remark(model, order.version)
+            quarter = self._builds.quarter(order)
+            if self._logged_progress != (order, quarter):
+                self._logged_progress = order, quarter
+                logger.info("model %s version %s: %s", order.name, order.version, self._remark(model, order.version))
 
     def _update_remark(self, model: _Model, number: str, reason: str = "") -> None:
         """Update the index and the metadata of a version.
@@ -449,22 +413,23 @@ class Deployments:
         """Accept no new requests for a model; its queued requests complete in the background.
 
         Args:
-            name: name of the model.
+            name: name of the model, whose loads have ended or are cancelled.
         """
-        self._builds.set_orders(name, ())
-        self.dependencies.set(name, ())
-        self._waiting.pop(name, None)
-        self._registry.publish(name, None)
-        for number, version in self._versions(name).items():
-            self._registry.mark(name, number, State.UNLOADING)
-            self._closer.begin(version.handle, version.release_files)
-        model = self._live.pop(name, None)
-        if model is not None:
-            model.release_files()
-            LOADS.count(name, "unloaded")
-            if self._loader.metrics is not None:
-                self._loader.metrics.forget(name)
-        self._registry.mark_all_unloaded(name)
+        with self._lock:
+            self._builds.set_orders(name, ())
+            self.dependencies.set(name, ())
+            self._waiting.pop(name, None)
+            self._registry.publish(name, None)
+            for number, version in self._versions(name).items():
+                self._registry.mark(name, number, State.UNLOADING)
+                self._closer.begin(version.handle, version.release_files)
+            model = self._live.pop(name, None)
+            if model is not None:
+                model.release_files()
+                LOADS.count(name, "unloaded")
+                if self._loader.metrics is not None:
+                    self._loader.metrics.forget(name)
+            self._registry.mark_all_unloaded(name)
 
     def unload_all(self) -> None:
         """`unload` of every model."""
@@ -512,8 +477,9 @@ class Deployments:
         if reusable is not None:
             return reusable
         name = source.name
-        if self._registry.state(name, number) not in (State.READY, State.LOADING):
-            self._registry.mark(name, number, State.LOADING)
+        with self.changing():
+            if self._registry.state(name, number) not in (State.READY, State.LOADING):
+                self._registry.mark(name, number, State.LOADING)
         try:
             plan, handle = self._open(folder, number, source.is_lazy and (live is None or live.handle.evicted))
             if handle is None:
@@ -525,8 +491,9 @@ class Deployments:
                 # A load from a half-written file has an undefined result.
                 raise refuse(f"{name}/{number}", None, "has changed during the load", "load the model again")
         except ConfigError as error:
-            if self._registry.state(name, number) is not State.READY:
-                self._mark_unavailable(name, number, error)
+            with self.changing():
+                if self._registry.state(name, number) is not State.READY:
+                    self._mark_unavailable(name, number, error)
             raise
         if source.private is not None:
             source.private.acquire()
@@ -616,9 +583,10 @@ class Deployments:
     def _cache_changed(self, handle: VersionHandle) -> None:
         """Update the index after a version was evicted or loaded again, or could not be loaded."""
         name, number = handle.spec.name, handle.spec.version
-        model = self._live.get(name)
-        if model is not None and number in model.versions and model.versions[number].handle is handle:
-            self._registry.set_reason(name, self._remark(model, number), number)
+        with self._lock:
+            model = self._live.get(name)
+            if model is not None and number in model.versions and model.versions[number].handle is handle:
+                self._registry.set_reason(name, self._remark(model, number), number)
 
     def _swap(
         self,
@@ -660,9 +628,8 @@ class Deployments:
             logger.info("model %s serves version %s", name, ", ".join(versions))
             LOADS.count(name, "reloaded" if before else "loaded")
 
-    def _discard(self, name: str, versions: dict[str, _Version]) -> None:
+    def _discard(self, name: str, versions: Mapping[str, _Version], live: Mapping[str, _Version]) -> None:
         """Close the versions of a load that failed in another version."""
-        live = self._versions(name)
         for number, version in versions.items():
             if number in live and live[number].handle is version.handle:
                 continue
@@ -689,7 +656,7 @@ def _order(source: ModelSource, number: str, plan: ServingPlan) -> BuildOrder | 
 
 
 def _set_reasons(version: _Version, reasons: Mapping[str, str]) -> None:
-    """Update the metadata of a version. Only the control thread writes; a reader sees the old value or the new one."""
+    """Update the metadata of a version. One thread at a time writes; a reader sees the old value or the new one."""
     parameters = version.handle.spec.parameters
     if not isinstance(parameters, dict):
         return
@@ -732,7 +699,7 @@ def _read(source: ModelSource, loader: Loader, cycle: Sequence[str]) -> ModelFol
         raise refuse(
             source.name, None, f"no version on disk is served: the folder has {available}", "change version_policy"
         )
-    return complete_python(folder, loader.interpreters, loader.ahead.take)
+    return complete_python(folder, loader.interpreters)
 
 
 def _digest(folder: ModelFolder) -> str:

@@ -15,9 +15,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
+from headrace.core.cancellation import current_cancellation
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import HeadraceError, Unavailable
 from headrace.core.ledger import CPU, HOST, Ledger, MemoryAccount, NoRoom, format_bytes, memory_name
@@ -25,6 +29,8 @@ from headrace.core.telemetry import LoadCounts
 from headrace.scheduling.version_handle import VersionHandle
 
 logger = logging.getLogger("headrace.memory")
+
+_T = TypeVar("_T")
 
 # Minimum time in memory of a version in use, or its load time if longer: at least half of the time is spent serving.
 _MIN_RESIDENCE_NS = NS_PER_S
@@ -36,6 +42,8 @@ _RETRY_EVICTION_NS = 60 * NS_PER_S
 # Maximum wait for versions that are being closed before other versions are evicted instead.
 _DRAIN_S = 2.0
 _MAX_BACKOFF_S = 30
+# A load that waits for others looks so often, in seconds, whether it is cancelled.
+_LOOK_S = 0.2
 # Minimum time between two attempts to load a version that waits for evictions.
 _MIN_WAIT_NS = NS_PER_S // 100
 
@@ -56,6 +64,7 @@ class CachedModel:
         problem: error of the last load on demand; "" if it succeeded.
         is_broken: that error is none of lacking memory, so that requests are refused until the next attempt.
         retry_load_ns: no load is attempted before this time.
+        is_loading: a load on demand of it waits or runs.
     """
 
     handle: VersionHandle
@@ -69,6 +78,7 @@ class CachedModel:
     problem: str = ""
     is_broken: bool = False
     retry_load_ns: int = 0
+    is_loading: bool = False
 
     @property
     def name(self) -> str:
@@ -96,8 +106,10 @@ class CachedModel:
 class GpuModelCache:
     """LRU cache of model versions in the memory of all GPUs, and in the budget of host memory.
 
-    Ownership: `_lock` guards `_requests`, `_notified`, `_loads`, `_load_error`, `_handles` and the keys of `_models`. `_removal`
-    is its condition and signals removals. `CachedModel` objects belong to the control thread.
+    Ownership: `_lock` guards `_requests`, `_notified`, `_loads`, `_load_error`, `_handles`, `_attempts`, `_ended` and the keys of
+    `_models`. `_changed` is its condition and signals removals and ends of attempts. A `CachedModel` object belongs to the load
+    that has set `is_loading`, else to the holder of `_eviction_lock`. `_short_of_memory` is held by a load from the first
+    reservation that fails to its end. Lock order: `_short_of_memory`, `_eviction_lock`, `_lock`.
 
     Args:
         ledger: memory accounts of the GPUs and the host.
@@ -108,7 +120,8 @@ class GpuModelCache:
         clock: monotonic nanoseconds.
         on_request: called from any thread when a request waits for an evicted version; the control thread then calls
             `load_requested`.
-        on_change: called on the control thread when a version was evicted or loaded again, or could not be loaded.
+        on_change: called on the thread of a load when a version was evicted or loaded again, or could not be loaded.
+        start_load: runs the load of a requested version on another thread; None runs it in `load_requested`.
     """
 
     def __init__(self, ledger: Ledger | None = None, clock: Clock = monotonic_ns) -> None:
@@ -116,8 +129,12 @@ class GpuModelCache:
         self.clock = clock
         self.on_request: Callable[[], None] = lambda: None
         self.on_change: Callable[[VersionHandle], None] = lambda _handle: None
+        self.start_load: Callable[[VersionHandle, Callable[[], None]], None] | None = None
+        self._short_of_memory = threading.Lock()
+        self._eviction_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._removal = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
+        self._attempts = self._ended = 0  # loads that reserve memory now, and those that did
         self._models: dict[VersionHandle, CachedModel] = {}
         self._handles: Counter[tuple[str, str]] = Counter()  # number of `_models`, by model and version
         self._requests: dict[VersionHandle, None] = {}  # in the order of the requests
@@ -125,7 +142,34 @@ class GpuModelCache:
         self._notified = False  # `on_wanted` was called, and `serve` has not been since
         self._load_error: HeadraceError | None = None
 
-    # For the loader, on the control thread
+    # For the loader
+
+    def load(self, load: Callable[[], _T], name: str) -> _T:
+        """Call `load`, which reserves memory, and return its result; evicts other versions if memory is short.
+
+        Loads side by side may need the memory that another one has reserved: one that fails for it is called again once another
+        has ended. Such loads take turns.
+
+        Args:
+            load: loads a version; called again after evictions.
+            name: model and version.
+
+        Raises:
+            NoRoom: it does not fit, and evictions cannot help.
+        """
+        with ExitStack() as stack:
+            is_first = True
+            while True:
+                begun_after = self._ended
+                try:
+                    with self._attempt():
+                        return load()
+                except NoRoom as error:
+                    if error.others and is_first:
+                        stack.enter_context(self._short_of_memory)
+                        is_first = False
+                    if not self.make_room(error, name) and not (error.others and self._wait_for_loads(begun_after + 1)):
+                        raise
 
     def add(
         self,
@@ -174,6 +218,27 @@ class GpuModelCache:
             return False
         return self._wait_for_closing(error.gpu) or self._evict(error.gpu, error.lacking_bytes, name)
 
+    @contextmanager
+    def _attempt(self) -> Iterator[None]:
+        with self._changed:
+            self._attempts += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._attempts -= 1
+                self._ended += 1
+                self._changed.notify_all()
+
+    def _wait_for_loads(self, ended: int) -> bool:
+        """Wait until more than `ended` attempts have ended; False if no other load runs."""
+        cancellation = current_cancellation()
+        with self._changed:
+            while self._ended <= ended and self._attempts:
+                self._changed.wait(_LOOK_S)
+                cancellation.check()
+            return self._ended > ended
+
     # For the control thread
 
     def load_requested(self) -> int | None:
@@ -190,13 +255,17 @@ class GpuModelCache:
         blocked: set[int] = set()  # GPUs that an earlier request waits for
         for handle in requests:
             model = self._models.get(handle)
-            if model is None or not handle.evicted:
+            if model is None or not handle.evicted or model.is_loading:
                 continue
             if model.is_broken and self.clock() < model.retry_load_ns:
                 self._refuse(model)
                 continue
             if not blocked & model.memory_bytes.keys():
                 load_ns = self._possible_ns(model)
+                if load_ns <= self.clock() and self.start_load is not None:
+                    model.is_loading = True
+                    self.start_load(handle, partial(self._load_requested, model))
+                    continue
                 if load_ns <= self.clock():
                     load_ns = self._reload(model)
                 if not load_ns:
@@ -237,7 +306,7 @@ class GpuModelCache:
 
     def remove(self, handle: VersionHandle) -> None:
         """Remove a version that has been closed."""
-        with self._removal:
+        with self._changed:
             self._requests.pop(handle, None)
             if self._models.pop(handle, None) is not None:
                 key = _key(handle)
@@ -245,7 +314,7 @@ class GpuModelCache:
                 if not self._handles[key]:
                     del self._handles[key]
                     self._loads.pop(key, None)
-            self._removal.notify_all()
+            self._changed.notify_all()
 
     def describe(self, handle: VersionHandle) -> str:
         """Return the state of an evicted version for the index, with the error of its last load on demand."""
@@ -260,7 +329,7 @@ class GpuModelCache:
         with self._lock:
             return [(model, version, replace(loads)) for (model, version), loads in sorted(self._loads.items())]
 
-    # Within, on the control thread
+    # Within
 
     def _add(self, model: CachedModel) -> None:
         with self._lock:
@@ -277,6 +346,7 @@ class GpuModelCache:
             if gpu in model.memory_bytes
             and not model.is_pinned
             and model.is_serving
+            and not model.is_loading
             and model.retry_eviction_ns <= now_ns
         ]
 
@@ -301,6 +371,17 @@ class GpuModelCache:
                 load_ns = max(load_ns, evictable_ns)
         return load_ns
 
+    def _load_requested(self, model: CachedModel) -> None:
+        """Load a version on a thread of its own; it is requested again if it must wait."""
+        load_ns = 0
+        try:
+            load_ns = self._reload(model)
+        finally:
+            model.retry_load_ns = load_ns or model.retry_load_ns
+            model.is_loading = False
+            if load_ns:
+                self.request(model.handle)
+
     def _reload(self, model: CachedModel) -> int:
         """Load a version again; returns 0 if it is loaded or its requests were refused, else the time of the next attempt."""
         for gpu, need_bytes in model.memory_bytes.items():
@@ -308,11 +389,20 @@ class GpuModelCache:
                 self._wait_for_closing(gpu)
             if (lacking_bytes := self._lacking(gpu, need_bytes)) > 0:
                 self._evict(gpu, lacking_bytes, model.name, idle_only=True)
-        begun_ns = self.clock()
+        with ExitStack() as stack:
+            return self._try_to_reload(model, self.clock(), stack)
+
+    def _try_to_reload(self, model: CachedModel, begun_ns: int, stack: ExitStack) -> int:
+        is_first = True
         while True:
+            begun_after = self._ended
             try:
-                account = model.reopen()
+                with self._attempt():
+                    account = model.reopen()
             except NoRoom as error:
+                if error.others and is_first:
+                    stack.enter_context(self._short_of_memory)
+                    is_first = False
                 if error.others and (
                     self._wait_for_closing(error.gpu)
                     or self._evict(error.gpu, error.lacking_bytes, model.name, idle_only=True)
@@ -322,6 +412,8 @@ class GpuModelCache:
                 if candidates and sum(other.memory_bytes[error.gpu] for other in candidates) >= error.lacking_bytes:
                     evictable_ns = min(other.evictable_ns() for other in candidates)
                     return max(evictable_ns, self.clock() + _MIN_WAIT_NS)
+                if error.others and self._wait_for_loads(begun_after + 1):
+                    continue
                 self._back_off(model, error)
             except HeadraceError as error:
                 self._back_off(model, error)
@@ -371,6 +463,10 @@ class GpuModelCache:
         Returns:
             False if none was evicted: there is none, or all together would not help.
         """
+        with self._eviction_lock:
+            return self._evict_victims(gpu, lacking_bytes, requester, idle_only)
+
+    def _evict_victims(self, gpu: int, lacking_bytes: int, requester: str, idle_only: bool) -> bool:
         now_ns, freed_bytes = self.clock(), 0
         victims = [model for model in self._candidates(gpu) if model.name != requester]
         if sum(model.memory_bytes[gpu] for model in victims) < lacking_bytes:
@@ -405,9 +501,9 @@ class GpuModelCache:
             on_gpu = [model.handle for model in self._models.values() if gpu in model.memory_bytes]
             return sum(handle.closing and not handle.evicted for handle in on_gpu)
 
-        with self._removal:
+        with self._changed:
             before = count_closing()
-            return before > 0 and self._removal.wait_for(lambda: count_closing() < before, _DRAIN_S)
+            return before > 0 and self._changed.wait_for(lambda: count_closing() < before, _DRAIN_S)
 
 
 def _key(handle: VersionHandle) -> tuple[str, str]:

@@ -6,7 +6,9 @@ import hashlib
 import json
 import logging
 import math
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.metadata import version
@@ -22,7 +24,7 @@ from headrace.caching.response_cache import ResponseCaches
 from headrace.config.completion import contradictions
 from headrace.config.documents import refuse
 from headrace.config.manifest import Machine, Stamp, onnx_digest, usable_cores
-from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
+from headrace.config.model_folder import ModelFolder
 from headrace.config.onnx_model import read_signature
 from headrace.config.ragged_rules import is_ragged
 from headrace.config.serving_plan import (
@@ -37,7 +39,7 @@ from headrace.config.serving_plan import (
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding, Unsupported
-from headrace.core.ledger import CPU, MemoryAccount, NoRoom
+from headrace.core.ledger import CPU, MemoryAccount
 from headrace.core.limits import BodyMemory
 from headrace.core.model_config import DEFAULT_QUEUE_WAIT_US, DynamicBatching, ModelConfig, QueuePolicy
 from headrace.core.model_config import RateLimits as ConfiguredLimits
@@ -53,9 +55,8 @@ from headrace.pipelines.execution import Steps, steps_of
 from headrace.repository.accounted_model import AccountedModel, HostMemory, file_id
 from headrace.repository.decoder_pool import DecoderPool
 from headrace.repository.gpu_model_cache import GpuModelCache
-from headrace.repository.load_ahead import LoadAhead
+from headrace.repository.measuring import MeasuringTurns
 from headrace.repository.model_calls import ModelCalls
-from headrace.repository.python_completion import complete_python
 from headrace.repository.python_models import Interpreters, folder_digest, open_python_model
 from headrace.repository.sequence_policy import sequence_policy, state_tensors
 from headrace.repository.trials import ModelTrials, trial_order
@@ -229,7 +230,8 @@ class Loader:
         allow_python_uploads: load requests may contain files or configurations that are run as code.
         response_caches: creates the response cache of a version; None if the server has none.
         decoders: processes that decode images for pipelines.
-        ahead: runs the starts of Python models ahead of their load.
+        measuring: turns of the measurements of loads that run side by side.
+        heap_lock: held by a load under a budget of host memory that reads how much the heap grows.
         sequences: versions with live sequences.
         verifier: checks the files of models before they are loaded.
         trials: tries files in a helper process before their first load; None loads them at once.
@@ -253,7 +255,8 @@ class Loader:
     metrics: CustomMetrics | None = None
     response_caches: ResponseCaches | None = None
     decoders: DecoderPool = field(default_factory=DecoderPool)
-    ahead: LoadAhead = field(default_factory=LoadAhead)
+    measuring: MeasuringTurns = field(default_factory=MeasuringTurns)
+    heap_lock: threading.Lock = field(default_factory=threading.Lock)
     sequences: SequenceDirectory = field(default_factory=SequenceDirectory)
     verifier: ModelVerifier = field(default_factory=ModelVerifier)
     trials: ModelTrials | None = None
@@ -286,34 +289,6 @@ class Loader:
             for version in versions:
                 self.interpreters.python_for(folder, version)
 
-    def open_ahead(self, path: Path, repository: Path) -> None:
-        """Start the processes of a Python model for a `load` that follows; a job of `ahead`.
-
-        Args:
-            path: the model's folder.
-            repository: links must not lead out of this folder.
-
-        Raises:
-            ConfigError: the model cannot be loaded; the load reports it.
-        """
-        if self.verifier.verifies(path):  # no code runs before its check, which is part of the load
-            return
-        folder = read_model_folder(path, repository)
-        if folder.config.kind != "python":
-            return
-        versions, interpreters, run = (
-            served_versions(folder.config, folder.versions),
-            self.interpreters,
-            self.ahead.record,
-        )
-        if interpreters is not None and None in [interpreters.present(folder, number) for number in versions]:
-            return
-        folder = complete_python(folder, interpreters, run)
-        instances = handle_policy(folder.config).instances
-        for number in versions:
-            plan = self.plan(folder, number)
-            open_python_model(folder, number, plan, instances, interpreters, self.calls, self.metrics, run)
-
     def engines(self, model: Path, version: int) -> Path | None:
         """Return the folder for engines of a version whose own folder is read-only; None without a state folder.
 
@@ -345,12 +320,8 @@ class Loader:
             NoRoom: it does not fit into the memory of a GPU, or into the budget of host memory.
             ConfigError: the version cannot be served from this file; has the reason.
         """
-        while True:
-            try:
-                return self._load(folder, version, plan, is_lazy=False)
-            except NoRoom as error:
-                if not self.gpu_model_cache.make_room(error, f"{folder.config.name}/{version}"):
-                    raise
+        load = partial(self._load, folder, version, plan, is_lazy=False)
+        return self.gpu_model_cache.load(load, f"{folder.config.name}/{version}")
 
     def prepare(self, folder: ModelFolder, version: int, plan: ServingPlan) -> ModelHandle:
         """Return an evicted version, which its first request loads; see `is_lazy`.
@@ -379,6 +350,7 @@ class Loader:
             config if on_gpu else config.model_copy(update={"max_batch_size": cpu_batch_size(config)}),
             0 if is_lazy else int(self.profile_s * NS_PER_S),
             original,
+            self.measuring,
         )
         if model is not None:
             loads.start(model, warmups)
@@ -470,6 +442,10 @@ class Loader:
 
     def _open(self, folder: ModelFolder, version: int, plan: ServingPlan, try_file: _TryFile) -> AccountedModel:
         """Load the model into memory and charge it to its memory account."""
+        with self.measuring.working():
+            return self._open_model(folder, version, plan, try_file)
+
+    def _open_model(self, folder: ModelFolder, version: int, plan: ServingPlan, try_file: _TryFile) -> AccountedModel:
         config, residents, devices = folder.config, frozenset[int](), list[int]()
         account = self.gpu_model_cache.ledger.account(config.name, str(version), config.gpu_memory_budget)
         steps = steps_of(config, folder.labels)
@@ -481,10 +457,7 @@ class Loader:
                 residents = getattr(model, "resident_devices", residents) if steps.pixels is None else residents
             elif plan.runtime in PYTHON_RUNTIMES:
                 instances = handle_policy(config).instances
-                run = self.ahead.take
-                model = open_python_model(
-                    folder, version, plan, instances, self.interpreters, self.calls, self.metrics, run
-                )
+                model = open_python_model(folder, version, plan, instances, self.interpreters, self.calls, self.metrics)
             else:
                 instances = handle_policy(config).instances
                 try_file(instances, dict(config.parameters), None)
@@ -500,13 +473,16 @@ class Loader:
         backend = self._create_backend(plan.runtime, config)
         if CPU not in account.ledger.limits:
             return backend.load(plan.file, instances, dict(config.parameters))
-        memory = HostMemory(account, plan.file, config.isolation == "process")
-        model = backend.load(plan.file, instances, dict(config.parameters))
-        try:
-            memory.settle()
-        except BaseException:
-            model.close()
-            raise
+        is_isolated = config.isolation == "process"
+        # The heap grows by all loads at once, so those that read its size take turns.
+        with nullcontext() if is_isolated else self.heap_lock:
+            memory = HostMemory(account, plan.file, is_isolated)
+            model = backend.load(plan.file, instances, dict(config.parameters))
+            try:
+                memory.settle()
+            except BaseException:
+                model.close()
+                raise
         return model
 
     def _try_file(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from typing import cast
 from headrace.config.completion import bind
 from headrace.config.documents import MAX_CONFIG_BYTES, Document, open_regular_file
 from headrace.config.model_folder import CONFIG_FILES, ModelFolder, read_document
-from headrace.config.serving_plan import PYTHON_RUNTIMES, ServingPlan
+from headrace.config.serving_plan import ServingPlan
 from headrace.core.config_base import Location, Problem, Problems
 from headrace.core.errors import ConfigError, Finding, HeadraceError
 from headrace.core.model_config import ModelConfig, ModelTransactionPolicy
@@ -88,23 +87,6 @@ def _may_have_steps(file: Path) -> bool:
     except OSError:
         return False
     return b"ensemble_scheduling" in text or b"pipeline" in text
-
-
-def may_have_code(path: Path) -> bool:
-    """True if a folder may have a Python model: its configuration is not parsed, and ONNX files are not read.
-
-    Args:
-        path: the model's folder.
-    """
-    if any(path.glob("[0-9]*/model.py")):
-        return True
-    backends = [name.encode() for name in PYTHON_RUNTIMES]
-    for name in CONFIG_FILES:
-        with suppress(OSError), open_regular_file(path / name) as stream:
-            text = stream.read(MAX_CONFIG_BYTES)
-            if any(backend in text for backend in backends):
-                return True
-    return False
 
 
 def _called(config: ModelConfig) -> frozenset[str]:

@@ -5,7 +5,6 @@ The code of `auto_complete_config`, or annotations of Headrace's own form, set w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,8 +18,6 @@ from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.processes.child_process import Message
-from headrace.repository.folders import fingerprint_version
-from headrace.repository.load_ahead import RunStart, run_now
 from headrace.repository.python_models import (
     Interpreters,
     OwnInterpreter,
@@ -55,7 +52,7 @@ def check_client_source(folder: ModelFolder, is_upload: bool) -> None:
     check_client_config(folder.name, folder.config, own)
 
 
-def complete_python(folder: ModelFolder, interpreters: Interpreters | None, run: RunStart = run_now) -> ModelFolder:
+def complete_python(folder: ModelFolder, interpreters: Interpreters | None) -> ModelFolder:
     """Return the folder of a Python model with its configuration completed by its code; any other folder as it is.
 
     Starts a process for the newest served version if the file leaves something to its code.
@@ -63,7 +60,6 @@ def complete_python(folder: ModelFolder, interpreters: Interpreters | None, run:
     Args:
         folder: the model's folder.
         interpreters: chooses the interpreter; None for the server's.
-        run: runs the start of the process.
 
     Raises:
         ConfigError: the code fails, contradicts the file, or leaves inputs or outputs unknown.
@@ -73,7 +69,7 @@ def complete_python(folder: ModelFolder, interpreters: Interpreters | None, run:
     version = served_versions(folder.config, folder.versions)[-1]
     if not folder.missing and not _completes(folder, version):
         return folder
-    document = _describe(folder, version, interpreters, run)
+    document = _describe(folder, version, interpreters)
     path = f"{folder.name}/{version}/{folder.config.default_model_filename}"
     config = complete_instances(complete_from_code(folder.config, document, path))
     return replace(folder, config=config, missing=())
@@ -88,7 +84,7 @@ def _completes(folder: ModelFolder, version: int) -> bool:
     return folder.config.backend == "python" and "max_batch_size" not in folder.config.model_fields_set
 
 
-def _describe(folder: ModelFolder, version: int, interpreters: Interpreters | None, run: RunStart) -> Mapping[str, Any]:
+def _describe(folder: ModelFolder, version: int, interpreters: Interpreters | None) -> Mapping[str, Any]:
     """Return the configuration that the code of a version completes, in Triton's JSON form."""
     interpreter = OwnInterpreter() if interpreters is None else interpreters.python_for(folder, version)
     (place,) = instance_places(folder.config, 1)
@@ -102,9 +98,7 @@ def _describe(folder: ModelFolder, version: int, interpreters: Interpreters | No
         memory_bytes=folder.config.isolation_memory_limit or 0,
     )
     process = InstanceProcess(f"{folder.name} (configuration)", folder.name, options)
-    files = fingerprint_version(folder.path / str(version))
-    answer = run((options.command, json.dumps(order), files), process.describe)
-    document = answer.get("described")
+    document = process.describe().get("described")
     if not isinstance(document, dict):
         raise refuse(folder.name, None, "the process that completes its configuration gave no answer", "see the log")
     return document

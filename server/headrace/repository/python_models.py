@@ -27,8 +27,6 @@ from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.cuda import devices as gpus
 from headrace.observability.custom_metrics import CustomMetrics
 from headrace.processes.child_process import Message
-from headrace.repository.folders import fingerprint_version
-from headrace.repository.load_ahead import RunStart, run_now
 from headrace.repository.model_calls import ModelCalls
 
 PROGRAM = Path(headrace_model.__file__).parent / "__main__.py"
@@ -51,9 +49,6 @@ class Interpreters(Protocol):
 
     def python_for(self, folder: ModelFolder, version: int) -> InterpreterCommand:
         """Return the interpreter of a version; raises ConfigError if its environment cannot be made."""
-
-    def present(self, folder: ModelFolder, version: int) -> InterpreterCommand | None:
-        """Return the interpreter of a version if its environment exists; makes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +147,6 @@ def open_python_model(
     interpreters: Interpreters | None,
     calls: ModelCalls | None = None,
     metrics: CustomMetrics | None = None,
-    run: RunStart = run_now,
 ) -> PythonModel:
     """Start the processes of a Python model, and wait until all have loaded it.
 
@@ -164,7 +158,6 @@ def open_python_model(
         interpreters: chooses the interpreter; None for the server's.
         calls: receives calls to other models; None if there are none.
         metrics: receives the custom metrics of the model; None drops them.
-        run: runs the start of the processes.
 
     Raises:
         ConfigError: a process could not load the model.
@@ -194,10 +187,7 @@ def open_python_model(
         )
 
     backend = PythonBackend(tensors, options, reads_device_rows(config))
-    files = fingerprint_version(folder.path / str(version))
-    return run(
-        (command, json.dumps(orders), files), lambda: backend.load(plan.file, instances, dict(config.parameters))
-    )
+    return backend.load(plan.file, instances, dict(config.parameters))
 
 
 def folder_digest(folder: ModelFolder, version: int) -> str:

@@ -1,4 +1,7 @@
-"""The control thread: brings the served models in line with the requested ones at start, on request and as folders change."""
+"""The control thread: brings the served models in line with the requested ones at start, on request and as folders change.
+
+It starts loads, which run side by side on threads of their own, and never waits for one: an unload ends the loads of its model.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,17 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace.config.documents import read_config_json
+from headrace.config.documents import Document, read_config_json
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import (
     BadRequest,
-    ConfigError,
     Conflict,
     Forbidden,
     HeadraceError,
@@ -28,7 +30,7 @@ from headrace.core.errors import (
 from headrace.core.model_config import name_problem
 from headrace.core.threads import start_thread
 from headrace.repository.builds import BUILDER, EngineBuilds
-from headrace.repository.deployment import Deployments, ModelSource, VersionCloser
+from headrace.repository.deployment import Deployments, ModelSource
 from headrace.repository.environments import EnvironmentPending
 from headrace.repository.folders import (
     ABSENT,
@@ -39,10 +41,13 @@ from headrace.repository.folders import (
     find,
     scan,
 )
+from headrace.repository.load_queue import LoadQueue, OnEnd
 from headrace.repository.loader import Loader
-from headrace.repository.pipelines import called_models, in_load_order, may_have_code
+from headrace.repository.pipelines import called_models, in_load_order
 from headrace.repository.registry import Registry, State
 from headrace.repository.uploads import PrivateFolder, check_files
+from headrace.repository.version_closer import VersionCloser
+from headrace.scheduling.version_handle import VersionHandle
 from headrace.stores.sync import RepositoryStores
 
 
@@ -105,12 +110,14 @@ class Watcher:
 
 logger = logging.getLogger("headrace.control")
 
-# Each command may hold the files of an upload; commands run one after the other.
+# Each command may hold the files of an upload.
 MAX_WAITING_COMMANDS = 64
 _NOT_LOADED = "not loaded"
 # At start, models that are still being copied delay the others by at most this many settle times.
 _START_SETTLES = 3
-_STOP_POLL_S = 0.2
+_STOPPING = "the server is stopping"
+# Loads that are cancelled at the end close what they have loaded; one that hangs in a library ends with the process.
+_LOADS_STOP_S = 2.0
 # A request to a store that does not answer takes longer; its thread ends with the process.
 _STORES_STOP_S = 2.0
 
@@ -143,27 +150,30 @@ class ControlPolicy:
         allow_override: a load request may contain a configuration and files.
         poll_interval_s: time between two scans of the repositories, in seconds.
         settle_s: a model's files must be unchanged for this time before they are loaded, in seconds.
+        load_threads: number of loads that run at once.
     """
 
     mode: Literal["none", "explicit", "poll"] = "none"
     allow_override: bool = False
     poll_interval_s: float = 2.0
     settle_s: float = 1.0
+    load_threads: int = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
     action: Callable[[], None]
     outcome: Future[None]
+    settles: bool = False  # the action settles the outcome later, unless it raises an error
 
 
 class Reconciler:
-    """The control thread: loads models at start, runs load and unload commands or watches folders, and closes all models at the
+    """The control thread: starts loads at start, runs load and unload commands or watches folders, and closes all models at the
     end.
 
     `load` and `unload` are called on the event loop, `start` and `stop` by the server. Ownership: `_lock` guards `_waiting`
-    and
-    `_ended`; everything else belongs to the control thread.
+    and `_ended`; `requested` and `_pending` are changed within `Deployments.changing`; everything else belongs to the control
+    thread.
 
     Args:
         selection: the models to serve.
@@ -179,7 +189,7 @@ class Reconciler:
     Attributes:
         requested: by model that a client has loaded or unloaded: its configuration in the request, None for its own, and whether
             it had files; None if it is unloaded. Set before `start`, it takes the place of such requests.
-        on_requested: called on the control thread after a change of `requested`.
+        on_requested: called after a change of `requested`, on the thread that has made it.
     """
 
     def __init__(
@@ -202,16 +212,21 @@ class Reconciler:
         self._loader = loader
         self._gpu_model_cache = loader.gpu_model_cache
         # After every command the thread calls `load_requested` of the GPU model cache.
-        self._gpu_model_cache.on_request = lambda: self._post(lambda: None)
+        self._gpu_model_cache.on_request = self._wake
+        self._gpu_model_cache.start_load = self._start_load_on_demand
         self._closer = VersionCloser(registry, self._gpu_model_cache.remove)
         if loader.state is not None:
             builder = (*builder, "--state-dir", str(loader.state))
         self._builds = EngineBuilds(
             builder,
-            lambda order, failure: self._post(lambda: self._deployments.finish_build(order, failure)),
+            lambda order, failure: self._start_load(
+                order.name, lambda: self._deployments.finish_build(order, failure), partial(_log_failure, order.name)
+            ),
             lambda order: self._post(lambda: self._deployments.update_progress(order)),
         )
         self._deployments = Deployments(loader, registry, self._closer, self._builds)
+        end_helper = (lambda: "") if loader.trials is None else loader.trials.end_helper
+        self._loads = LoadQueue(self._control.load_threads, end_helper, clock)
         self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))
         self._repositories_unreadable = False
         self._skipped: set[SkippedFolder] = set()
@@ -220,7 +235,8 @@ class Reconciler:
         self.requested: dict[str, Sequence[Any] | None] = {}
         self.on_requested: Callable[[], None] = lambda: None
         self._pending: dict[str, object] = {}  # models that wait for the installation of their Python environments
-        self._loading: set[str] = set()  # models whose load has begun; the event loop reads it
+        self._initial: set[object] = set()  # initial loads that have not ended
+        self._has_started = self._is_complete = False  # the initial loads are queued; they have ended
         self._memory_ns: int | None = None  # next `load_requested` of the GPU model cache
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -252,7 +268,7 @@ class Reconciler:
             self._loader.trials.stop()
         if self._stores is not None:
             self._stores.stop()
-        # A load that hangs in a library must not block the exit, so the thread has a timeout too.
+        # Its cancelled loads have timeouts, and so has the thread.
         self._thread.join(2 * timeout_s + 1)
         self._builds.join()
         if self._stores is not None:
@@ -276,6 +292,7 @@ class Reconciler:
             ConfigError: the model cannot be served; versions that served before still serve.
             Overloaded: too many commands wait.
             Unavailable: the server is stopping, or the store of the model cannot be read.
+            Conflict: the model was unloaded before the load had ended.
         """
         self.check_control(name)
         if (config is not None or files) and not self._control.allow_override:
@@ -287,15 +304,17 @@ class Reconciler:
             )
         errors = await self._stores.refresh() if self._stores is not None and not files else {}
         while True:
+            outcome: Future[None] = Future()
+            action = partial(self._load, name, config, files, errors, partial(self._settle, outcome))
             try:
-                await self._run_command(lambda: self._load(name, config, files, errors))
+                await self._run_command(action, outcome)
                 return
             except EnvironmentPending as pending:
                 # The control thread is free meanwhile. The next load has the environment, or the error of its installation.
                 await asyncio.wait([asyncio.wrap_future(pending.done)])
 
     async def unload(self, name: str, dependents: bool) -> None:
-        """Unload a model; returns when no new request is accepted. Its queued requests complete in the background.
+        """Unload a model; returns when no new request is accepted. Its loads fail at once, its queued requests complete later.
 
         Args:
             name: name of the model.
@@ -338,24 +357,30 @@ class Reconciler:
             name: the model that made the call.
 
         Raises:
-            Conflict: the control thread loads this model: it would wait for a model that waits for it.
+            Conflict: this model is being loaded: it would wait for a model that may wait for it.
         """
-        if name in self._loading:
+        if self._loads.is_running(name):
             raise Conflict(
                 f"model '{name}' is being loaded itself: `initialize` and `model_warmup` must not load or unload models, load "
                 "them before this one or from `execute`"
             )
 
-    async def _run_command(self, action: Callable[[], None]) -> None:
-        outcome: Future[None] = Future()
+    async def _run_command(self, action: Callable[[], None], settled: Future[None] | None = None) -> None:
+        """Run a command and wait for its end.
+
+        Args:
+            action: runs on the control thread.
+            settled: outcome that the action settles later by `_settle`; None if it has ended when it returns.
+        """
+        outcome: Future[None] = settled or Future()
         outcome.set_running_or_notify_cancel()  # a cancelled caller does not cancel the command
         with self._lock:
             if self._ended or self._stop.is_set():
-                raise Unavailable("the server is stopping")
+                raise Unavailable(_STOPPING)
             if self._waiting >= MAX_WAITING_COMMANDS:
                 raise Overloaded(f"{self._waiting} loads and unloads are queued, the maximum: try again later")
             self._waiting += 1
-            self._commands.put(_Command(action, outcome))
+            self._commands.put(_Command(action, outcome, settled is not None))
         await asyncio.wrap_future(outcome)
 
     # On any thread
@@ -366,6 +391,62 @@ class Reconciler:
                 self._waiting += 1
                 self._commands.put(_Command(action, Future()))
 
+    def _wake(self) -> None:
+        """Let the control thread look for what it may start now."""
+        self._post(lambda: None)
+
+    def _settle(self, outcome: Future[None], error: BaseException | None) -> None:
+        """Settle the outcome of a command."""
+        with self._lock:
+            self._waiting -= 1
+        if error is None:
+            outcome.set_result(None)
+        elif isinstance(error, HeadraceError):
+            outcome.set_exception(error)
+        elif isinstance(error, Exception):
+            logger.error("a load or unload failed", exc_info=error)
+            outcome.set_exception(HeadraceError("the command failed: see the server's log for the cause"))
+        else:
+            outcome.set_exception(Unavailable(_STOPPING))
+
+    def _start_load(self, name: str, action: Callable[[], None], on_end: OnEnd, after: Collection[str] = ()) -> None:
+        """Queue a load of a model.
+
+        Args:
+            name: name of the model.
+            action: loads it, on a thread of its own.
+            on_end: called with its error, after the loads of the pipelines that could not be served without the model.
+            after: models that it calls; their loads end first.
+        """
+        if not self._has_started:
+            self._initial.add(initial := object())
+            on_end = partial(self._end_initial, initial, on_end)
+
+        def ended(error: BaseException | None) -> None:
+            if error is None:
+                self._retry(self._deployments.callers(name), on_end)
+            else:
+                on_end(error)
+            self._wake()  # for models that wait for memory
+
+        self._loads.add(name, action, ended, after)
+
+    def _retry(self, names: Sequence[str], on_end: OnEnd) -> None:
+        """Load pipelines again that could not be served, one after the other; their errors are in the log and in the index."""
+        if not names:
+            on_end(None)
+            return
+        name, *others = names
+        self._start_load(name, partial(self._deployments.retry, name), lambda _error: self._retry(others, on_end))
+
+    def _start_load_on_demand(self, handle: VersionHandle, load: Callable[[], None]) -> None:
+        key = f"{handle.spec.name}/{handle.spec.version}"  # beside the loads of other versions
+        self._loads.add(key, load, partial(_log_failure, key))
+
+    def _end_initial(self, initial: object, on_end: OnEnd, error: BaseException | None) -> None:
+        on_end(error)
+        self._post(lambda: self._complete(initial))
+
     # On the control thread
 
     def _main(self) -> None:
@@ -373,29 +454,40 @@ class Reconciler:
             if self._stores is not None:
                 self._stores.load_initial()
             self._load_initial()
-            self._builds.start()
+            self._has_started = True
             if self._stores is not None and self._control.mode != "none":
                 self._stores.start()
-            self._registry.set_complete(True)
-            self._on_loaded(None)
             self._next_scan_ns = self._clock() + self._pause_ns()
+            self._complete(None)
             while self._serve_one():
+                self._loads.start_threads()
                 self._memory_ns = self._gpu_model_cache.load_requested()
         except BaseException as error:  # reported to the caller: no model is loaded after this
             self._refuse_commands()
             self._on_loaded(error)
             self._stop.wait()
-        if self._loader.trials is not None:
-            self._loader.trials.end_helper()
+        else:
+            if not self._is_complete:
+                self._on_loaded(None)
         self._refuse_commands()
         self._registry.set_complete(False)
+        self._loads.stop(Unavailable(_STOPPING))
+        are_loads_ended = self._loads.join(min(self._close_timeout_s, _LOADS_STOP_S))
         self._deployments.unload_all()
-        self._clean = self._closer.wait(self._close_timeout_s)
+        self._clean = self._closer.wait(self._close_timeout_s) and are_loads_ended
+
+    def _complete(self, initial: object) -> None:
+        """Report the end of the initial loads with the last one."""
+        self._initial.discard(initial)
+        if self._is_complete or self._initial or not self._has_started:
+            return
+        self._is_complete = True
+        self._builds.start()
+        self._registry.set_complete(True)
+        self._on_loaded(None)
 
     def _serve_one(self) -> bool:
         """Wait for a command or the next scan; returns False when the thread must stop."""
-        if self._loader.trials is not None and self._commands.empty():
-            self._loader.trials.end_helper()
         try:
             command = self._commands.get(timeout=self._wait_s())
         except queue.Empty:
@@ -407,29 +499,24 @@ class Reconciler:
             return False
         try:
             command.action()
-        except HeadraceError as error:
-            command.outcome.set_exception(error)
-        except Exception:
-            logger.exception("a load or unload failed")
-            command.outcome.set_exception(HeadraceError("the command failed: see the server's log for the cause"))
-        except BaseException:
-            command.outcome.set_exception(Unavailable("the server is stopping"))
+        except Exception as error:
+            self._settle(command.outcome, error)
+        except BaseException as error:
+            self._settle(command.outcome, error)
             raise
         else:
-            command.outcome.set_result(None)
-        finally:
-            with self._lock:
-                self._waiting -= 1
+            if not command.settles:
+                self._settle(command.outcome, None)
         return True
 
     def _refuse_commands(self) -> None:
         with self._lock:
             self._ended = True
-        self._gpu_model_cache.stop(Unavailable("the server is stopping"))
+        self._gpu_model_cache.stop(Unavailable(_STOPPING))
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
-                command.outcome.set_exception(Unavailable("the server is stopping"))
+                command.outcome.set_exception(Unavailable(_STOPPING))
 
     def _load_initial(self) -> None:
         models = self._scan()
@@ -464,39 +551,25 @@ class Reconciler:
 
     def _load_again(self, name: str, config: str) -> None:
         """Load a model with a configuration that a client has sent to an earlier process."""
+
+        def ended(error: BaseException | None) -> None:
+            if isinstance(error, EnvironmentPending):
+                error.done.add_done_callback(lambda _: self._post(lambda: self._load_again(name, config)))
+            elif error is not None:
+                logger.error("model %s could not be loaded again: %s", name, error)
+
         try:
-            self._load(name, config, {}, {})
-        except EnvironmentPending as pending:
-            pending.done.add_done_callback(lambda _: self._post(lambda: self._load_again(name, config)))
+            self._load(name, config, {}, {}, ended)
         except HeadraceError as error:
-            logger.error("model %s could not be loaded again: %s", name, error)
+            ended(error)
 
     def _load_all(self, models: Sequence[RepositoryModel]) -> None:
-        """Load models in this order; processes of Python models start ahead, unless the model serves already.
-
-        A model whose processes are still starting comes after all others.
-        """
-        jobs = {
-            model.name: partial(self._loader.open_ahead, model.path, model.repository)
-            for model in models
-            if may_have_code(model.path) and self._registry.serving(model.name, "") is None
-        }
-        ahead = self._loader.ahead
-        self._loading.update(model.name for model in models)
-        if len(jobs) > 1:
-            ahead.begin(jobs)
-        waiting = {model.name: model for model in models}
-        called = {name: called_models(model.path, model.repository) - {name} for name, model in waiting.items()}
-        try:
-            while waiting and not self._stop.is_set():
-                name = ahead.next_name(_loadable(waiting, called), _STOP_POLL_S)
-                if name is not None:
-                    self._try_to_load(waiting.pop(name))
-                    self._loading.discard(name)
-                    self._gpu_model_cache.load_requested()  # requests for the models before
-        finally:
-            self._loading.difference_update(waiting)
-            ahead.close()
+        """Start the loads of models in this order: a pipeline comes after the models that it calls."""
+        for model in models:
+            called = called_models(model.path, model.repository) - {model.name}
+            self._start_load(
+                model.name, partial(self._load_model, model), partial(_log_failure, model.name), after=called
+            )
 
     def _scan(self) -> list[RepositoryModel]:
         """Return the models of all repositories; each folder that cannot be a model is logged once."""
@@ -507,80 +580,100 @@ class Reconciler:
         self._skipped = skipped
         return [model for model in models if self._selection.includes(model.repository, model.name)]
 
-    def _try_to_load(self, model: RepositoryModel) -> None:
+    def _load_model(self, model: RepositoryModel) -> None:
+        """Load a model, on the thread of its load; again once its Python environment is installed."""
         try:
             self._deployments.load(ModelSource(model.name, model.path, model.repository, is_lazy=True))
         except EnvironmentPending as pending:
-            self._pending[model.name] = pending.done
+            with self._deployments.changing():
+                self._pending[model.name] = pending.done
             pending.done.add_done_callback(lambda done: self._post(lambda: self._load_pending(model, done)))
-        except ConfigError:
-            return  # the error is in the log and in the index
-        except Exception:  # an error of one model must not affect the others
-            logger.exception("model %s could not be loaded", model.name)
+            raise
 
     def _load_pending(self, model: RepositoryModel, done: object) -> None:
         """Load a model whose Python environment has been installed; ignored if it was unloaded or loaded again meanwhile."""
-        if self._pending.get(model.name) is done:
-            del self._pending[model.name]
-            self._try_to_load(model)
+        with self._deployments.changing():
+            is_pending = self._pending.get(model.name) is done
+            if is_pending:
+                del self._pending[model.name]
+        if is_pending:
+            self._load_all([model])
 
     def _load(
-        self, name: str, config: str | None, files: Mapping[str, bytes], store_errors: Mapping[Path, str]
+        self,
+        name: str,
+        config: str | None,
+        files: Mapping[str, bytes],
+        store_errors: Mapping[Path, str],
+        on_end: OnEnd,
     ) -> None:
         if self._stores is not None:
             self._stores.apply()
         self._refresh_index()
         document = None if config is None else read_config_json(config)
-        if document is None or not files:
-            model = find(self._selection.repositories, name)
-            # The store may have a newer one, or the model that is missing here.
-            if store_errors and (model is None or model.repository in store_errors):
-                error = next(iter(store_errors.values())) if model is None else store_errors[model.repository]
-                raise Unavailable(f"model '{name}' is not loaded: {error}")
-            if model is None or not self._selection.includes(model.repository, name):
-                raise NotFound(f"no model repository has a folder '{name}'{self._registry.suggestion(name)}")
-            source = ModelSource(name, model.path, model.repository, document)
-            self._load_called(source)
-            self._load_source(source)
-            self._set_requested({name: [config, False]})
+        if document is not None and files:
+            check_files(files, document)
+            called = called_models(Path(), Path(), document)
+            self._start_load(name, partial(self._load_files, name, files, document), on_end, called)
             return
-        check_files(files, document)
+        model = find(self._selection.repositories, name)
+        # The store may have a newer one, or the model that is missing here.
+        if store_errors and (model is None or model.repository in store_errors):
+            error = next(iter(store_errors.values())) if model is None else store_errors[model.repository]
+            raise Unavailable(f"model '{name}' is not loaded: {error}")
+        if model is None or not self._selection.includes(model.repository, name):
+            raise NotFound(f"no model repository has a folder '{name}'{self._registry.suggestion(name)}")
+        source = ModelSource(name, model.path, model.repository, document)
+        called = self._load_called(source)
+        self._start_load(name, partial(self._load_source, source, [config, False]), on_end, called)
+
+    def _load_files(self, name: str, files: Mapping[str, bytes], document: Document) -> None:
         private = PrivateFolder(name, files)
         try:
-            self._load_source(ModelSource(name, private.path, private.repository, document, private))
-            self._set_requested({name: [None, True]})
+            self._load_source(ModelSource(name, private.path, private.repository, document, private), [None, True])
         finally:
             private.release()
+
+    def _load_source(self, source: ModelSource, request: Sequence[Any]) -> None:
+        self._deployments.load(source)
+        with self._deployments.changing():
+            self._set_requested({source.name: request})
 
     def _set_requested(self, requests: Mapping[str, Sequence[Any] | None]) -> None:
         self.requested.update(requests)
         self.on_requested()
 
-    def _load_source(self, source: ModelSource) -> None:
-        self._loading.add(source.name)
-        try:
-            self._deployments.load(source)
-        finally:
-            self._loading.discard(source.name)
+    def _load_called(self, source: ModelSource) -> frozenset[str]:
+        """Start the loads of the models that a pipeline calls and that do not serve yet; returns the models that it calls.
 
-    def _load_called(self, source: ModelSource) -> None:
-        """Load the models that a pipeline calls and that do not serve yet; their errors are in the log and in the index."""
+        The errors of these loads are in the log and in the index.
+        """
         called = called_models(source.path, source.repository, source.config) - {source.name}
         models = _served(self._scan()) if called else {}
         ordered = in_load_order([models[name] for name in sorted(called) if name in models], models)
-        self._load_all(
-            [each for each in ordered if each.name != source.name and self._registry.serving(each.name, "") is None]
-        )
+        others = [each for each in ordered if each.name != source.name and not self._loads.has(each.name)]
+        self._load_all([each for each in others if self._registry.serving(each.name, "") is None])
+        return called
 
     def _unload(self, name: str, dependents: bool) -> None:
         self._refresh_index()
-        if name not in self._registry.names():
+        if name not in self._registry.names() and not self._loads.has(name):
             raise NotFound(f"model '{name}' is not found{self._registry.suggestion(name)}")
-        unused = self._deployments.dependencies.unused_without(name) if dependents else []
+        with self._deployments.changing():
+            unused = self._deployments.dependencies.unused_without(name) if dependents else []
         for each in (name, *unused):
-            self._pending.pop(each, None)
-            self._deployments.unload(each)
-        self._set_requested(dict.fromkeys((name, *unused)))
+            self._unload_model(each)
+        with self._deployments.changing():
+            self._set_requested(dict.fromkeys((name, *unused)))
+
+    def _unload_model(self, name: str) -> None:
+        """Unload a model, and end its loads."""
+        error = Conflict(f"model '{name}' was unloaded before its load had ended: load it again")
+        for key in (name, *(f"{name}/{version}" for version in self._registry.versions(name))):
+            self._loads.drop(key, error)
+        with self._deployments.changing():
+            self._pending.pop(name, None)
+            self._deployments.unload(name)
 
     def _refresh_index(self) -> None:
         try:
@@ -601,8 +694,8 @@ class Reconciler:
     # Polling
 
     def _wait_s(self) -> float | None:
-        """Return the seconds until the next scan or the next load of an evicted version; None waits for a command only."""
-        times_ns = [] if self._memory_ns is None else [self._memory_ns]
+        """Return the seconds until the next scan or the next start of a load; None waits for a command only."""
+        times_ns = [time_ns for time_ns in (self._memory_ns, self._loads.next_start_ns()) if time_ns is not None]
         if self._control.mode == "poll":
             times_ns.append(self._next_scan_ns)
         return max(min(times_ns) - self._clock(), 0) / NS_PER_S if times_ns else None
@@ -647,23 +740,19 @@ class Reconciler:
         due = self._watcher.update(fingerprints, self._clock())
         for name in due:
             if name not in fingerprints:
-                self._pending.pop(name, None)
-                self._deployments.unload(name)
+                self._unload_model(name)
+            else:  # a load of the files before the change would fail
+                self._loads.drop(name, Conflict(f"the files of model '{name}' have changed since its load began"))
         # A pipeline that is due waits for the models that are due.
         self._load_all(in_load_order([models[name] for name in due if name in fingerprints], {}))
         for name in self._registry.names() - self._watcher.names:
             self._registry.prune(name)
 
 
-def _loadable(waiting: Collection[str], called: Mapping[str, frozenset[str]]) -> Iterator[str]:
-    """Yield the models that call none that waits; all of them if every one does, in a cycle of pipelines."""
-    is_cycle = True
-    for name in waiting:
-        if called[name].isdisjoint(waiting):
-            is_cycle = False
-            yield name
-    if is_cycle:
-        yield from waiting
+def _log_failure(name: str, error: BaseException | None) -> None:
+    """Log an unexpected error of a load; any other is in the log and in the index already."""
+    if error is not None and not isinstance(error, HeadraceError):
+        logger.error("model %s could not be loaded", name, exc_info=error)
 
 
 def _served(models: Sequence[RepositoryModel]) -> dict[str, RepositoryModel]:

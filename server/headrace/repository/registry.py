@@ -1,6 +1,6 @@
 """The model registry: serving versions, the state of every version, the legal transitions, and reports about the models.
 
-The event loop reads and the control thread writes. Shared data is replaced as a whole and never changed in place.
+The event loop reads, the control thread and the loads write. Shared data is replaced as a whole and never changed in place.
 
 Ownership of `Registry`: `_serving` is replaced under `_lock` and read without it; `_records` is read and written under it.
 """
@@ -375,7 +375,7 @@ class Registry:
             states.append((*key, state.name, state is State.READY and key not in used))
         return states
 
-    # For the control thread
+    # For the control thread and the loads
 
     def set_complete(self, complete: bool) -> None:
         """Record that the initial load has ended (True), or that the server drains (False)."""
@@ -424,6 +424,15 @@ class Registry:
         if self.state(name, "") is not State.LOADING:
             self.mark(name, "", State.LOADING)
         self.set_reason(name, reason, "", State.LOADING)
+
+    def mark_loading(self, name: str, versions: Iterable[str]) -> None:
+        """Replace the record of a model whose versions were unknown by those of its versions, as LOADING."""
+        with self._lock:
+            for version in versions:
+                record = self._record(name, version, State.UNKNOWN)
+                if record.state is not State.LOADING:
+                    record.state, record.reason = transition(record.state, State.LOADING), ""
+            self._drop(name, "")
 
     def _record(self, name: str, version: str, state: State) -> _Record:
         """Return the record of a version, a new one in `state` if there is none; call it with `_lock` held."""
@@ -480,6 +489,8 @@ class Registry:
     def mark_all_unloaded(self, name: str) -> None:
         """Mark all versions of a model UNLOADED that are not still UNLOADING."""
         with self._lock:
+            if len(self._numbers.get(name, ())) > 1:
+                self._drop(name, "")
             for record in [self._records[name, version] for version in self._numbers.get(name, ())]:
                 if record.state in (State.UNLOADING, State.UNLOADED):
                     continue

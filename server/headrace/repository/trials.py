@@ -1,7 +1,8 @@
 """First load and first run of a model file in a helper process, so that a crash or a hang there does not end the server.
 
-The helper, `python -m headrace.repository.trials PARENT CONTROL`, tries models one after the other, until one ends it. It has
-released a model before the server loads it. Outcomes are stored in the state folder: `headrace.config.tried_files`.
+Each thread that loads models has a helper, `python -m headrace.repository.trials PARENT CONTROL`, which tries them one after the
+other, until one ends it. It has released a model before the server loads it. Outcomes are stored in the state folder:
+`headrace.config.tried_files`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from headrace.config.model_folder import ModelFolder
 from headrace.config.ragged_rules import is_ragged
 from headrace.config.serving_plan import ServingPlan
 from headrace.config.tried_files import TrialOutcome, TriedFiles
+from headrace.core.cancellation import current_cancellation
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.heap import trim_heap
@@ -76,7 +78,7 @@ def trial_order(
 
 
 class _Helper:
-    """A helper process; used by the control thread, and killed by any other.
+    """A helper process; used by the thread that has started it, and killed by any other.
 
     Attributes:
         child: the process.
@@ -106,7 +108,8 @@ class _Helper:
             self.child.control.send(message)
         except OSError:
             return None
-        answer = self.listen(limit_s)
+        with current_cancellation().calling(lambda: self.child.kill("the load was cancelled")):
+            answer = self.listen(limit_s)
         self.is_fresh = False
         return answer
 
@@ -126,9 +129,9 @@ def _log_message(message: Message) -> None:
 
 
 class ModelTrials:
-    """Tries the files that have not run on this machine. `check` and `end_helper` are called on the control thread.
+    """Tries the files that have not run on this machine. Any thread may call any method.
 
-    Ownership: `_lock` guards `_helper` and `_stopping` against `stop`.
+    Ownership: each thread has a helper of its own, in `_local`. `_lock` guards `_helpers`, all of them, and `_stopping`.
 
     Args:
         state: state folder with the outcomes of earlier trials.
@@ -139,7 +142,8 @@ class ModelTrials:
         self._files = TriedFiles(state)
         self._limit_s = limit_s
         self._lock = threading.Lock()
-        self._helper: _Helper | None = None
+        self._local = threading.local()
+        self._helpers: set[_Helper] = set()
         self._stopping = False
 
     def check(self, config: ModelConfig, plan: ServingPlan, digest: str, order: Callable[[], Message]) -> None:
@@ -166,17 +170,21 @@ class ModelTrials:
             raise ConfigError([Finding(name, None, f"{plan.file.name} {trial.failure}", cure)])
 
     def end_helper(self) -> str:
-        """End the helper process, if there is one, and return the cause of its end."""
+        """End the helper process of this thread, if there is one, and return the cause of its end."""
+        helper: _Helper | None = getattr(self._local, "helper", None)
+        self._local.helper = None
+        if helper is None:
+            return ""
         with self._lock:
-            helper, self._helper = self._helper, None
-        return "" if helper is None else helper.end()
+            self._helpers.discard(helper)
+        return helper.end()
 
     def stop(self) -> None:
-        """End a trial that runs, and refuse all others; from any thread."""
+        """End the trials that run, and refuse all others."""
         with self._lock:
             self._stopping = True
-            if self._helper is not None:
-                self._helper.child.kill("the server is stopping")
+            for helper in self._helpers:
+                helper.child.kill("the server is stopping")
 
     def _key(self, config: ModelConfig, plan: ServingPlan, digest: str) -> str:
         return self._files.key(digest, machine_of(plan.runtime), config.parameters)
@@ -184,7 +192,7 @@ class ModelTrials:
     def _try(self, name: str, order: Message) -> TrialOutcome | None:
         """Run a trial; return None if it says nothing, and the server loads the model as it is."""
         while True:
-            helper = self._helper or self._start()
+            helper = getattr(self._local, "helper", None) or self._start()
             if helper is None:
                 return None
             is_fresh = helper.is_fresh
@@ -197,6 +205,7 @@ class ModelTrials:
                 return outcome
             is_late, process = bool(helper.child.blame), helper.child.process
             cause = self.end_helper()
+            current_cancellation().check()
             if self._stopping:
                 raise ConfigError([Finding(name, None, "was not loaded: the server is stopping")])
             if is_late:
@@ -217,8 +226,9 @@ class ModelTrials:
         except OSError as error:
             logger.warning("models run for the first time in the server itself: no helper process (%s)", error.strerror)
             return None
+        self._local.helper = helper
         with self._lock:
-            self._helper = helper
+            self._helpers.add(helper)
             if self._stopping:
                 helper.child.kill("the server is stopping")
         if helper.listen(_START_LIMIT_S) is not None or self._stopping:

@@ -14,6 +14,7 @@ from headrace.core.ledger import MemoryAccount
 from headrace.core.model_config import ModelConfig
 from headrace.repository.accounted_model import AccountedModel, file_id
 from headrace.repository.length_measurement import LengthMeasurement
+from headrace.repository.measuring import MeasuringTurns
 from headrace.repository.warmup import (
     NO_LATENCIES,
     LatencyFile,
@@ -22,6 +23,7 @@ from headrace.repository.warmup import (
     WarmupRunner,
     arrange_warmups,
     make_warmups,
+    unmeasurable,
 )
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.ragged import PaddedLayout
@@ -32,7 +34,7 @@ _WRITE_INTERVAL_NS = 60 * NS_PER_S
 
 @dataclass(slots=True, eq=False)
 class VersionLoads:
-    """Loads of one version. All methods are called on the control thread.
+    """Loads of one version. They do not overlap: each method is called by the load that runs.
 
     Attributes:
         folder: the model's folder.
@@ -43,6 +45,7 @@ class VersionLoads:
         measured: configuration with the largest batch on its device, for the measurement.
         limit_ns: maximum time of the measurement of the first load, in nanoseconds; 0 measures nothing.
         original: `file_id` of the file when the handle was created.
+        turns: turns of measurements.
         latency_file: stored latency table; None before the first load, or if none is stored.
         measurement: measurement of the first load; None before it.
         written_ns: time of the last write of the latency table, monotonic nanoseconds.
@@ -56,6 +59,7 @@ class VersionLoads:
     measured: ModelConfig
     limit_ns: int
     original: tuple[int, int, int]
+    turns: MeasuringTurns
     latency_file: LatencyFile | None = None
     measurement: LatencyMeasurement | None = field(default=None, init=False)
     written_ns: int = field(default=0, init=False)
@@ -70,8 +74,7 @@ class VersionLoads:
         Raises:
             ConfigError: an instance failed to start; the model is closed.
         """
-        self.handle.start(self._first_runner(model, warmups))
-        self._loaded(model)
+        self._first_load(model, lambda: self.handle.start(self._first_runner(model, warmups)))
         if self.latency_file is not None:
             self.latency_file.write(self.handle.latency_table, self._idle_ns())
 
@@ -89,12 +92,24 @@ class VersionLoads:
         warmups = make_warmups(self.folder.config, self.folder.path)
         model = self.open_model()
         if self.measurement is None:
-            handle.restore(model, self._first_runner(model, warmups))
+            self._first_load(model, lambda: handle.restore(model, self._first_runner(model, warmups)))
         else:
             measurement = self._new_measurement(model, None)
             handle.restore(model, WarmupRunner(name, arrange_warmups(warmups, handle.layout), measurement))
-        self._loaded(model)
+            self._loaded(model)
         return model.account
+
+    def _first_load(self, model: AccountedModel, start: Callable[[], object]) -> None:
+        """Start the instances for the first time; their times are stored if no other load has worked meanwhile."""
+        if self.limit_ns and (model.devices or not unmeasurable(self.measured)):
+            with self.turns.measuring() as turn:
+                start()
+            if not turn.is_quiet:
+                self.latency_file = None
+        else:
+            with self.turns.working():
+                start()
+        self._loaded(model)
 
     def _loaded(self, model: AccountedModel) -> None:
         if self.latency_file is not None:

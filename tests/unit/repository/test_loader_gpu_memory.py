@@ -17,13 +17,15 @@ from headrace.repository.reconciler import ControlPolicy
 from headrace.repository.registry import Registry
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tests.support.control_thread import EXPLICIT, X, index, infer_values, running, same
+from tests.support.control_thread import X, index, infer_values, running, same
 from tests.support.fake_streams import LateCuda
 from tests.support.models import add_model, affine
 from tests.support.waiting import until_async
 from tests.unit.repository.test_gpu_backend import plan_of
 
-ALL = ControlPolicy("none")
+# Which model is evicted depends on the order of the loads.
+ALL = ControlPolicy("none", load_threads=1)
+EXPLICIT = ControlPolicy("explicit", load_threads=1)
 TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
 pytestmark = pytest.mark.usefixtures("trt")
 READY, EVICTED = ("READY", ""), ("READY", "evicted: loaded on demand")

@@ -216,8 +216,11 @@ async def test_polling_replaces_a_resident_model_by_a_loaded_one(repository: Pat
         for name, seed in (("a", 7), ("b", 8)):
             add_model(repository.parent / "new", name, affine(seed=seed))
             (repository.parent / "new" / name / "1" / "model.onnx").rename(repository / name / "1" / "model.onnx")
-        old = registry.serving("b", "")
-        await until_async(lambda: loads == ["a", "a"] and registry.serving("b", "") is not old)
+        olds = [registry.serving(name, "") for name in "ab"]
+        await until_async(
+            lambda: not any(registry.serving(name, "") is old for name, old in zip("ab", olds, strict=True))
+        )
+        assert loads == ["a", "a"]
         await infer_value(registry, "a", 7)
         assert loads == ["a", "a"]
         await infer_value(registry, "b", 8)

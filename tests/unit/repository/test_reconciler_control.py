@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.core.errors import BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Unavailable
+from headrace.core.errors import BadRequest, ConfigError, Conflict, Forbidden, HeadraceError, NotFound, Unavailable
 from headrace.core.request import InferRequest
 from headrace.repository.loader import Loader
 from headrace.repository.reconciler import ControlPolicy
@@ -222,11 +222,25 @@ async def test_concurrent_loads_of_one_model_each_get_their_outcome(repository: 
         outcomes = await asyncio.gather(
             *(reconciler.load("m", None, {}) for _ in range(5)),
             reconciler.load("m", '{"max_batch_sise": 1}', {}),
+            reconciler.load("m", None, {}),
+            return_exceptions=True,
+        )
+        assert [type(outcome) for outcome in outcomes] == [type(None)] * 5 + [ConfigError] + [type(None)]
+        assert same(await infer_values(registry), 2)
+
+
+async def test_an_unload_ends_the_loads_before_it_and_not_those_after_it(repository: Path) -> None:
+    async with running(repository) as (reconciler, registry):
+        put(repository, 2)
+        *before, unloaded, after = await asyncio.gather(
+            *(reconciler.load("m", None, {}) for _ in range(5)),
             reconciler.unload("m", False),
             reconciler.load("m", None, {}),
             return_exceptions=True,
         )
-        assert [type(outcome) for outcome in outcomes] == [type(None)] * 5 + [ConfigError] + [type(None)] * 2
+        assert {type(outcome) for outcome in before} <= {type(None), Conflict}
+        assert isinstance(before[-1], Conflict), "it waited for the four before it"
+        assert (unloaded, after) == (None, None)
         assert same(await infer_values(registry), 2)
 
 

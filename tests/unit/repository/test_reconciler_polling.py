@@ -46,7 +46,7 @@ class Watched:
         while self.now_ns < end_ns:
             self.now_ns = max(min(self.reconciler._next_scan_ns, end_ns), self.now_ns)
             self.reconciler._post(lambda: None)  # ends the wait of the control thread, which is one of real time
-            await until_async(lambda: self.now_ns < self.reconciler._next_scan_ns)
+            await until_async(lambda: self.now_ns < self.reconciler._next_scan_ns and self.reconciler._loads.is_empty)
 
     def wait_at_start(self, seconds: float = 0.0) -> bool:
         """Wait of the control thread between the scans of the start."""

@@ -12,8 +12,8 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import NotFound, Unavailable
 from headrace.core.traffic_config import Traffic
 from headrace.observability.counters import Recorder
-from headrace.repository.deployment import VersionCloser
 from headrace.repository.registry import TRANSITIONS, Registry, Serving, State, transition
+from headrace.repository.version_closer import VersionCloser
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 

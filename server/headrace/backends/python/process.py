@@ -16,6 +16,7 @@ from headrace.backends.base import BatchMember
 from headrace.backends.python.open_requests import OpenRequests
 from headrace.backends.python.outputs import SentRegions, SlotPool
 from headrace.backends.python.readiness import ReadinessProbes
+from headrace.core.cancellation import current_cancellation
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError
 from headrace.processes.child_process import ChildProcess, Message
@@ -172,15 +173,15 @@ class InstanceProcess(ProcessSupervisor[ProcessConnection]):
         """Run one process on this thread, without a supervisor, and return its answer to the load request.
 
         Raises:
-            ConfigError: the process refuses the model, or dies.
+            ConfigError: the process refuses the model, or dies, or the load is cancelled.
         """
         try:
             connection = self._start_process()
         except OSError as error:
             raise self._start_error(error) from error
-        assert connection is not None, "nothing closes this process but this thread"
+        assert connection is not None, "nothing closes this process before it is started"
         try:
-            with self._reader(connection) as reader:
+            with self._reader(connection) as reader, current_cancellation().calling(self.begin_close):
                 failure, answer = self._request_load(connection.child, reader)
                 self._reap(connection.child)
                 reader.drain()
