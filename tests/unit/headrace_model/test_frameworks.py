@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.config.documents import read_pbtxt
-from headrace_model.frameworks import Tensors
+from headrace_model.frameworks import Tensors, completed
 from headrace_model.frameworks import sklearn as sklearn_backend
 from headrace_model.frameworks.lightgbm import LightGbmModel
 from headrace_model.frameworks.sklearn import ScikitLearnModel
@@ -214,6 +214,55 @@ def test_lightgbm_returns_predictions_margins_and_leaves(tmp_path: Path) -> None
     np.testing.assert_allclose(result["scores"], booster.predict(ROWS[:6]), rtol=1e-6)
     np.testing.assert_allclose(result["margin"], booster.predict(ROWS[:6], raw_score=True), rtol=1e-12)
     np.testing.assert_array_equal(result["leaf"], booster.predict(ROWS[:6], pred_leaf=True))
+
+
+TABLE = {"name": "x", "data_type": "TYPE_FP64", "dims": [4]}
+RESULTS = [
+    {"name": "label", "data_type": "TYPE_STRING", "dims": [1]},
+    {"name": "class", "data_type": "TYPE_INT64", "dims": [1]},
+    {"name": "is_new", "data_type": "TYPE_BOOL", "dims": [1]},
+    {"name": "probabilities", "data_type": "TYPE_FP64", "dims": [3]},
+]
+MARGIN = {"name": "margin", "data_type": "TYPE_FP32", "dims": [1]}
+
+
+@pytest.mark.parametrize(
+    ("config", "added"),
+    [
+        ({}, {"max_batch_size": 64, "dynamic_batching": {}, "input": [TABLE], "output": RESULTS}),
+        ({"max_batch_size": 0}, {"input": [TABLE], "output": RESULTS}),
+        ({"max_batch_size": 8, "input": [{**TABLE, "name": "y"}]}, {"output": RESULTS}),
+        ({"output": [MARGIN]}, {"input": [TABLE]}),
+        (
+            {"input": [], "output": []},
+            {"max_batch_size": 64, "dynamic_batching": {}, "input": [TABLE], "output": RESULTS},
+        ),
+    ],
+)
+def test_a_configuration_gets_what_it_lacks(config: dict[str, Any], added: dict[str, Any]) -> None:
+    def predict(table: Any) -> dict[str, Any]:
+        assert (table.shape, table.dtype) == ((1, 4), np.float64)
+        return {
+            "label": np.array(["grün"]),
+            "class": np.array([2], np.int32),
+            "is_new": np.array([True]),
+            "probabilities": np.array([[0.5, 0.25, 0.25]], np.float32),
+        }
+
+    before = json.dumps(config)
+    assert completed(config, 4, predict) == {**config, **added}
+    assert json.dumps(config) == before
+
+
+def test_boosters_complete_a_configuration(tmp_path: Path) -> None:
+    lightgbm, xgboost = import_module("lightgbm"), import_module("xgboost")
+    tree = lightgbm.train({"verbosity": -1, "min_data_in_leaf": 5}, lightgbm.Dataset(ROWS, ROWS[:, 0]), 2)
+    tree.save_model(tmp_path / "model.txt")
+    xgboost.train({"nthread": 1}, xgboost.DMatrix(ROWS, ROWS[:, 0]), 2).save_model(tmp_path / "model.json")
+    for model, name in ((LightGbmModel(), "model.txt"), (XGBoostModel(), "model.json")):
+        config = model.complete({"name": "m"}, str(tmp_path / name))
+        assert config["input"] == [TABLE]
+        assert config["output"] == [{"name": "prediction", "data_type": "TYPE_FP64", "dims": [1]}]
 
 
 def test_an_output_type_that_no_framework_has_is_refused() -> None:
