@@ -192,6 +192,10 @@ class OpenStep(Protocol):
         """Return True if its client has read enough of its responses; else the callback is called once it has."""
 
 
+NextWaiting = Callable[[], tuple[str, int] | None]
+"""Returns client and monotonic arrival of the queued request that would be served next; None without one."""
+
+
 class BatchMember(NamedTuple):
     """One request of a batch, for an execution that runs requests as a list.
 
@@ -311,11 +315,12 @@ class MemberExecution(Execution, Protocol):
             Exception: anything else is the model's failure on the whole batch; its members are not run again.
         """
 
-    def wait_ready(self, stopped: Callable[[], bool]) -> None:
+    def wait_ready(self, stopped: Callable[[], bool], next_waiting: NextWaiting) -> None:
         """Block while the process of the instance is being restarted, so that other instances run the queued requests.
 
         Args:
             stopped: returns True once the instance must end.
+            next_waiting: returns the next queued request, to which open requests may give way.
         """
 
     def give_up(self, error: HeadraceError) -> None:

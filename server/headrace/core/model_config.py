@@ -409,7 +409,9 @@ class ModelConfig(ConfigPart):
     slo: Slo = option(Slo(), "The latency objective.")
     rate_limits: RateLimits | None = option(None, "Rate limit of each client; unlimited if absent.")
     fair_sharing: FairSharing | None = option(
-        None, "Shares the model fairly between clients; `{}` enables it. If absent, all requests share one order."
+        None,
+        "Shares the model fairly between clients; `{}` enables it. If absent, all requests share one order, except those of a "
+        "decoupled model, which always shares fairly.",
     )
     priority_aging_microseconds: Duration = option(
         DEFAULT_AGING_US,
@@ -480,7 +482,7 @@ class ModelConfig(ConfigPart):
     max_open_requests: Annotated[int, Field(strict=True, ge=1, le=65536)] = option(
         256,
         "Of a Python model: requests of an instance that `execute` has returned without their last response. With as many "
-        "the instance takes no further batch.",
+        "the instance takes no further batch, and one of them may give way to a queued request.",
     )
     pipeline: PipelineConfig | None = option(None, "Steps over other models and built-in steps.")
     pad: Padding | None = option(None, "Pads inputs, so that requests of different length share a batch.")

@@ -75,6 +75,11 @@ class ResponseStream:
         if self._callback is not None:
             self._callback()
 
+    def close(self) -> None:
+        """Drop the responses that wait, and the callback, which refers to the reader: without it they are a reference cycle."""
+        self._callback = None
+        self._arrived.clear()
+
     def take(self) -> InferResponse | HeadraceError | None:
         """Return the next response; None if there is none now. The request has ended if its completion is woken, too."""
         return self._arrived.popleft() if self._arrived else None

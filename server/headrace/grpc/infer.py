@@ -550,6 +550,8 @@ class _Stream:
         self._call.take = None  # otherwise the call and its responses are a reference cycle
         for pending in self._queued:
             self._infer.service.drop(pending)
+            if pending.responses is not None:
+                pending.responses.close()
         self._queued.clear()
         for task in self._forwarded:
             task.cancel()

@@ -41,7 +41,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding, Unsupported
 from headrace.core.ledger import CPU, MemoryAccount
 from headrace.core.limits import BodyMemory
-from headrace.core.model_config import DEFAULT_QUEUE_WAIT_US, DynamicBatching, ModelConfig, QueuePolicy
+from headrace.core.model_config import DEFAULT_QUEUE_WAIT_US, DynamicBatching, FairSharing, ModelConfig, QueuePolicy
 from headrace.core.model_config import RateLimits as ConfiguredLimits
 from headrace.core.quota import Quota
 from headrace.core.sequence_state import StateTensor
@@ -672,6 +672,10 @@ def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
     """
     batching = config.dynamic_batching
     merge, sharing = batching is not None and config.max_batch_size > 0, config.fair_sharing
+    if (
+        config.is_decoupled and config.sequence_batching is None
+    ):  # the queue of a client with many open requests does not delay the others
+        sharing = sharing or FairSharing()
     batching = batching or DynamicBatching()
     levels = max(batching.priority_levels, 1)
     max_rows = max(config.max_batch_size if on_gpu else cpu_batch_size(config), 1)

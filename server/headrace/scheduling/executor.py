@@ -539,7 +539,7 @@ class SerialRunner:
         observe_work, cpu_ns = self.batch_results.observe_work, 0
         while True:
             if wait_ready is not None:
-                wait_ready(self.scheduler.is_ending)
+                wait_ready(self.scheduler.is_ending, self.scheduler.next_waiting)
             batch = self.scheduler.next_batch(sleeper, inline_dispatch=inline_dispatch)
             if batch is None:
                 break

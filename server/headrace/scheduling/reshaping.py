@@ -13,6 +13,7 @@ from headrace.backends.base import (
     MemberExecution,
     MemberOutputs,
     MemberResult,
+    NextWaiting,
     ResponseSink,
     WrappedExecution,
     has_batch_memory,
@@ -45,9 +46,9 @@ class ReshapingExecution(WrappedExecution):
         self.reads_device_rows = reads_device_rows(inner)
         self._batch: dict[str, tuple[Array, Array]] = {}  # arrays of the next batch, in either shape
 
-    def wait_ready(self, stopped: Callable[[], bool]) -> None:
+    def wait_ready(self, stopped: Callable[[], bool], next_waiting: NextWaiting) -> None:
         """Wait as the wrapped execution does."""
-        self._members().wait_ready(stopped)
+        self._members().wait_ready(stopped, next_waiting)
 
     def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
         """Return the wrapped execution's arrays in the clients' shapes."""

@@ -714,6 +714,13 @@ class Scheduler:
         """Return True if instances end: the scheduler is closed or paused."""
         return self._closed or self._paused
 
+    def next_waiting(self) -> tuple[str, int] | None:
+        """Return client and monotonic arrival of the request that would be served next; None without one."""
+        with self._lock:
+            fronts = [shape_queue.front for shape_queue in self.queue.shape_queues if shape_queue.count]
+            entry = min(fronts, key=lambda each: (each.last, each.key), default=None)
+            return None if entry is None else (entry.client, entry.enqueued_ns)
+
     def drop(self) -> list[Entry]:
         """Remove and return all queued entries, for the caller to settle; new requests are accepted."""
         with self._lock:

@@ -56,3 +56,12 @@ def test_configured_instances_are_used_and_defaults_depend_on_the_backend(
 )
 def test_the_gpu_instance_count_does_not_apply_to_the_cpu_fallback(tmp_path: Path, config: str, count: int) -> None:
     assert handle_policy(read(tmp_path, config)).instances == count
+
+
+@pytest.mark.parametrize("decoupled", ["true", "false"])
+def test_a_decoupled_model_shares_its_queue_between_clients(decoupled: str) -> None:
+    """A client with many open streams must not delay the others."""
+    config = ModelConfig.model_validate(
+        {"name": "m", "model_transaction_policy": {"decoupled": decoupled == "true"}, "backend": "python"}
+    )
+    assert (handle_policy(config).sharing is not None) == (decoupled == "true")

@@ -18,7 +18,7 @@ from headrace_model import protocol
 from headrace_model.protocol import HEADER, ProtocolError
 from headrace_model.slots import SlotLease
 
-from headrace.backends.base import BatchMember, LateResult, MemberResult, ProcessStatus, Rescheduled
+from headrace.backends.base import BatchMember, LateResult, MemberResult, NextWaiting, ProcessStatus, Rescheduled
 from headrace.backends.python.outputs import (
     ModelTensors,
     PreparedBatch,
@@ -188,8 +188,11 @@ class PythonExecution:
         self._keeps_state, self._state_of = True, child
         return is_lost
 
-    def wait_ready(self, stopped: Callable[[], bool]) -> None:
-        """Block while the process is being restarted and another instance serves, or has as many open requests as allowed."""
+    def wait_ready(self, stopped: Callable[[], bool], next_waiting: NextWaiting) -> None:
+        """Block while the process is being restarted and another instance serves, or has as many open requests as allowed.
+
+        Of these, one may give way to the next queued request.
+        """
         process = self._process
         while not stopped():
             connection = process.connection
@@ -198,6 +201,8 @@ class PythonExecution:
                     return
             elif connection.open.wait_below(self._tensors.max_open, _READY_POLL_S):
                 return
+            elif (waiting := next_waiting()) is not None:
+                connection.open.give_way(*waiting)
 
     def give_up(self, error: HeadraceError) -> None:
         """Settle the open requests of the process with an error."""

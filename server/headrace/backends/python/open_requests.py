@@ -17,6 +17,7 @@ import os
 import select
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -30,7 +31,8 @@ from headrace.backends.base import BatchMember, LateResult, MemberOutputs, Membe
 from headrace.backends.python.outputs import ResponseOutputs, error_of, is_parameters
 from headrace.core.clock import NS_PER_MS, monotonic_ns
 from headrace.core.completion import Completion
-from headrace.core.errors import BatchLost, HeadraceError, ModelFailed
+from headrace.core.errors import BatchLost, HeadraceError, ModelFailed, Overloaded
+from headrace.core.limits import GIVE_WAY_NS
 from headrace.core.request import InferResponse
 from headrace.core.response_stream import MAX_RESPONSE_BYTES, MAX_RESPONSES
 from headrace.core.tensor import Array
@@ -56,6 +58,10 @@ _NO_FINAL_FLAG = (
     "the model dropped the response sender of the request without the final flag: its code must send "
     "TRITONSERVER_RESPONSE_COMPLETE_FINAL with or after the last response"
 )
+_GAVE_WAY = (
+    "the request has given way to a queued one: its client has not read its responses for 2 s, or has more open requests than "
+    "another client that waits; read responses as they come, and send fewer requests at once"
+)
 
 
 class OpenMember:
@@ -72,6 +78,7 @@ class OpenMember:
         ended: the process has ended the request.
         is_suspended: it is between two steps, in no batch.
         is_lost: the batch of its latest step has failed: its responses are dropped.
+        unread_since_ns: monotonic time of the latest consumed response, or of the one that took the last room if that is later.
     """
 
     __slots__ = (
@@ -88,6 +95,7 @@ class OpenMember:
         "unconsumed_bytes",
         "uncredited",
         "uncredited_bytes",
+        "unread_since_ns",
         "wants",
     )  # fmt: skip
 
@@ -96,7 +104,7 @@ class OpenMember:
         self.index = index
         self.member = member
         self.late = LateResult()
-        self.unconsumed = self.unconsumed_bytes = self.uncredited = self.uncredited_bytes = 0
+        self.unconsumed = self.unconsumed_bytes = self.uncredited = self.uncredited_bytes = self.unread_since_ns = 0
         self.wants = self.cancelled = self.ended = self.is_suspended = self.is_lost = False
         self.on_room: Callable[[], object] | None = None
 
@@ -117,6 +125,10 @@ class OpenMember:
     def has_room(self) -> bool:
         """True if the next step may send responses without waiting for their reader; with the lock."""
         return self.unconsumed < _ROOM_AT and self.unconsumed_bytes < _ROOM_BYTES_AT
+
+    def is_unread(self, now_ns: int) -> bool:
+        """Return True if its client has read none of many responses for `GIVE_WAY_NS`; with the lock."""
+        return not self.has_room and now_ns - self.unread_since_ns >= GIVE_WAY_NS
 
     @property
     def sink(self) -> ResponseSink | None:
@@ -286,6 +298,32 @@ class OpenRequests:
         with self._lock:
             return self._changed.wait_for(lambda: self._open < limit, timeout_s)
 
+    def give_way(self, client: str, since_ns: int) -> None:
+        """End an open request, so that the instance has room for a queued one; without effect if none must give way.
+
+        One whose client has read nothing for `GIVE_WAY_NS` gives way to any request. Once the queued one has waited for as long,
+        so does the latest of the client with the most, if that one has at least two more than the client of the queued one.
+
+        Args:
+            client: of the queued request.
+            since_ns: its monotonic arrival.
+        """
+        now_ns = monotonic_ns()
+        with self._lock:
+            members = [
+                member
+                for batch in self._batches.values()
+                for member in batch.open.values()
+                if not (member.ended or member.is_suspended or member.member.completion.is_settled)
+            ]
+            counts = Counter(member.member.client for member in members)
+            chosen = [member for member in members if member.is_unread(now_ns)]
+            if not chosen and now_ns - since_ns >= GIVE_WAY_NS:
+                chosen = [member for member in members if counts[member.member.client] > counts[client] + 1]
+        if chosen:
+            member = max(chosen, key=lambda each: (counts[each.member.client], each.key))
+            member.fail(Overloaded(_GAVE_WAY))
+
     def wait_drained(self) -> None:
         """Wait until all responses of a dead process are passed on."""
         if self._thread is not None and not self._drained.wait(_DRAIN_S):
@@ -316,6 +354,7 @@ class OpenRequests:
             member.unconsumed_bytes -= size_bytes
             member.uncredited += count
             member.uncredited_bytes += size_bytes
+            member.unread_since_ns = monotonic_ns()
             self._credit(member)
             on_room = None
             if member.has_room:
@@ -534,8 +573,11 @@ class OpenRequests:
             held_bytes = member.unconsumed_bytes + member.uncredited_bytes
             if held and (held >= MAX_RESPONSES or held_bytes + size_bytes > MAX_RESPONSE_BYTES):
                 raise ProtocolError(f"a response above the bound of {MAX_RESPONSES} responses of a request")
+            had_room = member.has_room
             member.unconsumed += 1
             member.unconsumed_bytes += size_bytes
+            if had_room:
+                member.unread_since_ns = monotonic_ns()
 
     def _pass_on(self) -> None:
         """Notify the process of cancelled requests, and send credit for which the socket had no room."""

@@ -14,6 +14,7 @@ from headrace.backends.base import (
     Execution,
     MemberExecution,
     MemberResult,
+    NextWaiting,
     WrappedExecution,
     has_batch_memory,
     reads_device_rows,
@@ -125,9 +126,9 @@ class ControlledExecution(WrappedExecution):
         """Run a batch as a list of requests."""
         return self._members().run_members(self._completed(inputs), members)
 
-    def wait_ready(self, stopped: Callable[[], bool]) -> None:
+    def wait_ready(self, stopped: Callable[[], bool], next_waiting: NextWaiting) -> None:
         """Wait as the wrapped execution does."""
-        self._members().wait_ready(stopped)
+        self._members().wait_ready(stopped, next_waiting)
 
     def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
         """Return the wrapped execution's arrays."""

@@ -90,7 +90,7 @@ class SequenceRunner(SerialRunner):
         try:
             while True:
                 if wait_ready is not None:
-                    wait_ready(scheduler.is_ending)
+                    wait_ready(scheduler.is_ending, scheduler.next_waiting)
                 if self._state is not None and self._state.renew_state():
                     scheduler.lose_state(index, _DIED)
                 batch = scheduler.take_batch(index)

@@ -223,7 +223,7 @@ def test_a_death_fails_its_batch_and_the_next_process_serves(open_model: Open, a
     with pytest.raises(BatchLost) as lost:
         run(execution, rows_of(0, action), [member(), member()])
     assert str(lost.value).endswith(f"which is not run again: {cause}")
-    execution.wait_ready(lambda: False)
+    execution.wait_ready(lambda: False, lambda: None)
     assert run(execution, rows_of(0), [member()])[0]["y"].tolist() == rows_of(0).tolist()
     assert model.process_status.restarts == 1
 
@@ -497,7 +497,7 @@ def test_later_restarts_pause_and_refuse_requests(open_model: Open, monkeypatch:
     for _ in range(2):
         with pytest.raises(BatchLost):
             run(execution, rows_of(1), [member()])
-    execution.wait_ready(lambda: False)  # returns, since the model refuses
+    execution.wait_ready(lambda: False, lambda: None)  # returns, since the model refuses
     with pytest.raises(Unavailable, match="has died and is being started again"):
         run(execution, rows_of(0), [member()])
     assert model.process_status.refusal
@@ -513,7 +513,9 @@ def test_a_dead_supervisor_thread_ends_the_instance(open_model: Open, monkeypatc
     monkeypatch.setattr(supervisor.ProcessSupervisor, "_record_end", broken)
     with pytest.raises(BatchLost):
         run(execution, rows_of(1), [member()])
-    execution.wait_ready(lambda: False)  # returns, so that the instance runs the next batch, which ends it
+    execution.wait_ready(
+        lambda: False, lambda: None
+    )  # returns, so that the instance runs the next batch, which ends it
     with pytest.raises(ExecutionLost):
         run(execution, rows_of(0), [member()])
 
