@@ -163,7 +163,7 @@ class HeadraceServer:
         self._stop()
 
     def _stop(self) -> None:
-        self._wiring.data_plane.registry.set_complete(False)
+        self._wiring.data_plane.drain()
         for server in self._servers:
             server.should_exit = True
         if self._grpc is not None:

@@ -115,6 +115,11 @@ class DataPlane:
             selection, loader, self.registry, loaded, control, stores=self.stores
         )
 
+    def drain(self) -> None:
+        """Report the server as not ready and end all loads, because it stops; models serve until `stop`."""
+        self.registry.set_complete(False)
+        self.reconciler.drain()
+
     def stop(self, timeout_s: float) -> bool:
         """Close every model after its queued requests have completed, and end all installations.
 

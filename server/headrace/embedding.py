@@ -164,7 +164,7 @@ class Server:
         protocols, self._protocols = self._protocols, None
         try:
             if protocols is not None:
-                self._running().registry.set_complete(False)
+                self._running().drain()
                 await protocols.drain(self._settings.drain_timeout_s)
         finally:
             await self._close_all(protocols)

@@ -256,7 +256,6 @@ class EngineProcess:
 
     def _on_message(self, name: str, content: Any, descriptors: Sequence[int]) -> None:
         close_all(descriptors)
-        registry = self._wiring.data_plane.registry
         if name == "ping":
             self._channel.send("pong", content)
         elif name == "announce":
@@ -264,9 +263,9 @@ class EngineProcess:
         elif name == "reload":
             self._reloads.start()
         elif name == "drain":  # front ends still pass on the requests in flight
-            registry.set_complete(False)
+            self._wiring.data_plane.drain()
         elif name == "stop":
-            registry.set_complete(False)
+            self._wiring.data_plane.drain()
             self._ending.set()
 
     def _on_orphaned(self) -> None:

@@ -103,6 +103,11 @@ class LoadQueue:
             recent = self._recent()
             return min(load.begun_ns for load in recent) + _LONG_NS if recent and self._ready else None
 
+    def keys(self) -> list[str]:
+        """Return the keys of all loads that wait or run."""
+        with self._lock:
+            return list(self._loads)
+
     def has(self, key: str) -> bool:
         """Return True if a load with this key waits or runs."""
         with self._lock:

@@ -116,6 +116,8 @@ _NOT_LOADED = "not loaded"
 # At start, models that are still being copied delay the others by at most this many settle times.
 _START_SETTLES = 3
 _STOPPING = "the server is stopping"
+# Between model and version in the key of a load on demand; no name of a model has it.
+_ON_DEMAND = "/"
 # Loads that are cancelled at the end close what they have loaded; one that hangs in a library ends with the process.
 _LOADS_STOP_S = 2.0
 # A request to a store that does not answer takes longer; its thread ends with the process.
@@ -237,6 +239,7 @@ class Reconciler:
         self._pending: dict[str, object] = {}  # models that wait for the installation of their Python environments
         self._initial: set[object] = set()  # initial loads that have not ended
         self._has_started = self._is_complete = False  # the initial loads are queued; they have ended
+        self._is_draining = False
         self._memory_ns: int | None = None  # next `load_requested` of the GPU model cache
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -250,6 +253,13 @@ class Reconciler:
     def start(self) -> None:
         """Start the thread; raises Unavailable if the system starts no further thread."""
         start_thread(self._thread)
+
+    def drain(self) -> None:
+        """End all loads and start no more, because the server stops; loads on demand go on, for requests in flight."""
+        self._is_draining = True
+        for key in self._loads.keys():  # noqa: SIM118  # a method of the queue
+            if _ON_DEMAND not in key:
+                self._loads.drop(key, Unavailable(_STOPPING))
 
     def stop(self, timeout_s: float) -> bool:
         """Close every model after its queued requests have completed.
@@ -418,6 +428,9 @@ class Reconciler:
             on_end: called with its error, after the loads of the pipelines that could not be served without the model.
             after: models that it calls; their loads end first.
         """
+        if self._is_draining:
+            on_end(Unavailable(_STOPPING))
+            return
         if not self._has_started:
             self._initial.add(initial := object())
             on_end = partial(self._end_initial, initial, on_end)
@@ -440,7 +453,7 @@ class Reconciler:
         self._start_load(name, partial(self._deployments.retry, name), lambda _error: self._retry(others, on_end))
 
     def _start_load_on_demand(self, handle: VersionHandle, load: Callable[[], None]) -> None:
-        key = f"{handle.spec.name}/{handle.spec.version}"  # beside the loads of other versions
+        key = f"{handle.spec.name}{_ON_DEMAND}{handle.spec.version}"  # beside the loads of other versions
         self._loads.add(key, load, partial(_log_failure, key))
 
     def _end_initial(self, initial: object, on_end: OnEnd, error: BaseException | None) -> None:
@@ -466,9 +479,6 @@ class Reconciler:
             self._refuse_commands()
             self._on_loaded(error)
             self._stop.wait()
-        else:
-            if not self._is_complete:
-                self._on_loaded(None)
         self._refuse_commands()
         self._registry.set_complete(False)
         self._loads.stop(Unavailable(_STOPPING))
@@ -479,7 +489,7 @@ class Reconciler:
     def _complete(self, initial: object) -> None:
         """Report the end of the initial loads with the last one."""
         self._initial.discard(initial)
-        if self._is_complete or self._initial or not self._has_started:
+        if self._is_complete or self._initial or not self._has_started or self._is_draining:
             return
         self._is_complete = True
         self._builds.start()
@@ -669,7 +679,7 @@ class Reconciler:
     def _unload_model(self, name: str) -> None:
         """Unload a model, and end its loads."""
         error = Conflict(f"model '{name}' was unloaded before its load had ended: load it again")
-        for key in (name, *(f"{name}/{version}" for version in self._registry.versions(name))):
+        for key in (name, *(f"{name}{_ON_DEMAND}{version}" for version in self._registry.versions(name))):
             self._loads.drop(key, error)
         with self._deployments.changing():
             self._pending.pop(name, None)
