@@ -150,7 +150,7 @@ def _add_administration(commands: argparse._SubParsersAction[_Parser]) -> None:
     from headrace.commands import keys as keys_command
 
     keys = commands.add_parser("keys", help="create, list and revoke the keys of clients")
-    keys_command.add_arguments(keys, settings.default_keys_file())
+    keys_command.add_arguments(keys, settings.default_keys_file(), settings.expandable_path)
     keys.set_defaults(run=keys_command.main)
 
     checksums = commands.add_parser("checksums", help="write, sign and verify the checksums of models")

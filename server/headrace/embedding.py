@@ -6,6 +6,7 @@ A request passes the same checks, queue and scheduler as one that came over HTTP
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import os
@@ -31,7 +32,7 @@ from headrace.data_plane import DataPlane
 from headrace.inference.load_report import COUNT_CELLS, LoadMeter
 from headrace.repository.folders import open_paths
 from headrace.scheduling.version_handle import VersionHandle
-from headrace.settings import Settings, ensure_home, repository_cache
+from headrace.settings import Settings, ensure_home, expandable_path, repository_cache
 from headrace.stores.cache import open_mirrors
 
 if TYPE_CHECKING:
@@ -100,17 +101,17 @@ class Server:
         if warning := ensure_home():
             logger.warning("%s", warning)
         self._urls = [parse_store_url(path) for path in map(str, repositories) if is_store_url(path)]
-        self._paths = [Path(path).expanduser() for path in repositories if not is_store_url(str(path))]
+        self._paths = [Path(_expanded(path)) for path in repositories if not is_store_url(str(path))]
         self._settings = Settings(
             model_repository=(),
             model_control="none" if models is None else "explicit",
             load_model=() if models is None else tuple(models),
-            state_dir=os.path.expanduser(state_dir),
+            state_dir=_expanded(state_dir),
             profile_s=profile_s,
             trial_limit_s=trial_limit_s,
             gpu_memory_fraction=gpu_memory_fraction,
             host_memory_budget=host_memory_budget,
-            model_keys_file=os.fspath(model_keys_file),
+            model_keys_file=_expanded(model_keys_file),
             drain_timeout_s=drain_timeout_s,
         )
         self._resources = ExitStack()
@@ -529,3 +530,10 @@ def _output_names(spec: ModelSpec, names: Sequence[str]) -> Sequence[str]:
 
 def _select_outputs(response: InferResponse, names: Sequence[str]) -> dict[str, Array]:
     return {name: np.asarray(response.outputs[name]) for name in names}
+
+
+def _expanded(path: str | os.PathLike[str]) -> str:
+    try:
+        return os.path.expanduser(expandable_path(os.fspath(path)))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error)) from None

@@ -341,6 +341,18 @@ def _cache_setting(text: str) -> tuple[CacheSetting, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def expandable_path(text: str) -> str:
+    """Check that the home folder at the start of a path exists, and return the path as it is; for the `type` of an argument."""
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        home = text.partition("/")[0]
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: {home} has no home folder here: write the whole path, or ./ before it"
+        ) from None
+    return text
+
+
 def repository_location(text: str) -> Path | StoreUrl:
     """Parse a path, or the URL of a store."""
     location = path_or_url(text)
@@ -418,17 +430,20 @@ _SEPARATORS = {
 _STATE_DIR = _Option(
     "state_dir",
     "folder for latency tables, and for engines of read-only models (%(default)s; '': none)",
+    expandable_path,
     metavar="DIR",
 )
 _ENVIRONMENTS_DIR = _Option(
     "environments_dir",
     "folder for Python environments of models (environments in the state folder)",
+    expandable_path,
     metavar="DIR",
 )
 _REPOSITORY_CACHE = (
     _Option(
         "repository_cache_dir",
         "folder of the copies of repositories in stores (repositories in the state folder)",
+        expandable_path,
         metavar="DIR",
     ),
     _Option("repository_cache_bytes", "largest size of all these copies (%(default)s)", _positive, "N"),
@@ -436,6 +451,7 @@ _REPOSITORY_CACHE = (
 _MODEL_KEYS_FILE = _Option(
     "model_keys_file",
     "minisign public keys: serve only models that are signed with one of them (none)",
+    expandable_path,
     metavar="FILE",
 )
 _METRICS_HELP = "summary_latencies, histogram_latencies, counter_latencies=true|false, summary_quantiles=0.5,0.99"
@@ -519,7 +535,12 @@ OPTIONS: tuple[_Option, ...] = (
     _Option("tls_cert", "certificate chain of the server (PEM): TLS for HTTP and gRPC", metavar="FILE"),
     _Option("tls_key", "private key of --tls-cert (PEM)", metavar="FILE"),
     _Option("tls_client_ca", "require client certificates signed by one of these CAs (PEM)", metavar="FILE"),
-    _Option("api_keys_file", "file with keys and their scopes, see headrace keys (none: no keys)", metavar="FILE"),
+    _Option(
+        "api_keys_file",
+        "file with keys and their scopes, see headrace keys (none: no keys)",
+        expandable_path,
+        metavar="FILE",
+    ),
     _Option(
         "insecure_control",
         "without keys: let any client of a network address load models and change settings",

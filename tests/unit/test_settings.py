@@ -10,13 +10,15 @@ import stat
 import tempfile
 from pathlib import Path
 
+import headrace
 import pytest
 from headrace import settings
-from headrace.__main__ import main
+from headrace.__main__ import ENGINES_COMMANDS, main
 from headrace.core.cache_options import CacheOptions, RedisOptions, RedisTls
 from headrace.core.limits import LIMIT_HELP, Limits
 from headrace.core.telemetry import TritonMetrics
 from headrace.settings import Settings
+from headrace_engines.__main__ import main as engines_main
 
 from tests.support.onnx_models import write_model
 
@@ -340,6 +342,71 @@ def test_urls_and_folders_are_repositories_in_their_order() -> None:
 )
 def test_the_cache_of_repositories_is_in_the_state_folder(options: dict[str, str], folder: str) -> None:
     assert settings.repository_cache(Settings(model_repository=(), **options)) == folder
+
+
+NO_HOME = "~nobody-of-this-name/x"
+
+
+@pytest.mark.parametrize(
+    "name", ["state-dir", "environments-dir", "repository-cache-dir", "model-keys-file", "api-keys-file"]
+)
+def test_paths_in_a_home_that_does_not_exist_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(f"--{name}", NO_HOME)
+    assert f"--{name}: '{NO_HOME}': ~nobody-of-this-name has no home folder here" in capsys.readouterr().err
+    variable = f"HEADRACE_{name.upper().replace('-', '_')}"
+    with pytest.raises(ValueError, match=f"{variable}: .*has no home folder here"):
+        parse(**{variable: NO_HOME})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["validate", "--state-dir", NO_HOME, "folder"],
+        ["environments", "list", "--environments-dir", NO_HOME],
+        ["keys", "list", "--file", NO_HOME],
+        ["build", "model", "--state-dir", NO_HOME],
+        ["build", "model", "--cache", NO_HOME],
+        ["engines", "ls", "--cache", NO_HOME],
+        ["lab", "conv", "model", "--kernel-cache", NO_HOME],
+    ],
+)
+def test_commands_refuse_a_home_that_does_not_exist(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    program = engines_main if words[0] in ENGINES_COMMANDS else main
+    with pytest.raises(SystemExit, match="2"):
+        program(words)
+    assert "has no home folder here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["checksums", "verify", "--model-keys-file", NO_HOME, "{folder}"], "no home folder here"),
+        (["checksums", "write", "--secret-key", NO_HOME, "{folder}"], "No such file"),
+        (["import", "keras", NO_HOME, "--name", "m"], "there is no"),
+        (["import", "savedmodel", NO_HOME, "--name", "m"], "there is no"),
+    ],
+)
+def test_files_in_a_home_that_does_not_exist_are_missing(
+    tmp_path: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "m" / "1" / "model.onnx")
+    try:
+        program = engines_main if words[0] in ENGINES_COMMANDS else main
+        status = program([word.format(folder=tmp_path) for word in words])
+    except SystemExit as error:
+        status = error.code
+    output = capsys.readouterr()
+    assert status in (1, 2), output
+    assert text in output.out + output.err
+
+
+@pytest.mark.parametrize("name", ["state_dir", "model_keys_file"])
+def test_an_embedded_server_refuses_a_home_that_does_not_exist(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="has no home folder here"):
+        headrace.Server(tmp_path, **{name: NO_HOME})
+    with pytest.raises(ValueError, match="has no home folder here"):
+        headrace.Server(NO_HOME)
 
 
 @pytest.fixture

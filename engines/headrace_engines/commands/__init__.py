@@ -9,6 +9,15 @@ from headrace_engines.store import DEFAULT_ROOT, DEFAULT_STATE
 from headrace_engines.targets import NAMES
 
 
+def folder_path(text: str) -> Path:
+    """Return the path of a folder whose `~` can be expanded; for the `type` of an argument."""
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} has no home folder here: write the whole path") from None
+    return Path(text)
+
+
 def add_version(parser: argparse.ArgumentParser) -> None:
     """Add `--version N`."""
     parser.add_argument("--version", type=int, metavar="N", help="version of the model (default: newest served one)")
@@ -40,10 +49,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
     """Add `--cache DIR`."""
-    parser.add_argument("--cache", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="the store of built engines")
+    parser.add_argument(
+        "--cache", type=folder_path, default=DEFAULT_ROOT, metavar="DIR", help="the store of built engines"
+    )
 
 
 def add_state(parser: argparse.ArgumentParser) -> None:
     """Add `--state-dir DIR`, the same as the server's option."""
     text = "folder for engines of read-only models; the same as the server's --state-dir"
-    parser.add_argument("--state-dir", type=Path, default=DEFAULT_STATE, metavar="DIR", help=text)
+    parser.add_argument("--state-dir", type=folder_path, default=DEFAULT_STATE, metavar="DIR", help=text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import re
 from pathlib import Path
@@ -204,7 +205,7 @@ def _keras(options: argparse.Namespace) -> tuple[ImportRequest, str]:
 
 
 def _savedmodel(options: argparse.Namespace) -> tuple[ImportRequest, str]:
-    path = Path(options.model).expanduser().absolute()
+    path = Path(os.path.abspath(os.path.expanduser(options.model)))
     if not path.is_dir():
         raise CallError(f"there is no folder {options.model}: name the folder with saved_model.pb")
     return _request(_common(options, "savedmodel_program"), path=str(path), signature=options.signature), path.name
@@ -229,7 +230,7 @@ def _request(common: dict[str, object], **values: object) -> ImportRequest:
 
 
 def _file(text: str, expected: str) -> Path:
-    path = Path(text).expanduser().absolute()
+    path = Path(os.path.abspath(os.path.expanduser(text)))
     if not path.is_file():
         raise CallError(f"there is no file {text}: name {expected}")
     return path

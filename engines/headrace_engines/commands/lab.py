@@ -19,7 +19,7 @@ from headrace.cuda.kernels.convolution.resources import Algorithm
 from headrace.cuda.kernels.loading import keep_code
 from rich.console import Console
 
-from headrace_engines.commands import add_repository, add_version
+from headrace_engines.commands import add_repository, add_version, folder_path
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.lab.conv import ConvLab, MapOptions
 from headrace_engines.lab.layers import ConvLayer, kernel_size_layers, model_layers, resnet50_layers, shape_layer
@@ -135,7 +135,7 @@ def _add_effort(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kernel-cache",
-        type=Path,
+        type=folder_path,
         default=_KERNELS,
         metavar="DIR",
         help=f"folder of compiled kernels, or none (default: {_KERNELS})",

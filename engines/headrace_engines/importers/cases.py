@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -181,7 +182,7 @@ def sample_cases(source: Path, function: str, config: ModelConfig) -> Iterator[C
     Raises:
         BuildError: the samples cannot be read, or do not fit the model.
     """
-    path = source.expanduser().absolute()
+    path = Path(os.path.abspath(os.path.expanduser(source)))
     if not path.exists():
         raise BuildError(
             f"--samples {source} does not exist: name an .npz file, a folder of pictures or FILE.py:function"

@@ -77,7 +77,7 @@ def framework_python(
     """
     if python is not None:
         # Links are not followed, see above.
-        named = Path(os.path.abspath(python.expanduser()))
+        named = Path(os.path.abspath(os.path.expanduser(python)))
         if missing := missing_packages(named, requirements):
             words = " ".join(f"'{requirement}'" for requirement in missing)
             cure = f"install them with `{named} -m pip install {words}`, or leave --python out"

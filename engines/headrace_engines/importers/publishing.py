@@ -187,7 +187,7 @@ def read_label_names(path: Path) -> tuple[str, ...]:
         BuildError: the file cannot be read or is empty.
     """
     try:
-        lines: Sequence[str] = path.expanduser().read_text(encoding="utf-8-sig").splitlines()
+        lines: Sequence[str] = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise BuildError(f"--labels {path} cannot be read ({reason}): name a text file with one name a line") from error

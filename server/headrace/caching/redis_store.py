@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
 import threading
 import time
@@ -413,7 +414,7 @@ def _secret(options: RedisOptions) -> bytes:
     if not options.secret_file:
         return options.password.encode()
     try:
-        secret = Path(options.secret_file).expanduser().read_bytes().strip()
+        secret = Path(os.path.expanduser(options.secret_file)).read_bytes().strip()
     except OSError as error:
         message = f"secret_file of the cache redis cannot be read: {error}"
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ _DAYS = re.compile(r"([0-9]{1,5})d")
 _SHOWN_DIGITS = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser, default_file: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser, default_file: str, parse_path: Callable[[str], str]) -> None:
     """Declare the commands and their options.
 
     Args:
         parser: of `headrace keys`.
         default_file: keys file without --file.
+        parse_path: parses the value of --file.
     """
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="keys_command")
     new = commands.add_parser("new", help="create a key, and print it once")
@@ -53,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser, default_file: str) -> None:
     revoke.add_argument("name", metavar="NAME", help="name of the client")
     revoke.add_argument("--key", metavar="DIGITS", help="only the key whose hash begins with these digits (see list)")
     for command in (new, lines, revoke):
-        command.add_argument("--file", default=default_file, metavar="FILE", help="the keys file (%(default)s)")
+        command.add_argument(
+            "--file", type=parse_path, default=default_file, metavar="FILE", help="the keys file (%(default)s)"
+        )
 
 
 def main(args: argparse.Namespace) -> int:

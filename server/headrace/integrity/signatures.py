@@ -106,7 +106,7 @@ def read_keys(path: Path) -> ModelKeys:
     option = f"--model-keys-file {path}"
     library = _minisign(option)
     try:
-        with open_regular_file(path.expanduser()) as stream:
+        with open_regular_file(Path(os.path.expanduser(path))) as stream:
             content = stream.read(MAX_KEYS_BYTES + 1)
     except OSError as error:
         raise refuse(option, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from None
@@ -141,7 +141,7 @@ def read_secret_key(path: Path, ask_password: Callable[[], str]) -> SecretKey:
     """
     library = _minisign(str(path))
     try:
-        key: SecretKey = library.SecretKey.from_bytes(path.expanduser().read_bytes())
+        key: SecretKey = library.SecretKey.from_bytes(Path(os.path.expanduser(path)).read_bytes())
         if key.is_encrypted():
             key.decrypt(ask_password())
     except library.Error as error:

@@ -15,7 +15,7 @@ from headrace.commands import keys
 
 def run(path: Path, *words: str) -> int:
     parser = argparse.ArgumentParser()
-    keys.add_arguments(parser, str(path))
+    keys.add_arguments(parser, str(path), str)
     return keys.main(parser.parse_args(words))
 
 
