@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -93,11 +94,14 @@ def _expanded_nodes(model: onnx.ModelProto) -> int:
 
 
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model with the nodes of local functions in place of their calls; the same model if that are too many nodes."""
+    """Return a model with the nodes of local functions in place of their calls; the same if they are too many or invalid."""
     from onnx import inliner
 
-    if model.functions and _expanded_nodes(model) <= _MAX_NODES:
-        return inliner.inline_local_functions(model)
+    try:
+        if model.functions and _expanded_nodes(model) <= _MAX_NODES:
+            return inliner.inline_local_functions(model)
+    except Exception as error:  # as in `analyse_rows`
+        logger.debug("the functions of a graph could not be inlined", exc_info=error)
     return model
 
 
@@ -699,7 +703,7 @@ def _check_external(tensor: onnx.TensorProto, path: Path, name: str) -> None:
     cure = "save the model with its external data in the same folder"
     if not location or "\0" in location or relative.is_absolute() or ".." in relative.parts or "\\" in location:
         raise refuse(name, None, f"{subject}, which is not in the model's folder", cure)
-    if not (folder / relative).is_file():
+    if not os.path.isfile(folder / relative):  # False for a name that is too long
         raise refuse(name, None, f"{subject}, which does not exist", cure)
     # REPOSITORY/MODEL/VERSION/model.onnx: the operator has named the repository.
     # ONNX Runtime also takes weights beside the file that a link in place of the model leads to.

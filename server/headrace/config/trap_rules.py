@@ -6,11 +6,14 @@ ONNX Runtime divides on the CPU without a check, and the processor raises SIGFPE
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import onnx
+
+logger = logging.getLogger("headrace.config")
 
 # Operators that divide the first input by the second one.
 _DIVISIONS = frozenset({"Div", "Mod"})
@@ -22,11 +25,19 @@ _UNKNOWN = 0
 def trapping_node(model: onnx.ModelProto) -> str:
     """Return a node whose values may end its process, for messages; "" if there is none.
 
-    A type that is not known counts as whole numbers.
+    A type that is not known counts as whole numbers, a graph that cannot be analysed as such a node.
 
     Args:
         model: with few local functions they are inlined before; types in others are not known.
     """
+    try:
+        return _trapping_node(model)
+    except Exception as error:  # an unexpected graph must not prevent serving
+        logger.debug("divisions of a graph could not be found", exc_info=error)
+        return f"the graph could not be analysed ({type(error).__name__})"
+
+
+def _trapping_node(model: onnx.ModelProto) -> str:
     for function in model.functions:
         division = _division(function.node)
         if division is not None:
