@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,8 @@ from onnx import TensorProto, helper
 from tritonclient.grpc import service_pb2
 
 from loadtest.onnx_models import onnx_model
-from tests.support.attacks import Attacked, attack, http_body, watched
-from tests.support.models import add_model, affine
+from tests.support.attacks import Attacked, attack, http_body, watched, x_json
+from tests.support.models import add_model, affine, row_sums
 from tests.support.processes import isolated_children
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -120,6 +123,88 @@ def test_a_large_number_in_a_configuration_takes_no_memory(attacked: Attacked, n
     with attacked.flat_memory(1 << 30):
         status, error = attacked.post(LOAD.format("large"), body)
         assert status == expected, error
+    attacked.still_serves()
+
+
+LONG, LARGEST, DAY_S = 2**63 - 1, 2**31 - 1, 86400
+DELAYED = "max_batch_size: 8\ndynamic_batching: "
+SEQUENCES = f"max_batch_size: 8\nsequence_batching:\n  max_sequence_idle_microseconds: {LONG}\n  "
+TRAFFIC_RULES = f"max_p99_ms: 3600000, min_requests: {LARGEST}, window_s: {DAY_S}"
+# The largest and smallest values of fields that only config.yaml has, and of times; what a load answers.
+YAML_NUMBERS: dict[str, tuple[int, str]] = {
+    "labels": (200, f"labels: {{a: {LONG}}}"),
+    "aging": (
+        200,
+        f"priority_aging_microseconds: {LONG}\ndynamic_batching: {{priority_levels: 9, default_priority_level: 1}}",
+    ),
+    "queue wait": (200, f"max_queue_wait_microseconds: {LONG}"),
+    "queue delay": (200, f"{DELAYED}{{max_queue_delay_microseconds: {LONG}, preferred_batch_size: [1]}}"),
+    "queue timeout": (200, f"{DELAYED}{{default_queue_policy: {{default_timeout_microseconds: {LONG}}}}}"),
+    "rows on the CPU": (200, f"max_batch_size: {LARGEST}\ncpu_max_batch_size: {LARGEST}"),
+    "GPU memory": (200, f"gpu_memory_budget: {LONG}"),
+    "too much GPU memory": (400, f"gpu_memory_budget: {2**63}"),
+    "isolation timeout": (200, f"isolation: process\nisolation_timeout_s: {DAY_S}\nexecution_timeout_s: {DAY_S}"),
+    "isolation memory": (200, f"isolation: process\nisolation_memory_limit: {LONG}"),
+    "execution timeout": (200, f"execution_timeout_s: {DAY_S}"),
+    "open requests": (200, "max_open_requests: 65536"),
+    "samples": (200, f"optimization: {{accuracy: {{samples: {LARGEST}}}, calibration: {{samples: {LARGEST}}}}}"),
+    "workspace": (200, f"optimization: {{workspace_mb: {LARGEST}}}"),
+    "age in the cache": (200, "response_cache: {enable: true}\ncache: {ttl_s: 1000000000}"),
+    "no time in the cache": (400, "response_cache: {enable: true}\ncache: {ttl_s: 1.0e-300}"),
+    "longer in the cache": (400, "response_cache: {enable: true}\ncache: {ttl_s: 1.0e+308}"),
+    "bytes of the cache": (200, f"response_cache: {{enable: true}}\ncache: {{max_bytes: {LONG}}}"),
+    "objective": (200, "slo: {p99_ms: 1000000000}"),
+    "a late objective": (400, "slo: {p99_ms: 1.0e+308}"),
+    "no objective": (400, "slo: {p99_ms: .inf}"),
+    "rate": (200, f"rate_limits: {{default: {{requests_per_s: 1000000000.0, burst: {LARGEST}}}}}"),
+    "low rate": (400, f"rate_limits: {{default: {{requests_per_s: 1.0e-300, burst: {LARGEST}}}}}"),
+    "weights": (200, "max_batch_size: 8\nfair_sharing: {default_weight: 1000.0, weights: {a: 0.001}}"),
+    "classes": (400, f"postprocess: {{top_k: {LARGEST}}}"),
+    "size of images": (200, f"preprocess: {{resize_short_side: {LARGEST}, crop: [{LARGEST}, {LARGEST}]}}"),
+    "pixels for the server": (
+        400,
+        f"preprocess: {{by: server, resize_short_side: {LARGEST}, crop: [1000, {LARGEST}]}}",
+    ),
+    "traffic": (200, f"traffic: {{stable: {LONG}, shadow: {{version: {LONG - 1}}}}}"),
+    "traffic rules": (200, f'traffic: {{versions: {{1: "50%", {LONG}: "50%"}}, rules: {{{TRAFFIC_RULES}}}}}'),
+    "versions": (200, f"version_policy: {{specific: {{versions: [1, {LONG}]}}}}"),
+    "padding": (400, f"{DELAYED}{{}}\npad: {{X: 0, multiple_of: {LARGEST}}}"),
+    "dimensions": (400, f"max_batch_size: 8\ninput: [{{name: X, data_type: TYPE_FP32, dims: [{LONG}]}}]"),
+    "delay of sequences": (200, f"{SEQUENCES}direct: {{max_queue_delay_microseconds: {LONG}}}"),
+    "candidates": (
+        200,
+        f"{SEQUENCES}oldest: {{max_candidate_sequences: {LARGEST}, max_queue_delay_microseconds: {LONG}}}",
+    ),
+}
+
+
+@pytest.mark.parametrize("number", YAML_NUMBERS)
+def test_a_large_number_in_a_yaml_file_takes_no_memory(attacked: Attacked, number: str) -> None:
+    expected, config = YAML_NUMBERS[number]
+    folder = add_model(attacked.repository, "large", affine(), files={"config.yaml": f"{config}\n"})
+    start_s = time.monotonic()
+    try:
+        with attacked.flat_memory(256 << 20):
+            status, error = attacked.post(LOAD.format("large"), b"")
+            assert status == expected, error
+            assert "could not be loaded" not in error
+            if status == 200:
+                status, error = attacked.infer(http_body(), model="large")
+                assert status == 200 or "correlation ID" in error, error
+    finally:
+        attacked.post("/v2/repository/models/large/unload", b"")
+        shutil.rmtree(folder)
+    assert time.monotonic() - start_s < 60  # a process of its own takes 4 s to load
+    attacked.still_serves()
+
+
+def test_lengths_that_are_padded_to_a_large_multiple_take_no_memory(attacked: Attacked) -> None:
+    config = f"{DELAYED}{{max_queue_delay_microseconds: 300000}}\npad: {{X: 0, multiple_of: {LARGEST}}}\n"
+    add_model(attacked.repository, "padded", row_sums(), files={"config.yaml": config})
+    with attacked.flat_memory(256 << 20), ThreadPoolExecutor(8) as pool:
+        assert attacked.post(LOAD.format("padded"), b"")[0] == 200
+        bodies = [http_body(x_json(shape=[1, width], data=[1.0] * width)) for width in range(1, 9)]
+        assert set(pool.map(partial(attacked.infer, model="padded"), bodies)) == {(200, "")}
     attacked.still_serves()
 
 

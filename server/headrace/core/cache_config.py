@@ -18,7 +18,7 @@ class ResponseCache(ConfigPart):
 class CacheLimits(ConfigPart):
     """Limits of the model's entries in the response cache."""
 
-    ttl_s: Annotated[float, Field(strict=True, gt=0)] | None = option(
+    ttl_s: Annotated[float, Field(strict=True, ge=0.001, le=1e9)] | None = option(
         None, "Seconds after which a response is computed again; no limit if absent."
     )
     max_bytes: SizeBytes | None = option(

@@ -199,7 +199,7 @@ Weight = Annotated[float, Field(strict=True, ge=_MIN_WEIGHT, le=_MAX_WEIGHT)]
 class Slo(ConfigPart):
     """The latency objective. A late response is still delivered."""
 
-    p99_ms: Annotated[float, Field(strict=True, gt=0)] | None = option(
+    p99_ms: Annotated[float, Field(strict=True, gt=0, le=1e9)] | None = option(
         None, "Latency in milliseconds that 99 % of requests keep. Requests that would miss it are rejected at once."
     )
 
