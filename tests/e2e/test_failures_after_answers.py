@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +23,7 @@ from tests.support.waiting import until
 
 MODELS = ("affine", "cached", "pipeline")
 OPTIONS = ("--allow-client-shm", "--cache-config", "local,size=16MiB")
-KEY = "/failures_after_answers_test"
+KEY = f"/failures_after_answers_{os.getpid()}"
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,10 +77,14 @@ def request_input(array: np.ndarray) -> triton.InferInput:
     return triton.InferInput("X", list(array.shape), "FP32").set_data_from_numpy(array)
 
 
+def key_of(name: str) -> str:
+    return f"/extensions_{name}_{os.getpid()}"
+
+
 @contextmanager
 def memory(client: triton.InferenceServerClient, name: str, size_bytes: int) -> Iterator[object]:
     """Shared memory under a name of its own, registered."""
-    key = f"/extensions_test_{name}"
+    key = key_of(name)
     region = shared_memory.create_shared_memory_region(name, key, size_bytes, create_only=True)
     try:
         client.register_system_shared_memory(name, key, size_bytes)
@@ -205,12 +210,10 @@ def test_a_round_trip_through_shared_memory(extras: triton.InferenceServerClient
 def test_the_asyncio_client_and_shared_memory(extended: Server) -> None:
     async def run() -> None:
         array = vector(4)
-        region = shared_memory.create_shared_memory_region(
-            "aio", "/extensions_test_aio", array.nbytes, create_only=True
-        )
+        region = shared_memory.create_shared_memory_region("aio", key_of("aio"), array.nbytes, create_only=True)
         try:
             async with triton_aio.InferenceServerClient(extended.address) as connected:
-                await connected.register_system_shared_memory("aio", "/extensions_test_aio", array.nbytes)
+                await connected.register_system_shared_memory("aio", key_of("aio"), array.nbytes)
                 (status,) = await connected.get_system_shared_memory_status("aio")
                 assert status["byte_size"] == array.nbytes
                 shared_memory.set_shared_memory_region(region, [array])
@@ -229,17 +232,17 @@ def test_the_asyncio_client_and_shared_memory(extended: Server) -> None:
 
 def test_regions_come_and_go(extras: triton.InferenceServerClient) -> None:
     with memory(extras, "first", 256), memory(extras, "second", 512):
-        expected = {"name": "first", "key": "/extensions_test_first", "offset": 0, "byte_size": 256}
+        expected = {"name": "first", "key": key_of("first"), "offset": 0, "byte_size": 256}
         assert extras.get_system_shared_memory_status("first") == [expected]
         assert {row["name"] for row in extras.get_system_shared_memory_status()} == {"first", "second"}
         assert extras.get_cuda_shared_memory_status() == []
         with refused(409, "first"):
-            extras.register_system_shared_memory("first", "/extensions_test_second", 512)
+            extras.register_system_shared_memory("first", key_of("second"), 512)
         extras.unregister_system_shared_memory("first")
         with refused(404, "first"):
             extras.get_system_shared_memory_status("first")
         extras.unregister_system_shared_memory("first")  # no error, as in Triton
-        extras.register_system_shared_memory("first", "/extensions_test_second", 12, offset=500)
+        extras.register_system_shared_memory("first", key_of("second"), 12, offset=500)
         extras.unregister_system_shared_memory()
         assert extras.get_system_shared_memory_status() == []
 
@@ -248,7 +251,7 @@ def test_bounds_of_regions(extras: triton.InferenceServerClient) -> None:
     with memory(extras, "small", 64):
         for offset, size_bytes in ((1, 64), (2**62, 64), (0, 65)):
             with refused(400):
-                extras.register_system_shared_memory("more", "/extensions_test_small", size_bytes, offset=offset)
+                extras.register_system_shared_memory("more", key_of("small"), size_bytes, offset=offset)
         tensor = triton.InferInput("X", [1, 16], "FP32")
         tensor.set_shared_memory("small", 64, offset=1)
         with refused(400, "'X'", "offset 1", "64 bytes"):

@@ -6,6 +6,7 @@ The cases are those that the tests of Triton's sequence batchers check.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +25,7 @@ from tests.support.serving import Server, serving
 from tests.support.triton_clients import infer, inputs_of
 from tests.support.waiting import until
 
-KEY = "/sequence_batches_of_a_test"
+KEY = f"/sequence_batches_{os.getpid()}"
 # VALUE is the value and the flags of a request of sequence 7 of the model "sums".
 CALLER = """
 import triton_python_backend_utils as pb_utils

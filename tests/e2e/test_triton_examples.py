@@ -7,6 +7,7 @@ and checks it makes. Not here: sequences, decoupled models and CUDA shared memor
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -254,7 +255,7 @@ def regions(client: Any, module: ModuleType) -> Iterator[dict[str, Any]]:
     client.unregister_cuda_shared_memory()
     handles = {}
     for name in ("input_data", "output_data"):
-        key = f"/stock_{name}_{module.__name__.rpartition('.')[2]}"
+        key = f"/stock_{name}_{module.__name__.rpartition('.')[2]}_{os.getpid()}"
         handles[name] = shared_memory.create_shared_memory_region(name, key, 128)
         client.register_system_shared_memory(name, key, 128)
     yield handles
@@ -304,7 +305,7 @@ def test_strings_through_shared_memory(client: Any, module: ModuleType) -> None:
     for name, array in content.items():
         serialized = utils.serialize_byte_tensor(array)
         size = utils.serialized_byte_size(serialized)
-        key = f"/stock_text_{name}_{module.__name__.rpartition('.')[2]}"
+        key = f"/stock_text_{name}_{module.__name__.rpartition('.')[2]}_{os.getpid()}"
         handles[name] = shared_memory.create_shared_memory_region(name, key, size)
         client.register_system_shared_memory(name, key, size)
         if name.startswith("input"):

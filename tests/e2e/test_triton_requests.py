@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -193,7 +194,7 @@ def test_a_batch_of_zero_is_refused(either: Any) -> None:
 
 @contextmanager
 def region(client: Any, name: str, size_bytes: int) -> Iterator[Any]:
-    key = f"/triton_requests_{name}"
+    key = f"/triton_requests_{name}_{os.getpid()}"
     handle = shared_memory.create_shared_memory_region(name, key, size_bytes, create_only=True)
     try:
         client.register_system_shared_memory(name, key, size_bytes)

@@ -291,8 +291,9 @@ def errors(attacked: Attacked) -> list[str]:
 
 
 def test_errors_contain_no_secrets(attacked: Attacked) -> None:
-    memory = shared_memory.SharedMemory(create=True, size=64, name="test_of_headrace_secret_key")
-    region = {"key": "/test_of_headrace_secret_key", "byte_size": 64}
+    name = f"test_of_headrace_secret_key_{os.getpid()}"
+    memory = shared_memory.SharedMemory(create=True, size=64, name=name)
+    region = {"key": f"/{name}", "byte_size": 64}
     try:
         register = "/v2/systemsharedmemory/region/secret_region/register"
         assert attacked.post(register, json.dumps(region).encode()) == (200, "")
@@ -316,14 +317,14 @@ def test_errors_contain_no_secrets(attacked: Attacked) -> None:
 
 def test_missing_keys_and_foreign_keys_get_the_same_error(attacked: Attacked) -> None:
     """Names of other clients' objects cannot be guessed from errors."""
-    link = "/dev/shm/test_of_headrace_link"
+    link = f"/dev/shm/test_of_headrace_link_{os.getpid()}"
     os.symlink("/etc/passwd", link)
     try:
         texts = {
             attacked.post(
                 "/v2/systemsharedmemory/region/r/register", json.dumps({"key": key, "byte_size": 64}).encode()
             )
-            for key in ("/test_of_headrace_nothing", "/test_of_headrace_link")
+            for key in ("/test_of_headrace_nothing", f"/{os.path.basename(link)}")
         }
     finally:
         os.unlink(link)
