@@ -6,14 +6,18 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import skimage
 
 from tests.support.examples import examples
-from tests.support.models import add_model, add_pipeline, affine, ensemble_config
+from tests.support.models import add_model, add_pipeline, affine, channel_means, ensemble_config
 from tests.support.processes import children
-from tests.support.python_models import add_python_model
+from tests.support.python_models import DECOUPLED, add_python_model
+from tests.support.sequence_models import add_state_sums
 from tests.support.serving import Server, serving
 from tests.support.waiting import until
 
@@ -27,6 +31,16 @@ class TritonPythonModel:
 """
 TENSORS = 'input [{ name: "X" data_type: TYPE_FP32 dims: [16] }] output [{ name: "Y" data_type: TYPE_FP32 dims: [4] }]'
 PYTHON = f'backend: "python"\nmax_batch_size: 8\n{TENSORS}\ninstance_group [ {{ count: 2 kind: KIND_CPU }} ]'
+ROCKET = (Path(skimage.__file__).parent / "data" / "rocket.jpg").read_bytes()
+IMAGES = """
+input: [{name: file, data_type: bytes, dims: [1]}]
+output: [{name: logits, data_type: fp32, dims: [3]}]
+pipeline:
+  steps:
+    decode: {builtin: decode_image, options: {processes: 2}, inputs: {image: file}, outputs: {image: pixels}}
+    resize: {builtin: resize, options: {resize_short_side: 32, crop: [32, 32]}, inputs: {image: pixels}, outputs: {tensor: x}}
+    model: {model: inner, inputs: {IMAGE: x}, outputs: {LOGITS: logits}}
+"""
 ISOLATED = "isolation: process\nmax_batch_size: 8\n"
 REPEATED = pytest.mark.parametrize(
     "times",
@@ -55,6 +69,55 @@ def add_ensemble(repository: Path) -> None:
     add_pipeline(repository, "m", ensemble_config([("inner", {"X": "X"}, {"Y": "Y"})], *io))
 
 
+def add_sequence(repository: Path) -> None:
+    add_state_sums(repository, "m", "oldest { max_candidate_sequences: 4 }", fails=False)
+
+
+def add_decoupled(repository: Path) -> None:
+    add_python_model(repository, "m", DECOUPLED)
+
+
+def add_images(repository: Path) -> None:
+    add_model(repository, "inner", channel_means(32, 32), config="max_batch_size: 8")
+    add_pipeline(repository, "m", "", files={"config.yaml": IMAGES})
+
+
+class Kind(NamedTuple):
+    """A kind of model.
+
+    Attributes:
+        add: writes the models into a repository; requests go to `m`.
+        body: of a request.
+        content_type: of the body.
+        models: in the order in which they are loaded.
+        method: last part of the path.
+    """
+
+    add: Callable[[Path], None]
+    body: bytes
+    content_type: str = "application/json"
+    models: tuple[str, ...] = ("m",)
+    method: str = "infer"
+
+
+def body(name: str, datatype: str, values: list[float], **more: object) -> bytes:
+    tensor = {"name": name, "datatype": datatype, "shape": [1, len(values)], "data": values}
+    return json.dumps({"inputs": [tensor], **more}).encode()
+
+
+ROW = body("X", "FP32", [1.0] * 16)
+START = {"sequence_id": 42, "sequence_start": True}  # without an end: the sequence is open when the model is reloaded
+KINDS = {
+    "onnx": Kind(add_onnx, ROW),
+    "isolated": Kind(add_isolated, ROW),
+    "python": Kind(add_python, ROW),
+    "ensemble": Kind(add_ensemble, ROW, models=("inner", "m")),
+    "sequence": Kind(add_sequence, body("X", "FP32", [1.0], parameters=START)),
+    "decoupled": Kind(add_decoupled, b'{"IN": [1]}', method="generate"),
+    "images": Kind(add_images, ROCKET, "image/jpeg", ("inner", "m")),
+}
+
+
 def held(server: Server) -> tuple[int, int, int, int]:
     """Descriptors, memory files, threads, and processes."""
     folder = Path(f"/proc/{server.process.pid}")
@@ -64,31 +127,29 @@ def held(server: Server) -> tuple[int, int, int, int]:
 
 
 @REPEATED
-@pytest.mark.parametrize("add", [add_onnx, add_isolated, add_python, add_ensemble])
-def test_nothing_stays_of_reloads_failed_loads_and_crashes(
-    tmp_path: Path, add: Callable[[Path], None], times: int
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_stays_of_reloads_failed_loads_and_crashes(tmp_path: Path, kind: str, times: int) -> None:
     repository = tmp_path / "models"
+    add, content, content_type, names, method = KINDS[kind]
     add(repository)
-    body = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1.0] * 16}]}).encode()
     broken = '{"parameters": {"config": "{\\"max_batch_size\\": -1}"}}'
     with serving(
         repository, tmp_path, "--model-control", "explicit", "--allow-model-override", "--profile-s", "0"
     ) as server:
 
-        def post(path: str, content: bytes = b"") -> int:
-            return server.request("POST", f"/v2/{path}", content)[0]
+        def post(path: str, content: bytes = b"", content_type: str = "application/json") -> int:
+            return server.request("POST", f"/v2/{path}", content, {"Content-Type": content_type})[0]
 
         def cycle() -> None:
-            names = ("inner", "m") if add is add_ensemble else ("m",)
             for name in names:
                 assert post(f"repository/models/{name}/load") == 200
                 assert post(f"repository/models/{name}/load") == 200
             assert post("repository/models/m/load", broken.encode()) == 400
-            until(lambda: post("models/m/infer", body) == 200)
+            until(lambda: post(f"models/m/{method}", content, content_type) == 200)
             for pid in children(server.process.pid):
-                os.kill(pid, signal.SIGKILL)
-            until(lambda: post("models/m/infer", body) == 200)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            until(lambda: post(f"models/m/{method}", content, content_type) == 200)
             for name in names:
                 assert post(f"repository/models/{name}/unload") == 200
 

@@ -194,10 +194,12 @@ class ProcessSupervisor(ABC, Generic[C]):
         self._closing = threading.Event()  # set once no process may be started
         self._loaded: Future[None] = Future()  # result of the first load
         self._dead_in_row = 0
-        self._thread = threading.Thread(target=self._supervise, name=f"{name} supervisor", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread; `wait_loaded` has the error if the system starts no more."""
+        # Not in the constructor: a thread that is never started keeps this object, and with it sockets, in a reference cycle.
+        self._thread = threading.Thread(target=self._supervise, name=f"{self.name} supervisor", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -225,7 +227,7 @@ class ProcessSupervisor(ABC, Generic[C]):
         """Let the process end, and wait until it is gone. All batches have left before."""
         self.begin_close()
         current = self._current
-        if self._thread.ident is None:
+        if self._thread is None or self._thread.ident is None:
             return
         self._thread.join(CLOSE_GRACE_S if current is not None else None)
         if self._thread.is_alive() and current is not None:
