@@ -115,7 +115,7 @@ def test_ensembles_that_double_at_each_level(tmp_path: Path) -> None:
             ("n17", "one request runs 17 steps in 17 levels of pipelines"),
         ):
             assert reason in rows[name]["reason"], rows[name]
-        with LivenessProbe(HOST, server.port) as probe:
+        with LivenessProbe(HOST, server.port, server.process.pid) as probe:
             for name in ("e09", "n16", "e00"):
                 status, _, content = server.request(
                     "POST", f"/v2/models/{name}/infer", json.dumps({"inputs": [tensor]}).encode()

@@ -357,7 +357,14 @@ def watched(server: Attacked, name: str) -> Iterator[Watch]:
         name: of the attack: its number in docs/security.md and a few words.
     """
     server.still_serves()
-    watch = Watch(server, name, LivenessProbe(HOST, server.server.port), 0, server.threads(), server.descriptors())
+    watch = Watch(
+        server,
+        name,
+        LivenessProbe(HOST, server.server.port, server.server.process.pid),
+        0,
+        server.threads(),
+        server.descriptors(),
+    )
     watch.before_bytes = server.forget_peak()
     with watch.probe:
         yield watch
