@@ -68,7 +68,9 @@ def test_more_models_than_the_gpu_holds_are_served_in_turns(repository: Path, tm
         check_inference(server, "a", 1)
     size = sizes["a"]
     fraction = repr((2 * size + 0.5) / (1 << 30))
-    with serving(repository, tmp_path, "--gpu-memory-fraction", fraction) as server:
+    # One load at a time: the first model is the one that is evicted.
+    options = ("--gpu-memory-fraction", fraction, "--model-load-thread-count", "1")
+    with serving(repository, tmp_path, *options) as server:
         assert server.request("GET", "/v2/health/ready")[0] == 200
         assert index(server) == {"a": ("READY", "evicted: loaded on demand"), "b": ("READY", ""), "c": ("READY", "")}
         assert server.request("GET", "/v2/models/a/ready")[0] == 200

@@ -88,14 +88,14 @@ class LoadQueue:
                 if load is None:
                     return
                 thread = threading.Thread(target=self._work, args=(load,), name=f"load {load.key}", daemon=True)
-                self._threads.add(thread)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                logger.warning("no thread for the load of %s (%s), so others wait for it", load.key, error)
-                with self._lock:
-                    self._threads.discard(thread)
-                self._run(load)
+                try:
+                    thread.start()  # with the lock: `join` meets no thread that has not started
+                    self._threads.add(thread)
+                    continue
+                except RuntimeError as error:
+                    reason = str(error)
+            logger.warning("no thread for the load of %s (%s), so others wait for it", load.key, reason)
+            self._run(load)
 
     def next_start_ns(self) -> int | None:
         """Return the time at which a running load becomes a long one, if loads wait for that; monotonic nanoseconds."""

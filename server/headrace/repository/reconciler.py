@@ -479,6 +479,7 @@ class Reconciler:
             self._refuse_commands()
             self._on_loaded(error)
             self._stop.wait()
+        self._clean = False  # until all is closed
         self._refuse_commands()
         self._registry.set_complete(False)
         self._loads.stop(Unavailable(_STOPPING))

@@ -20,6 +20,7 @@ class _ClosingVersion:
     handle: VersionHandle
     after: Callable[[], None]
     thread: threading.Thread
+    ended: threading.Event
 
 
 class VersionCloser:
@@ -49,7 +50,7 @@ class VersionCloser:
         """
         name = f"drain {handle.spec.name}/{handle.spec.version}"
         thread = threading.Thread(target=lambda: self._run(closing), name=name, daemon=True)
-        closing = _ClosingVersion(handle, after, thread)
+        closing = _ClosingVersion(handle, after, thread, threading.Event())
         with self._lock:
             self._closing.add(closing)
             self._counts[handle.spec.name, handle.spec.version] += 1
@@ -76,9 +77,10 @@ class VersionCloser:
             all_closing = list(self._closing)
         for closing in all_closing:
             closing.handle.drain_sequences()
-        for closing in all_closing:
-            closing.thread.join(max((deadline_ns - monotonic_ns()) / NS_PER_S, 0.0))
-        late = [closing for closing in all_closing if closing.thread.is_alive() and not closing.handle.close(0.0)]
+        for closing in all_closing:  # some by the threads of loads
+            if closing.ended.wait(max((deadline_ns - monotonic_ns()) / NS_PER_S, 0.0)) and closing.thread.ident:
+                closing.thread.join()
+        late = [closing for closing in all_closing if not closing.ended.is_set() and not closing.handle.close(0.0)]
         for closing in late:
             closing.after()  # the process ends without this thread
             name, version = closing.handle.spec.name, closing.handle.spec.version
@@ -104,3 +106,4 @@ class VersionCloser:
                 if not self._counts[key]:
                     del self._counts[key]
                     self._registry.mark_unloaded(name, version)
+            closing.ended.set()

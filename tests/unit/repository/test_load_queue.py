@@ -10,6 +10,7 @@ import pytest
 from headrace.core.cancellation import Cancellation, current_cancellation
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import Conflict, HeadraceError, Unavailable
+from headrace.repository import load_queue
 from headrace.repository.load_queue import LoadQueue
 
 from tests.support.waiting import until
@@ -48,6 +49,24 @@ class Loads:
         self.queue.stop(Unavailable("stop"))
         assert self.queue.join(10)
         assert self.queue.is_empty
+
+
+def test_a_queue_stops_while_a_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, joined = Loads(), []
+    stopping = threading.Thread(target=lambda: (loads.queue.stop(DROPPED), joined.append(loads.queue.join(10))))
+
+    class Slow(threading.Thread):
+        def start(self) -> None:
+            stopping.start()
+            stopping.join(0.1)  # it waits for this start
+            super().start()
+
+    monkeypatch.setattr(load_queue.threading, "Thread", Slow)
+    loads.add("a")
+    monkeypatch.undo()
+    stopping.join()
+    assert joined == [True]
+    assert loads.ended == [("a", "Conflict")]
 
 
 def test_loads_run_side_by_side_up_to_the_limit() -> None:

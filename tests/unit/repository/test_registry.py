@@ -309,6 +309,26 @@ def test_an_unused_version_is_closed_at_once_unless_another_process_uses_it() ->
         assert closed[1:] == ["drain fake/1"]
 
 
+def test_the_end_waits_for_a_version_that_a_load_closes() -> None:
+    with asyncio.Runner() as runner:
+        begun, gate = threading.Event(), threading.Event()
+
+        def closed(_handle: object) -> None:
+            begun.set()
+            gate.wait(20)
+
+        closer = VersionCloser(Registry(), closed)
+        policy = HandlePolicy(batch=BatchPolicy(8))
+        idle = ModelHandle(SPEC, policy, None, Mailbox(runner.get_loop()), Recorder())
+        load = threading.Thread(target=closer.begin, args=(idle,))  # closes it itself
+        load.start()
+        assert begun.wait(20)
+        threading.Timer(0.05, gate.set).start()
+        assert closer.wait(20)
+        assert gate.is_set()
+        load.join()
+
+
 def test_an_unknown_model_may_exist_until_the_initial_load_has_ended() -> None:
     registry = Registry(is_starting=True)
     with pytest.raises(Unavailable, match="is starting"):
