@@ -202,20 +202,20 @@ def test_unloading_answers_requests_in_flight_and_refuses_new_ones(server: Serve
 
 
 def test_loads_and_unloads_race_with_requests(server: Server, repository: Path) -> None:
-    """Attack 19: one winner at a time; a request gets its answer or 503, nothing else."""
+    """Attack 19: one winner at a time; a request gets its answer or 503, nothing else, and a load 409 if an unload ended it."""
     del repository
-    statuses: set[int] = set()
+    statuses: dict[str, set[int]] = {"infer": set(), "load": set(), "unload": set()}
     tensor = {"name": "X", "datatype": "FP32", "shape": [1, FEATURES], "data": [0.0] * FEATURES}
     body = json.dumps({"inputs": [tensor]}).encode()
     stop = threading.Event()
 
     def send() -> None:
         while not stop.is_set():
-            statuses.add(server.request("POST", "/v2/models/m/infer", body)[0])
+            statuses["infer"].add(server.request("POST", "/v2/models/m/infer", body)[0])
 
     def control(verb: str) -> None:
         for _ in range(8):
-            statuses.add(server.request("POST", f"/v2/repository/models/m/{verb}", b"{}")[0])
+            statuses[verb].add(server.request("POST", f"/v2/repository/models/m/{verb}", b"{}")[0])
 
     pending = [threading.Thread(target=send) for _ in range(2)]
     controlling = [threading.Thread(target=control, args=(verb,)) for verb in ("load", "unload", "load", "unload")]
@@ -226,6 +226,8 @@ def test_loads_and_unloads_race_with_requests(server: Server, repository: Path) 
     stop.set()
     for thread in pending:
         thread.join()
-    assert statuses <= {200, 503}
+    assert statuses["infer"] <= {200, 503}
+    assert statuses["load"] <= {200, 409}
+    assert statuses["unload"] == {200}
     assert server.request("POST", "/v2/repository/models/m/load", b"{}")[0] == 200
     assert server.request("POST", "/v2/models/m/infer", body)[0] == 200
