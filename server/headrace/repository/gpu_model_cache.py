@@ -157,17 +157,14 @@ class GpuModelCache:
         Raises:
             NoRoom: it does not fit, and evictions cannot help.
         """
-        with ExitStack() as stack:
-            is_first = True
+        with self._turn() as take_turn:
             while True:
                 begun_after = self._ended
                 try:
                     with self._attempt():
                         return load()
                 except NoRoom as error:
-                    if error.others and is_first:
-                        stack.enter_context(self._short_of_memory)
-                        is_first = False
+                    take_turn(error)
                     if not self.make_room(error, name) and not (error.others and self._wait_for_loads(begun_after + 1)):
                         raise
 
@@ -217,6 +214,20 @@ class GpuModelCache:
         if not error.others:
             return False
         return self._wait_for_closing(error.gpu) or self._evict(error.gpu, error.lacking_bytes, name)
+
+    @contextmanager
+    def _turn(self) -> Iterator[Callable[[NoRoom], None]]:
+        """Yield what waits for the turn of a load after its first reservation that fails; the turn ends with the block."""
+        with ExitStack() as stack:
+            has_turn = False
+
+            def take_turn(error: NoRoom) -> None:
+                nonlocal has_turn
+                if error.others and not has_turn:
+                    stack.enter_context(self._short_of_memory)
+                    has_turn = True
+
+            yield take_turn
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
@@ -389,20 +400,17 @@ class GpuModelCache:
                 self._wait_for_closing(gpu)
             if (lacking_bytes := self._lacking(gpu, need_bytes)) > 0:
                 self._evict(gpu, lacking_bytes, model.name, idle_only=True)
-        with ExitStack() as stack:
-            return self._try_to_reload(model, self.clock(), stack)
+        with self._turn() as take_turn:
+            return self._try_to_reload(model, self.clock(), take_turn)
 
-    def _try_to_reload(self, model: CachedModel, begun_ns: int, stack: ExitStack) -> int:
-        is_first = True
+    def _try_to_reload(self, model: CachedModel, begun_ns: int, take_turn: Callable[[NoRoom], None]) -> int:
         while True:
             begun_after = self._ended
             try:
                 with self._attempt():
                     account = model.reopen()
             except NoRoom as error:
-                if error.others and is_first:
-                    stack.enter_context(self._short_of_memory)
-                    is_first = False
+                take_turn(error)
                 if error.others and (
                     self._wait_for_closing(error.gpu)
                     or self._evict(error.gpu, error.lacking_bytes, model.name, idle_only=True)
