@@ -122,7 +122,7 @@ class Handshakes:
 
     async def _handshake(self, sock: socket.socket) -> None:
         if self._tls is None:
-            # Never cancelled: uvloop would end the connection without a word to its protocol, and the server wait for it.
+            # Never cancelled: uvloop would not call `connection_lost`, and the server would wait for the connection.
             transport, _ = await self._loop.connect_accepted_socket(self._factory, sock)
             if self._is_closed:
                 transport.close()

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import trustme
 import uvloop
 from headrace.accept import PassedConnections
 from headrace.core.limits import ClientLimits
 from headrace.tls import ServerTls, TlsFiles
+
+from tests.support.certificates import Certificates
 
 
 @pytest.fixture
@@ -41,24 +42,17 @@ class Listening(asyncio.Protocol):
         self.lost.set()
 
 
-def server_tls(folder: Path) -> tuple[ServerTls, ssl.SSLContext]:
-    """TLS of a server, and a context of a client that trusts it."""
-    authority = trustme.CA()
-    pair = authority.issue_cert("127.0.0.1")
-    pair.cert_chain_pems[0].write_to_path(folder / "certificate.pem")
-    pair.private_key_pem.write_to_path(folder / "key.pem")
-    client = ssl.create_default_context()
-    authority.configure_trust(client)
-    return ServerTls(TlsFiles(str(folder / "certificate.pem"), str(folder / "key.pem"), "")), client
-
-
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("when", ["at once", "begun", "opened"])
 async def test_connections_that_open_while_the_server_stops_are_ended(
     with_tls: bool, when: str, tmp_path: Path
 ) -> None:
     """The stop comes before the first step of a connection, after it, or inside `connection_made`."""
-    tls, trust = server_tls(tmp_path) if with_tls else (None, None)
+    tls = trust = None
+    if with_tls:
+        files = Certificates(tmp_path)
+        tls = ServerTls(TlsFiles(str(files.server.certificate), str(files.server.key), ""))
+        trust = ssl.create_default_context(cafile=files.authority)
     protocol = Listening(lambda: connections.close() if when == "opened" else None)
     connections = PassedConnections(lambda: protocol, tls, "http/1.1", ClientLimits())
     with socket.create_server(("127.0.0.1", 0)) as listening:

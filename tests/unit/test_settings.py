@@ -344,7 +344,7 @@ def test_the_cache_of_repositories_is_in_the_state_folder(options: dict[str, str
     assert settings.repository_cache(Settings(model_repository=(), **options)) == folder
 
 
-NO_HOME = "~nobody-of-this-name/x"
+NO_HOME = "~unknown-account/x"
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ NO_HOME = "~nobody-of-this-name/x"
 def test_paths_in_a_home_that_does_not_exist_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse(f"--{name}", NO_HOME)
-    assert f"--{name}: '{NO_HOME}': ~nobody-of-this-name has no home folder here" in capsys.readouterr().err
+    assert f"--{name}: '{NO_HOME}': ~unknown-account has no home folder here" in capsys.readouterr().err
     variable = f"HEADRACE_{name.upper().replace('-', '_')}"
     with pytest.raises(ValueError, match=f"{variable}: .*has no home folder here"):
         parse(**{variable: NO_HOME})

@@ -173,7 +173,7 @@ async def test_the_remaining_time_to_live_of_redis_counts_here() -> None:
     [
         (RedisOptions("", 1), "the cache redis has no host"),
         (RedisOptions("a", secret_file="/nonexistent/secret"), "secret_file of the cache redis cannot be read"),
-        (RedisOptions("a", secret_file="~nobody-of-this-name/x"), "secret_file of the cache redis cannot be read"),
+        (RedisOptions("a", secret_file="~unknown-account/x"), "secret_file of the cache redis cannot be read"),
     ],
 )
 async def test_wrong_options_are_refused_at_the_start(options: RedisOptions, message: str) -> None:

@@ -276,7 +276,7 @@ def test_an_impossible_store_folder_is_reported(tmp_path: Path) -> None:
         with pytest.raises(BuildError, match="--cache"), store.building(KEY):
             pass
     with pytest.raises(BuildError, match="--cache"):
-        Store(Path("~nobody-of-this-name/x"))
+        Store(Path("~unknown-account/x"))
 
 
 def test_removal_counts_files_without_other_links(store: Store, tmp_path: Path) -> None:
