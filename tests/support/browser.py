@@ -37,6 +37,8 @@ _PIPES = (
 _ANSWER_TIMEOUT_S = 60.0
 _WAIT_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 10.0
+# What the browser says of an expression whose document another one replaces before it answers.
+_DOCUMENT_ENDED = ("Inspected target navigated or closed", "Execution context was destroyed", "Cannot find context")
 
 DESKTOP = (1280, 800, False)
 PHONE = (390, 844, True)
@@ -44,6 +46,10 @@ PHONE = (390, 844, True)
 
 class PageFailed(AssertionError):
     """A page did not do what was expected, or the browser did not answer."""
+
+
+class ExpressionFailed(PageFailed):
+    """A JavaScript expression throws, or its document has ended before it had a value."""
 
 
 def find_chromium() -> str:
@@ -136,7 +142,8 @@ class Browser:
             message = self._message(deadline - time.monotonic())
             if message.get("id") == number:
                 if "error" in message:
-                    raise PageFailed(f"{method}: {message['error']}")
+                    ended = message["error"].get("message", "").startswith(_DOCUMENT_ENDED)
+                    raise (ExpressionFailed if ended else PageFailed)(f"{method}: {message['error']}")
                 return message["result"]
             page = self._pages.get(message.get("sessionId", ""))
             if page is not None and "method" in message:
@@ -189,7 +196,7 @@ class Page:
         return self._browser.call(method, self._session, **params)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, awaited; raises PageFailed with what it throws."""
+        """The value of a JavaScript expression, awaited; raises ExpressionFailed with what it throws."""
         message = self.call(
             "Runtime.evaluate",
             expression=expression,
@@ -199,17 +206,26 @@ class Page:
         )
         if "exceptionDetails" in message:
             details = message["exceptionDetails"]
-            raise PageFailed(f"{expression}: {details.get('exception', {}).get('description', details['text'])}")
+            raise ExpressionFailed(f"{expression}: {details.get('exception', {}).get('description', details['text'])}")
         return message["result"].get("value")
 
     def wait(self, expression: str, timeout_s: float = _WAIT_TIMEOUT_S) -> None:
-        """Wait until an expression is true, as JavaScript has it; raises PageFailed with the page's text if it never is."""
+        """Wait until an expression is true, as JavaScript has it; raises PageFailed with the page's text if it never is.
+
+        While the page moves to another document an expression may throw (no body yet), or have no value at all.
+        """
         deadline = time.monotonic() + timeout_s
-        while not self.evaluate(f"Boolean({expression})"):
+        while True:
+            found = "is not true"
+            try:
+                if self.evaluate(f"Boolean({expression})"):
+                    return
+            except ExpressionFailed as error:
+                found = str(error)
             if time.monotonic() > deadline:
                 text = self.evaluate("document.body?.innerText ?? ''")
                 raise PageFailed(
-                    f"not within {timeout_s:g} s: {expression}\nthe page says:\n{text}\n{self.complaints()}"
+                    f"not within {timeout_s:g} s: {expression}\n{found}\nthe page says:\n{text}\n{self.complaints()}"
                 )
             time.sleep(0.05)
 
