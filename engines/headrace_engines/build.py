@@ -71,7 +71,7 @@ class BuildResult:
         baseline: timing of `model.onnx` on ONNX Runtime's CPU at one batch size; None if it does not run there.
         sparse_weights: a TensorRT engine with kernels for 2:4 sparse weights.
         sparsity: measurements of the choice of sparse kernels, as in `SparseChoice.to_json`; None without sparse weights.
-        refinement: measurements of layers in floating point, as in `PatternResult.to_json`; empty without `--refine`.
+        refinement: measurements of layers in floating point, as in `PatternResult`; empty without `--refine`.
         plugins: measurements of the choice of plug-in layers, as in `PluginReport`; None without `--plugins`.
     """
 
@@ -311,7 +311,7 @@ class _Builder:
 
         refinement = Refinement(build, open_engine, sample_batch(self.data, rows, self.project), times)
         refined = refinement.run(lowered, artefact, report)
-        return refined, {"refinement_report": [result.to_json() for result in refinement.results]}
+        return refined, {"refinement_report": [asdict(result) for result in refinement.results]}
 
     def _open(self, artefact: Path, model: onnx.ModelProto) -> Engine:
         return self.target.open(artefact, model, host_code=self.spec.version_compatible)

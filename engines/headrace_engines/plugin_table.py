@@ -7,7 +7,6 @@ from typing import Any
 
 from headrace.core.command_line import printable
 from rich.console import Console
-from rich.text import Text
 
 from headrace_engines.report import Heading, narrow_table, print_text
 
@@ -34,18 +33,15 @@ def show_plugins(console: Console, name: str, report: Mapping[str, Any]) -> None
     """
     rows = [
         [
-            Text(cell)
-            for cell in (
-                printable(row["layer"]),
-                row["shape"],
-                _us(row["tensorrt_us"]),
-                _us(row["kernel_us"]),
-                _us(row["plugin_us"]),
-                f"{row['ratio']:.2f}" if row["ratio"] else "",
-                row["algorithm"],
-                "yes" if row["kept"] else "no",
-                row["reason"],
-            )
+            printable(row["layer"]),
+            row["shape"],
+            _us(row["tensorrt_us"]),
+            _us(row["kernel_us"]),
+            _us(row["plugin_us"]),
+            f"{row['ratio']:.2f}" if row["ratio"] else "",
+            row["algorithm"],
+            "yes" if row["kept"] else "no",
+            row["reason"],
         ]
         for row in report["table"]
     ]

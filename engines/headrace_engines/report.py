@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -80,7 +81,7 @@ class Heading:
     rank: int = 0
 
 
-def narrow_table(title: str, headings: Sequence[Heading], rows: Sequence[Sequence[Text]], width: int) -> Table:
+def narrow_table(title: str, headings: Sequence[Heading], rows: Sequence[Sequence[Text | str]], width: int) -> Table:
     """Return a table of at most `width` characters, without columns that are empty in every row.
 
     If the table is too wide, the gaps shrink, then columns are dropped by rank. A name in the first column is not broken up to
@@ -92,11 +93,12 @@ def narrow_table(title: str, headings: Sequence[Heading], rows: Sequence[Sequenc
         rows: one cell for each column; a cell may have several lines.
         width: width of the console, in characters; with the width of a pipe every cell has one line.
     """
+    texts = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
     if width >= PIPE_WIDTH:
-        rows = [[Text(", ").join(cell.split("\n")) for cell in row] for row in rows]
-    shown = [column for column in range(len(headings)) if any(row[column].plain for row in rows)]
-    min_widths = [_widest(heading, [row[i] for row in rows], heading.wraps) for i, heading in enumerate(headings)]
-    max_widths = [_widest(heading, [row[i] for row in rows], False) for i, heading in enumerate(headings)]
+        texts = [[Text(", ").join(cell.split("\n")) for cell in row] for row in texts]
+    shown = [column for column in range(len(headings)) if any(row[column].plain for row in texts)]
+    min_widths = [_widest(heading, [row[i] for row in texts], heading.wraps) for i, heading in enumerate(headings)]
+    max_widths = [_widest(heading, [row[i] for row in texts], False) for i, heading in enumerate(headings)]
     min_widths[0] = min(min_widths[0], width // 2)
     gap = _GAP
     while (spare := width - sum(min_widths[column] + gap for column in shown) + gap) < 0:
@@ -116,7 +118,7 @@ def narrow_table(title: str, headings: Sequence[Heading], rows: Sequence[Sequenc
         spare -= extra
         justify = "right" if headings[column].number else "left"
         table.add_column(headings[column].text, justify=justify, overflow="fold", max_width=min_widths[column] + extra)  # type: ignore[arg-type]
-    for row in rows:
+    for row in texts:
         table.add_row(*(row[column] for column in shown))
     return fit_title(table, width)
 
@@ -213,6 +215,15 @@ def make_folder(path: Path) -> None:
             pass
     except OSError as error:
         raise BuildError(f"{path} cannot be written: {error.strerror}: name another folder, or make room") from error
+
+
+def save_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a document as JSON, with null for NaN and infinity; folders are made.
+
+    Raises:
+        BuildError: the file cannot be written.
+    """
+    save(path, json.dumps(finite(document), indent=2, allow_nan=False) + "\n")
 
 
 def save(path: Path, text: str) -> None:

@@ -23,7 +23,7 @@ from headrace_engines.layers.comparison import SAMPLES
 from headrace_engines.layers.differences import TensorDifference
 from headrace_engines.layers.report import cosine_text, figures, shape_text
 from headrace_engines.project import BuildSpec, open_data, open_project, read_spec
-from headrace_engines.report import BuildDisplay, print_text, save
+from headrace_engines.report import BuildDisplay, print_text, save_json
 from headrace_engines.store import Store
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Target
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     show(console, result, spec)
     if options.json is not None:
         document = document_of(result, spec, target) | {"model": project.name, "version": project.version}
-        save(options.json, json.dumps(document, indent=2, allow_nan=False) + "\n")
+        save_json(options.json, document)
         print_text(console, f"Everything is in {options.json}.")
     return 0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import tempfile
 import time
@@ -37,7 +36,7 @@ from headrace_engines.plugin_table import show_plugins
 from headrace_engines.precision.methods import REMARKS, stored_precision
 from headrace_engines.progress import PLUGIN_PHASES, Report, with_lines, with_progress_lines
 from headrace_engines.project import PLUGINS_BUDGET_S, Project, all_projects, open_project, read_spec
-from headrace_engines.report import BuildDisplay, Heading, finite, narrow_table, print_text, rate, size
+from headrace_engines.report import BuildDisplay, Heading, narrow_table, print_text, rate, save_json, size
 from headrace_engines.store import Store, publish, publishing_folder
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Target
@@ -206,10 +205,7 @@ def write_outcomes(path: Path, outcomes: Sequence[BuildOutcome]) -> None:
         }
         for outcome in outcomes
     ]
-    try:
-        path.write_text(json.dumps(finite({"models": models}), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise BuildError(f"{path} cannot be written ({error.strerror}): make room, or check the permissions") from error
+    save_json(path, {"models": models})
 
 
 def _last_phase(outcome: BuildOutcome) -> str:
@@ -628,7 +624,7 @@ def _times(faster: float, slower: float) -> str:
     return f"{ratio:,.0f} times" if ratio >= 20 else f"{ratio:.2f} times"
 
 
-def _row(outcome: BuildOutcome) -> list[Text]:
+def _row(outcome: BuildOutcome) -> list[str]:
     built = outcome.built
     assert built is not None
     accuracy = built.accuracy
@@ -637,7 +633,7 @@ def _row(outcome: BuildOutcome) -> list[Text]:
     else:
         done = "refused" if built.refusal else "not published"
     float_nodes_text = f", {plural(len(built.float_nodes), 'node')} kept" if built.float_nodes else ""
-    cells = [
+    return [
         printable(outcome.name),
         f"{built.spec.precision}{', 2:4 sparse' if built.sparse_weights else ''}{float_nodes_text}",
         done,
@@ -647,4 +643,3 @@ def _row(outcome: BuildOutcome) -> list[Text]:
         size(built.size_bytes),
         "stored" if built.cached else f"{outcome.seconds:.1f} s",
     ]
-    return [Text(cell) for cell in cells]

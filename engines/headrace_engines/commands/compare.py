@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -55,6 +54,7 @@ from headrace_engines.report import (
     print_text,
     rate,
     save,
+    save_json,
     size,
     table,
 )
@@ -548,7 +548,7 @@ def write(comparison: Comparison, folder: Path) -> None:
     Raises:
         BuildError: a file cannot be written.
     """
-    save(folder / "compare.json", json.dumps(comparison.to_json(), indent=2, allow_nan=False) + "\n")
+    save_json(folder / "compare.json", comparison.to_json())
     save(folder / "compare.html", comparison_page(comparison))
     save(folder / "compare.svg", comparison_picture(comparison) + "\n")
 

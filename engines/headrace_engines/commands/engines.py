@@ -310,16 +310,17 @@ def _ls(
 
 
 def _store_table(store: Store, stored: Sequence[StoreRecord], width: int) -> Table:
-    rows = []
+    rows: list[list[Text | str]] = []
     for record in stored:
-        key = Text(record.key[:12])
+        key = record.key[:12]
         publishers = Text("damaged", "red") if record.problem else Text(", ".join(record.published) or "none")
         if record.entry is None:
-            rows.append([key, *[Text()] * 5, publishers])
+            rows.append([key, *[""] * 5, publishers])
             continue
         facts = record.entry.facts
-        cells = (_text(facts.get("model")), _text(facts.get("precision")), _machine(facts.get("machine")))
-        rows.append([key, *cells, Text(size(record.entry.size_bytes)), Text(_age(record.entry.used_s)), publishers])
+        names = [printable(str(facts.get(name) or "")) for name in ("model", "precision")]
+        figures = (size(record.entry.size_bytes), _age(record.entry.used_s))
+        rows.append([key, *names, _machine(facts.get("machine")), *figures, publishers])
     table = narrow_table(printable(f"Store {store.root}"), _STORED, rows, width)
     total_bytes = sum(record.entry.size_bytes for record in stored if record.entry)
     table.caption = Text(f"{len(stored)} in all, {size(total_bytes)}")
@@ -327,20 +328,20 @@ def _store_table(store: Store, stored: Sequence[StoreRecord], width: int) -> Tab
 
 
 def _published_table(published: Sequence[PublishedEngine], width: int) -> Table:
-    rows = []
+    rows: list[list[Text | str]] = []
     for engine in published:
         state, stamp = Text(engine.state, _STYLES[engine.state]), engine.stamp
-        name = Text(printable(f"{engine.model}/{engine.version}"))
+        name = printable(f"{engine.model}/{engine.version}")
         if stamp is None:
-            rows.append([name, *[Text()] * 5, state])
+            rows.append([name, *[""] * 5, state])
             continue
         if stamp.forced:
             state.append(" forced", "yellow")
         if stamp.overridden:
             state.append(" by option")
-        measured = Text(_age(_changed_s(engine.folder / stamp.artefact)))
-        cells = (_text(stamp.precision), _machine(asdict(stamp.machine)), Text(size(stamp.size_bytes)))
-        rows.append([name, *cells, _accuracy(stamp.accuracy), measured, state])
+        cells = (printable(stamp.precision), _machine(asdict(stamp.machine)), size(stamp.size_bytes))
+        age = _age(_changed_s(engine.folder / stamp.artefact))
+        rows.append([name, *cells, _accuracy(stamp.accuracy), age, state])
     return narrow_table("Published", _PUBLISHED, rows, width)
 
 
@@ -354,23 +355,19 @@ def _print_problems(stored: Sequence[StoreRecord], published: Sequence[Published
         console.print(line, soft_wrap=True)
 
 
-def _machine(machine: Any) -> Text:
+def _machine(machine: Any) -> str:
     machine = machine if isinstance(machine, dict) else {}
     lines = (("device", "capability"), ("target", "version"))
-    return Text("\n".join(printable(" ".join(str(machine.get(name, "")) for name in line)) for line in lines))
+    return "\n".join(printable(" ".join(str(machine.get(name, "")) for name in line)) for line in lines)
 
 
-def _text(value: object) -> Text:
-    return Text("" if value is None else printable(str(value)))
-
-
-def _accuracy(accuracy: Any) -> Text:
+def _accuracy(accuracy: Any) -> str:
     """Return the most meaningful measure: accuracy, else top-1 agreement with FP32, else the cosine of the outputs."""
     accuracy = accuracy if hasattr(accuracy, "get") else {}
     for name, what in (("accuracy", "true"), ("top1_agreement", "top-1")):
         if isinstance(accuracy.get(name), float | int):
-            return Text(f"{what} {100 * accuracy[name]:.1f}%")
-    return Text(f"cosine {accuracy['cosine']:.5f}" if isinstance(accuracy.get("cosine"), float | int) else "")
+            return f"{what} {100 * accuracy[name]:.1f}%"
+    return f"cosine {accuracy['cosine']:.5f}" if isinstance(accuracy.get("cosine"), float | int) else ""
 
 
 def _changed_s(path: Path) -> float | None:

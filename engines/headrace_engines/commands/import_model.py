@@ -20,7 +20,6 @@ from headrace_engines.importers.model_import import (
     DEFAULT_ROWS,
     ImportOptions,
     ImportOutcome,
-    bound_text,
     import_model,
     summary,
 )
@@ -143,14 +142,14 @@ def show_outcome(console: Console, outcome: ImportOutcome) -> None:
         Heading("batch against single rows", number=True, rank=2),
         Heading("result"),
     ]
-    rows = [
+    rows: list[list[Text | str]] = [
         [
-            Text(output.name),
-            Text(output.dtype),
-            Text(f"{output.largest:.1e}"),
-            Text(f"{output.mean:.1e}"),
-            Text(bound_text(output.bound)),
-            Text(f"{output.rows_largest:.1e}"),
+            output.name,
+            output.dtype,
+            f"{output.largest:.1e}",
+            f"{output.mean:.1e}",
+            f"{output.bound.largest:g} / {output.bound.mean:g}",
+            f"{output.rows_largest:.1e}",
             _verdict(output, outcome.check),
         ]
         for output in outcome.check.outputs.values()

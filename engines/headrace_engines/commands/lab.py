@@ -15,7 +15,6 @@ from headrace.cuda.driver import current
 from headrace.cuda.kernels.code_files import CodeFiles
 from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
 from headrace.cuda.kernels.convolution.base import Epilogue
-from headrace.cuda.kernels.convolution.resources import Algorithm
 from headrace.cuda.kernels.loading import keep_code
 from rich.console import Console
 
@@ -244,6 +243,3 @@ def _layers(options: argparse.Namespace) -> tuple[str, list[ConvLayer], list[str
 
 def _batches(options: argparse.Namespace) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(text.split(",")[0]) for text in options.shape))
-
-
-__all__ = ["Algorithm", "add_arguments", "names", "run"]

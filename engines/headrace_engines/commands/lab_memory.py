@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
+from dataclasses import asdict
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
 from headrace.cuda import devices
 from headrace.cuda.devices import Nvml
 from rich.console import Console
-from rich.text import Text
 
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.lab.memory import STRATEGIES, MemoryResult, measure_memory, memory_advice
-from headrace_engines.report import BuildDisplay, Heading, finite, narrow_table, print_text, rate, save, size
+from headrace_engines.report import BuildDisplay, Heading, narrow_table, print_text, rate, save_json, size
 
 FORMAT = 1
 _INSTANCES = "1,8,64"
@@ -86,9 +85,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     advice = memory_advice(results, smaller)
     show(console, results, advice)
     if options.json is not None:
-        document = {"format": FORMAT, "gpu": gpu._asdict(), "results": [finite(one.to_json()) for one in results]}
-        document |= {"smaller_inputs": finite(smaller.to_json()), "advice": advice}
-        save(options.json, json.dumps(document, indent=2, allow_nan=False) + "\n")
+        document = {"format": FORMAT, "gpu": gpu._asdict(), "results": [asdict(one) for one in results]}
+        save_json(options.json, document | {"smaller_inputs": asdict(smaller), "advice": advice})
         print_text(console, f"Everything is in {options.json}.")
     return 0
 
@@ -111,7 +109,7 @@ def show(console: Console, results: list[MemoryResult], advice: list[str]) -> No
     rows = [_cells(result) for result in results if not result.reason]
     if rows:
         title = "GPU memory of a request, median times"
-        console.print(narrow_table(title, _HEADINGS, [[Text(cell) for cell in row] for row in rows], console.width))
+        console.print(narrow_table(title, _HEADINGS, rows, console.width))
     for result in results:
         if result.reason:
             print_text(console, f"{_NAMES[result.strategy]}, {result.instances} instances: {result.reason}", "yellow")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from headrace.cuda.devices import Nvml
 from rich.console import Console
-from rich.text import Text
 
 from headrace_engines.build import BuildResult, build_engine, sample_batch
 from headrace_engines.commands import add_cache, add_repository, add_version
@@ -20,7 +18,7 @@ from headrace_engines.lab.overlap import HostStage, OverlapLab, OverlapResult, P
 from headrace_engines.lab.overlap_page import HEADINGS, overlap_advice, overlap_cells, overlap_page
 from headrace_engines.progress import part
 from headrace_engines.project import Project, open_data, open_project, read_spec
-from headrace_engines.report import BuildDisplay, Heading, finite, narrow_table, print_text, save
+from headrace_engines.report import BuildDisplay, Heading, narrow_table, print_text, save, save_json
 from headrace_engines.store import Store
 from headrace_engines.targets.base import Array
 from headrace_engines.targets.tensorrt.api import load
@@ -80,8 +78,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         print_text(console, f"The page is in {options.html}.")
     if options.json is not None:
         document = {"format": FORMAT, "model": project.name, "version": project.version, "precision": spec.precision}
-        document |= {"results": [finite(result.to_json()) for result in results], "advice": advice}
-        save(options.json, json.dumps(document, indent=2, allow_nan=False) + "\n")
+        save_json(options.json, document | {"results": [result.to_json() for result in results], "advice": advice})
         print_text(console, f"Everything is in {options.json}.")
     return 0
 
@@ -128,8 +125,7 @@ def show(console: Console, title: str, results: list[OverlapResult], advice: lis
         Heading(HEADINGS[0]),
         *(Heading(text, number=True, rank=rank) for rank, text in enumerate(HEADINGS[1:])),
     ]
-    rows = [[Text(cell) for cell in overlap_cells(result)] for result in results]
-    console.print(narrow_table(title, headings, rows, console.width))
+    console.print(narrow_table(title, headings, [overlap_cells(result) for result in results], console.width))
     for result in results:
         mode = "with overlap" if result.overlapped else "without"
         print_text(console, f"{mode}: {result.load.text()}.")

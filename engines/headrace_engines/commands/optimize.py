@@ -9,7 +9,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -425,7 +425,7 @@ def _document(
         "data": smaller.accuracy.data,
         "machine": machine,
         "accuracy": smaller.accuracy.to_json(),
-        "models": [model.to_json() for model in figures],
+        "models": [asdict(model) for model in figures],
         "seconds": round(time.monotonic() - started_s, 1),
         **smaller.details,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from headrace_engines.commands.inspect import has_engine, inspect, inspect_sourc
 from headrace_engines.errors import CallError
 from headrace_engines.onnx_graph import Array, read_onnx
 from headrace_engines.project import SOURCE, Project, open_project
-from headrace_engines.report import BuildDisplay, Heading, finite, milliseconds, narrow_table, print_text, save, size
+from headrace_engines.report import BuildDisplay, Heading, milliseconds, narrow_table, print_text, save_json, size
 from headrace_engines.split.models import SplitModel, prove, split_model
 from headrace_engines.split.publishing import PublishedSplit, check_config, staged_split
 from headrace_engines.split.times import is_coarse
@@ -86,7 +85,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     result = _Result(project, layers, split, published, gpus, is_checked=not options.no_check)
     show(console, result)
     if options.json is not None:
-        save(options.json, json.dumps(finite(document(result)), indent=2, allow_nan=False) + "\n")
+        save_json(options.json, document(result))
     print_text(console, pickup_text(published.pipeline, str(repository)))
     return 0
 
@@ -204,16 +203,16 @@ def show(console: Console, result: _Result) -> None:
         Heading("tensors", wraps=True, rank=1),
         Heading("", rank=3),
     ]
-    rows = [
+    rows: list[list[Text | str]] = [
         [
-            Text(printable(name)),
-            Text(result.device(number)),
-            Text(str(len(part.nodes))),
-            Text(milliseconds(part.time_us)),
-            Text(f"{part.time_us / total_us:.1%}"),
-            Text(size(split.weight_bytes[number])),
-            Text(size(result.rows * sum(tensor.row_bytes for tensor in part.received)) if part.received else ""),
-            Text(printable(", ".join(tensor.name for tensor in part.received))),
+            printable(name),
+            result.device(number),
+            str(len(part.nodes)),
+            milliseconds(part.time_us),
+            f"{part.time_us / total_us:.1%}",
+            size(split.weight_bytes[number]),
+            size(result.rows * sum(tensor.row_bytes for tensor in part.received)) if part.received else "",
+            printable(", ".join(tensor.name for tensor in part.received)),
             Text("█" * round(bar_width * part.time_us / longest_us), "cyan"),
         ]
         for number, (name, part) in enumerate(zip(published.parts, split.parts, strict=True))

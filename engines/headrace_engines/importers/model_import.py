@@ -19,7 +19,7 @@ from headrace.core.tensor import BY_CONFIG_NAME
 
 from headrace_engines.errors import BuildError
 from headrace_engines.importers.cases import Case, input_forms, random_cases, sample_cases
-from headrace_engines.importers.check import Bound, ImportCheck, compare
+from headrace_engines.importers.check import ImportCheck, compare
 from headrace_engines.importers.environment import DEFAULT_ENVIRONMENTS, framework_python
 from headrace_engines.importers.exported_graph import load_failure, mend_graph
 from headrace_engines.importers.publishing import (
@@ -276,8 +276,3 @@ def summary(outcome: ImportOutcome) -> str:
     return (
         f"imported {outcome.folder} ({text})" if check.has_passed else f"not imported: {outcome.folder.name} ({text})"
     )
-
-
-def bound_text(bound: Bound) -> str:
-    """Return a bound for the report."""
-    return f"{bound.largest:g} / {bound.mean:g}"

@@ -16,8 +16,8 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from headrace.cuda import memory_pool
@@ -156,10 +156,6 @@ class MemoryResult:
     load: GpuLoad | None = None
     energy_j: float | None = None
     reason: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
-        return asdict(self)
 
 
 @dataclass(slots=True)

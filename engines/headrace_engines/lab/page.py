@@ -9,7 +9,6 @@ from headrace.core.svg_plot import colour, nth_colour, short, svg, text_element
 from headrace.core.telemetry import GpuReading
 from headrace.cuda.kernels.convolution.base import Epilogue
 from rich.console import Console
-from rich.text import Text
 
 from headrace_engines.lab.check import Errors
 from headrace_engines.lab.results import BASELINES, CandidateResult, Cell, ConvMap
@@ -50,10 +49,10 @@ def show(console: Console, result: ConvMap) -> None:
     console.print(narrow_table(title, _HEADINGS, rows, console.width))
 
 
-def _row(cell: Cell) -> list[Text]:
+def _row(cell: Cell) -> list[str]:
     best = _fastest(r for r in cell.results if r.is_own)
     timing = best.timing if best is not None else None
-    texts = [
+    return [
         cell.layer,
         str(cell.shape.n),
         cell.precision,
@@ -66,7 +65,6 @@ def _row(cell: Cell) -> list[Text]:
         *(f"{us:.2f}" if (us := cell.time_us(*names)) is not None else "" for names in (_CUDNN, ("tensorrt",))),
         _checks(cell),
     ]
-    return [Text(text) for text in texts]
 
 
 def _checks(cell: Cell) -> str:

@@ -10,7 +10,6 @@ import numpy as np
 from headrace.cuda.kernels.convolution.base import ConvShape, convolve
 from headrace.cuda.kernels.convolution.resources import Algorithm
 from rich.console import Console
-from rich.text import Text
 
 from headrace_engines.errors import CallError
 from headrace_engines.lab.check import SampledReference, sample
@@ -61,8 +60,7 @@ def show_list(console: Console, algorithms: Iterable[Algorithm]) -> None:
         module = inspect.getmodule(type(variants[0]))
         description = inspect.cleandoc((module.__doc__ if module else "") or "").split("\n\n")[0].split("\n")[0]
         support = [_support(variants, shape) for shape in _EXAMPLES.values()]
-        texts = [name, description.rstrip(":."), _PAPERS.get(name, ""), _count(variants), *support]
-        rows.append([Text(text) for text in texts])
+        rows.append([name, description.rstrip(":."), _PAPERS.get(name, ""), _count(variants), *support])
         every = (
             (variant, shape, dtype) for variant in variants for shape in _EXAMPLES.values() for dtype in DTYPES.values()
         )
@@ -121,8 +119,8 @@ def show_references(
                 for variants in groups.values():
                     cells, is_wrong = _reference(host, variants)
                     wrong += is_wrong
-                    texts = [f"{layer.name} n {shape.n}", precision, work_name(epilogue), variants[0].name, *cells]
-                    rows.append([Text(text) for text in texts])
+                    layer_text, work = f"{layer.name} n {shape.n}", work_name(epilogue)
+                    rows.append([layer_text, precision, work, variants[0].name, *cells])
     headings = (
         Heading("layer"),
         Heading("type"),

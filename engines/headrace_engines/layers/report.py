@@ -9,7 +9,6 @@ from html import escape
 from headrace.core.command_line import printable
 from headrace.core.svg_plot import HEIGHT, WIDTH, Panel, PlotCurve, curve_legend, curve_plot, svg
 from rich.console import Console
-from rich.text import Text
 
 from headrace_engines.layers.comparison import LayerComparison, LayerRow
 from headrace_engines.layers.differences import TensorDifference
@@ -48,7 +47,7 @@ def show_layers(console: Console, comparison: LayerComparison) -> None:
             Heading(f"{name} max", number=True, rank=2),
             Heading(f"{name} mean", number=True, rank=4),
         ]
-    rows = [[Text(printable(cell)) for cell in _cells(row, precisions)] for row in comparison.rows]
+    rows = [[printable(cell) for cell in _cells(row, precisions)] for row in comparison.rows]
     title = f"Layers against FP32, {comparison.samples} samples of {printable(comparison.data)}"
     if rows:
         console.print(narrow_table(title, headings, rows, console.width))

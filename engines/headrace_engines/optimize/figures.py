@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.cuda.devices import Nvml
@@ -54,10 +54,6 @@ class ModelFigures:
     timings: tuple[BatchTiming, ...]
     joules_per_row: float | None
     sparsity: Mapping[str, Any] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -10,10 +9,20 @@ from typing import Any
 
 from headrace.core.command_line import printable
 from rich.console import Console
-from rich.text import Text
 
 from headrace_engines.optimize.loss import loss_text
-from headrace_engines.report import Heading, milliseconds, narrow_table, page, print_text, rate, save, size, table
+from headrace_engines.report import (
+    Heading,
+    milliseconds,
+    narrow_table,
+    page,
+    print_text,
+    rate,
+    save,
+    save_json,
+    size,
+    table,
+)
 
 REPORT_FILE = "optimize.json"
 PAGE_FILE = "optimize.html"
@@ -55,8 +64,7 @@ def show_result(console: Console, document: Mapping[str, Any]) -> None:
     """Print the table."""
     title = f"{document['model']} on {document['machine']}"
     headings = [Heading("", wraps=True), Heading("before", number=True), Heading("after", number=True)]
-    rows = [[Text(cell) for cell in row] for row in result_rows(document)]
-    console.print(narrow_table(printable(title), headings, rows, console.width))
+    console.print(narrow_table(printable(title), headings, result_rows(document), console.width))
     for line in _lines(document):
         print_text(console, printable(line))
 
@@ -83,7 +91,7 @@ def write_page(document: Mapping[str, Any], folder: Path) -> None:
     Raises:
         BuildError: a file cannot be written.
     """
-    save(folder / REPORT_FILE, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    save_json(folder / REPORT_FILE, document)
     rows = [[escape(cell) for cell in row] for row in result_rows(document)]
     body = [
         f"<h1>{escape(document['model'])} <small>pruned: {escape(document['prune'])}</small></h1>",

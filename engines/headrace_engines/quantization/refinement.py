@@ -16,10 +16,9 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import onnx
 from headrace.config.files import write_durably
@@ -55,10 +54,6 @@ class PatternResult:
     ratio: float
     in_float: bool
     stored: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
-        return asdict(self)
 
 
 def quantized_layers(model: onnx.ModelProto) -> dict[str, str]:

@@ -17,23 +17,13 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 import onnx
-from headrace.config.manifest import BatchTiming, Machine, MeasuredLayer
+from headrace.config.manifest import BatchTiming as BatchTiming
+from headrace.config.manifest import Machine
+from headrace.config.manifest import MeasuredLayer as MeasuredLayer
 from headrace.cuda.convolution_plugin import PluginLayer
 
 from headrace_engines.progress import Report
 
-__all__ = [
-    "Array",
-    "BatchTiming",
-    "Engine",
-    "Machine",
-    "MeasuredLayer",
-    "ModelRunner",
-    "ObservedEngine",
-    "ShapeRange",
-    "Target",
-    "TargetSpec",
-]
 Array = npt.NDArray[Any]
 
 

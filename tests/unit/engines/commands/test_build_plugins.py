@@ -99,4 +99,4 @@ def test_outcomes_as_json(tmp_path: Path) -> None:
     (model,) = json.loads((tmp_path / "out.json").read_text())["models"]
     assert (model["model"], model["error"], model["published"], model["plugins"]) == ("m", "", True, None)
     assert model["timings"][0]["median_us"] > 0
-    assert main([*words, "--target", "onnxruntime", "--json", str(tmp_path / "none" / "out.json")]) == 1
+    assert main([*words, "--target", "onnxruntime", "--json", str(tmp_path / "out.json" / "none.json")]) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ def document(sparse: bool, sparsity: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "model": "m",
         "machine": "a GPU",
-        "models": [model.to_json() for model in models],
+        "models": [asdict(model) for model in models],
         "points_lost": 1.0,
         "loss": "accuracy",
         "target_loss": 2.0,
