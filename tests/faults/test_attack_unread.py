@@ -23,9 +23,10 @@ from onnx import TensorProto, helper
 from tritonclient.grpc import service_pb2
 
 from loadtest.onnx_models import onnx_model
-from tests.support.attacks import SERVICE, Attacked, attack, head, http_body, watched
+from tests.support.attacks import SERVICE, Attacked, Wire, attack, head, http_body, watched
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
 from tests.support.models import add_model
+from tests.support.processes import children
 from tests.support.serving import HOST, INTERPRETER
 from tests.support.waiting import at_rest, until
 
@@ -352,3 +353,82 @@ def test_one_large_answer_does_not_keep_others_out(tmp_path: Path) -> None:
             reader.join()
         watch.check()
         server.still_serves()
+
+
+def sums_request(rows: int) -> tuple[bytes, bytes]:
+    """Head and body of a request for the sum of zeros, over HTTP."""
+    tensor = {"name": "X", "datatype": "FP32", "shape": [1, rows], "parameters": {"binary_data_size": 4 * rows}}
+    header = http_body(tensor, outputs=[{"name": "SUM"}])
+    lengths = f"Content-Length: {len(header) + 4 * rows}", f"Inference-Header-Content-Length: {len(header)}"
+    return head("/v2/models/row_sums/infer", *lengths), header + bytes(4 * rows)
+
+
+@pytest.mark.parametrize("victim", ["http", "grpc"])
+@pytest.mark.parametrize("slow", ["response", "gRPC response", "body"])
+def test_slow_clients_give_way_to_those_of_other_front_ends(tmp_path: Path, slow: str, victim: str) -> None:
+    """One client gave way to clients of its own front end only: those of the others were refused for minutes."""
+    add_model(tmp_path / "models", "zeros", zeros())
+    mib, rows = 1 << 20, 30 << 18
+    options = ("--max-total-body-bytes", str(64 * mib), "--max-body-bytes", str(56 * mib), "--front-ends", "2")
+    called = pb.ModelInferRequest(model_name="row_sums", raw_input_contents=[bytes(4 * rows)])
+    called.inputs.add(name="X", datatype="FP32", shape=[1, rows])
+    with attack(tmp_path, *options) as server, ExitStack() as stack:
+        is_grpc = slow == "gRPC response"
+        attacker = stack.enter_context(RawPeer(server.server.grpc_port) if is_grpc else server.connect())
+        if isinstance(attacker, RawPeer):
+            open_calls(attacker, 1, zeros_request(50 << 18))
+        elif slow == "response":
+            size = {"name": "SIZE", "datatype": "INT64", "shape": [1], "data": [50 << 18]}
+            body = http_body(size, outputs=[{"name": "Y", "parameters": {"binary_data": True}}])
+            attacker.pour([head("/v2/models/zeros/infer", f"Content-Length: {len(body)}") + body])
+        else:
+            attacker.pour([part[: 50 * mib] for part in sums_request(50 << 18)])
+
+        def held_bytes() -> float:
+            return unread_bytes(server) + sum(server.samples("headrace_body_bytes"))
+
+        until(lambda: held_bytes() > 40 * mib)
+        attacked = serving_process(server, attacker.socket)
+        for wire in [server.connect() for _ in range(8)]:  # a new connection goes to the front end with the fewest
+            if serving_process(server, wire.socket) == attacked:
+                stack.enter_context(wire)
+            else:
+                wire.socket.close()
+        until(lambda: sum(server.samples("headrace_connections")) <= 7)
+
+        def is_served() -> bool:
+            if victim == "grpc":
+                return server.call(called) == ("OK", "")
+            with server.connect() as wire:
+                assert serving_process(server, wire.socket) != attacked
+                return wire.pour(sums_request(rows)) and wire.answer() == (200, "")
+
+        until(is_served, timeout_s=30)
+        assert held_bytes() == 0
+        if slow == "body":  # after 20 s it would end in any case
+            assert isinstance(attacker, Wire)
+            status, error = attacker.answer()
+            assert (status, "while the memory for bodies is full" in error) == (408, True), error
+        server.still_serves()
+
+
+def serving_process(server: Attacked, client: socket.socket) -> int:
+    """Return the process id of the front end that serves a connection, once it has it."""
+    end = f":{client.getpeername()[1]:04X}", f":{client.getsockname()[1]:04X}"
+
+    def found() -> list[int]:
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        names = {f"socket:[{row[9]}]" for row in rows if (row[1][-5:], row[2][-5:]) == end}
+        pids = children(server.server.process.pid)
+        return [pid for pid in pids if any(_link(each) in names for each in Path(f"/proc/{pid}/fd").iterdir())]
+
+    until(found)
+    (pid,) = found()
+    return pid
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:
+        return ""

@@ -6,7 +6,7 @@ The metrics have a counter for each limit, under its name. Most limits are optio
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from heapq import nsmallest
 from typing import Any, ClassVar, Protocol
@@ -29,6 +29,8 @@ SMALL_BODY_RESERVE = 16
 GIVE_WAY_NS = 2 * NS_PER_S
 # Shortest time over which a transfer rate is measured.
 _RATE_INTERVAL_NS = NS_PER_S // 2
+# Time in which the slow clients of all processes give way to a request that one process has refused.
+_NEED_NS = 5 * NS_PER_S
 # Most clients that give way to one request: each costs a few tens of microseconds.
 _MAX_GIVEN_WAY = 64
 
@@ -152,7 +154,8 @@ class BodyMemory:
     connections that have stopped reading.
 
     A server of several processes has one body memory in each. Their sum obeys the limits: a process adds the bytes of the
-    others before it reserves more than `unchecked_bytes`.
+    others before it reserves more than `unchecked_bytes`. A process that refuses a request writes the sum at which it would
+    fit into its cells. The slow clients of all processes give way until the sum is as low: `give_way_to_all`.
 
     Ownership: the event loop writes; the thread of a metrics scrape reads.
 
@@ -160,12 +163,13 @@ class BodyMemory:
         limits: the server's limits. `max_total_body_bytes` counts as at least `max_body_bytes`, so that any single allowed body
             fits.
         cells: `CELLS` zeros that hold the figures; None for a list.
-        others: returns the reserved and the unread bytes of the server's other processes; None for a single process.
+        others: cells of the server's other processes; empty for a single process.
         processes: processes that reserve bodies. Each may hold an equal share of one part in SMALL_BODY_RESERVE of the limit
             without a look at the others.
 
     Attributes:
-        cells: reserved bytes, unread bytes and requests of this process, at the indexes `RESERVED`, `UNREAD` and `REQUESTS`.
+        cells: reserved bytes, unread bytes and requests of this process, at the indexes `RESERVED`, `UNREAD` and `REQUESTS`; then
+            the sum at which a refused request would fit and the time of the refusal, of bodies and of responses.
         max_bytes: largest allowed sum of the reserved and the unread bytes of all processes.
         max_large_bytes: largest sum that a body or a response above `SMALL_BODY_BYTES` may reach; the rest is for small ones.
         unchecked_bytes: sum of this process up to which every body fits.
@@ -176,7 +180,7 @@ class BodyMemory:
 
     __slots__ = ("_others", "allocate", "cells", "max_bytes", "max_large_bytes", "rates", "unchecked_bytes")
 
-    CELLS: ClassVar[int] = 3
+    CELLS: ClassVar[int] = 7
     RESERVED: ClassVar[int] = 0
     UNREAD: ClassVar[int] = 1
     REQUESTS: ClassVar[int] = 2
@@ -185,7 +189,7 @@ class BodyMemory:
         self,
         limits: Limits,
         cells: Cells | None = None,
-        others: Callable[[], tuple[int, int]] | None = None,
+        others: Sequence[Cells] = (),
         processes: int = 1,
     ) -> None:
         self.cells: Cells = [0] * self.CELLS if cells is None else cells
@@ -193,7 +197,7 @@ class BodyMemory:
         self.max_bytes = max(limits.max_total_body_bytes, limits.max_body_bytes)
         self.max_large_bytes = max(self.max_bytes - self.max_bytes // SMALL_BODY_RESERVE, limits.max_body_bytes)
         self.unchecked_bytes = self.max_large_bytes
-        if others is not None:
+        if others:
             self.unchecked_bytes = self.max_bytes // SMALL_BODY_RESERVE // max(processes, 1)
         self.rates: dict[BodyReservation | UnreadResponses, TransferRate] = {}
         self.allocate: Callable[[int, int], Any] | None = (
@@ -221,20 +225,59 @@ class BodyMemory:
 
     def totals(self) -> tuple[int, int]:
         """Return the reserved and the unread bytes of all processes."""
-        cells, (reserved_bytes, unread_bytes) = self.cells, (0, 0) if self._others is None else self._others()
-        return cells[0] + reserved_bytes, cells[1] + unread_bytes
+        processes = (self.cells, *self._others)
+        return sum([cells[0] for cells in processes]), sum([cells[1] for cells in processes])
 
     def make_room(self, size_bytes: int, now_ns: int, beneficiary: BodyReservation | UnreadResponses) -> bool:
         """Let the slowest clients give way until `size_bytes` are released; False, without effect, if they hold fewer.
+
+        Then the clients of all processes give way, for a later attempt: see `give_way_to_all`.
 
         Args:
             size_bytes: to release.
             now_ns: monotonic nanoseconds.
             beneficiary: holder that needs the bytes. Only unread responses give way to unread responses.
         """
-        slowest = sorted(self._slow_holders(now_ns, beneficiary), key=lambda each: (each[0].bytes_per_s, -each[1]))
+        kind, index = _NEEDS[isinstance(beneficiary, UnreadResponses)]
+        if self._release(size_bytes, size_bytes, now_ns, kind, beneficiary):
+            return True
+        if self._others:
+            if isinstance(beneficiary, BodyReservation):
+                size_bytes += beneficiary.held_bytes  # which are released: the request is refused
+            self.cells[index], self.cells[index + 1] = self._total(kind) - size_bytes, now_ns
+        return False
+
+    def give_way_to_all(self, now_ns: int) -> None:
+        """Let slow clients of this process give way to requests that any process has refused; called twice a second.
+
+        They do so if they hold an equal share, by the number of processes, of what is missing. If the slow clients of all
+        processes hold enough together, those of one process hold as much.
+        """
+        processes = (self.cells, *self._others)
+        for kind, index in _NEEDS:
+            for cells in processes:
+                missing_bytes = self._total(kind) - cells[index]
+                if missing_bytes <= 0 and cells is self.cells:
+                    cells[index + 1] = 0  # it fits now: others need not give way once its next attempt has the bytes
+                elif missing_bytes > 0 and now_ns - cells[index + 1] < _NEED_NS:
+                    self._release(missing_bytes, missing_bytes // len(processes) + 1, now_ns, kind)
+
+    def _total(self, kind: type) -> int:
+        """Return the bytes of all processes that holders of a kind may release."""
+        reserved_bytes, unread_bytes = self.totals()
+        return unread_bytes if kind is UnreadResponses else reserved_bytes + unread_bytes
+
+    def _release(self, size_bytes: int, min_bytes: int, now_ns: int, kind: type, beneficiary: object = None) -> bool:
+        """Let the slowest clients give way until `size_bytes` are released; without effect if they hold under `min_bytes`.
+
+        Returns:
+            True if `size_bytes` were released.
+        """
+        slowest = sorted(
+            self._slow_holders(now_ns, kind, beneficiary), key=lambda each: (each[0].bytes_per_s, -each[1])
+        )
         slowest = slowest[:_MAX_GIVEN_WAY]
-        if sum(size for _, size in slowest) < size_bytes:
+        if sum(size for _, size in slowest) < min_bytes:
             return False
         target_bytes = self.reserved_bytes + self.unread_bytes - size_bytes
         for rate, _ in slowest:
@@ -248,11 +291,8 @@ class BodyMemory:
         rate = self.rates.get(holder)
         return rate is not None and rate.is_slow(monotonic_ns(), GIVE_WAY_NS)
 
-    def _slow_holders(
-        self, now_ns: int, beneficiary: BodyReservation | UnreadResponses
-    ) -> Iterator[tuple[TransferRate, int]]:
+    def _slow_holders(self, now_ns: int, kind: type, beneficiary: object) -> Iterator[tuple[TransferRate, int]]:
         """Yield the rate and the held bytes of each slow transfer that may give way."""
-        kind = UnreadResponses if isinstance(beneficiary, UnreadResponses) else object
         for holder, rate in self.rates.items():
             if holder is not beneficiary and isinstance(holder, kind) and rate.is_slow(now_ns, GIVE_WAY_NS):
                 yield rate, holder.held_bytes
@@ -437,6 +477,10 @@ class UnreadResponses:
             rate.observe(self._read_bytes, now_ns, min_bytes_per_s)
         elif self.held_bytes:
             rates[self] = TransferRate(self._read_bytes, now_ns, give_way)
+
+
+# Kinds of holders that give way to bodies and to responses, each with the index of its two cells in `BodyMemory`.
+_NEEDS: tuple[tuple[type, int], ...] = ((object, 3), (UnreadResponses, 5))
 
 
 class ClientLimits:

@@ -210,12 +210,7 @@ class CounterArrays:
         Together they reserve at most one part in 16 more than `max_total_body_bytes`, and one body for each process that
         reserves at the same moment.
         """
-        others = [array.bodies for array in self._others]
-
-        def held() -> tuple[int, int]:
-            return sum([cells[0] for cells in others]), sum([cells[1] for cells in others])
-
-        return BodyMemory(limits, self.own.bodies, held, len(self.arrays) - 1)
+        return BodyMemory(limits, self.own.bodies, [each.bodies for each in self._others], len(self._others))
 
     def client_limits(self, limits: Limits, protocol: str, bodies: BodyMemory) -> ClientLimits:
         """Return the limits of a protocol in this process; `max_connections` holds for the sum of all processes."""

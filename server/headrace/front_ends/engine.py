@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from headrace.banner import Addresses, announce, describe_access, describe_processes, log_announcement
+from headrace.core.clock import monotonic_ns
 from headrace.cuda.shared_memory import ClientMemory, find_client_memory
 from headrace.front_ends.access_records import RecordSink, record_needs
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all, repository_filter
@@ -258,6 +259,7 @@ class EngineProcess:
         close_all(descriptors)
         if name == "ping":
             self._channel.send("pong", content)
+            self._limits.bodies.give_way_to_all(monotonic_ns())
         elif name == "announce":
             self._announce()
         elif name == "reload":

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from headrace.accept import PassedConnections
 from headrace.core.access import AccessControl, RemoteBucket
+from headrace.core.clock import monotonic_ns
 from headrace.core.threads import start_pool
 from headrace.front_ends.access_records import ForwardingObserver
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all
@@ -252,6 +253,7 @@ class FrontEndProcess:
         close_all(descriptors)
         if name == "ping":
             self._channel.send("pong", content)
+            self._limits.bodies.give_way_to_all(monotonic_ns())
         elif name == "reload":
             self._reloads.start()
         elif name == "drain":

@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import Overloaded
-from headrace.core.limits import ClientLimits, Limits
+from headrace.core.limits import BodyReservation, ClientLimits, Limits, UnreadResponses
 from headrace.front_ends.counter_array import (
     PROTOCOLS,
     REASONS,
@@ -93,6 +95,65 @@ def test_unread_responses_are_limited_for_all_processes_together(arrays: list[Co
     assert clients[1].bodies.totals() == (0, 50 * MIB)
     with pytest.raises(Overloaded):
         clients[1].reserve().grow(20 * MIB)
+
+
+def test_slow_clients_of_all_processes_give_way_to_a_refused_request(arrays: list[CounterArray]) -> None:
+    """Two processes hold slow responses and a third one a slow body: as many end as the request of a fourth one needs."""
+    limits = Limits(max_total_body_bytes=64 * MIB, max_body_bytes=32 * MIB)
+    views = [CounterArrays(arrays, number) for number in range(FRONT_ENDS + 1)]
+    memories = [view.body_memory(limits) for view in views]
+    clients = [view.client_limits(limits, "http", each) for view, each in zip(views, memories, strict=True)]
+    responses = [UnreadResponses(each) for each in clients[:2]]
+    for each in responses:
+        each.update(16 * MIB)
+    body = clients[2].reserve()
+    body.grow(16 * MIB)
+
+    def observe(now_ns: int) -> None:
+        for each in responses:
+            each.observe(now_ns, partial(_released, each))
+        body.observe(0, now_ns, partial(_released, body))
+
+    def give_way(now_ns: int) -> list[int]:
+        for each in memories:
+            each.give_way_to_all(now_ns)
+        return [each.held_bytes // MIB for each in (*responses, body)]
+
+    now_ns = monotonic_ns()
+    for ago in (6, 4, 2, 0):
+        observe(now_ns - ago * NS_PER_S)
+    assert give_way(now_ns) == [16, 16, 16], "no request was refused"
+    with pytest.raises(Overloaded):
+        clients[3].reserve().grow(32 * MIB)  # 20 MiB are missing
+    assert give_way(now_ns + 6 * NS_PER_S) == [16, 16, 16], "it has been refused too long ago"
+    assert give_way(now_ns + NS_PER_S) == [0, 0, 16]
+    clients[3].reserve().grow(32 * MIB)
+    assert not UnreadResponses(clients[3]).admits(61 * MIB)
+    assert give_way(now_ns + NS_PER_S) == [0, 0, 16], "bodies do not give way to responses"
+
+
+def _released(holder: UnreadResponses | BodyReservation) -> bool:
+    if isinstance(holder, UnreadResponses):
+        holder.update(0)
+    else:
+        holder.end()
+    return True
+
+
+def test_slow_clients_that_hold_too_little_go_on(arrays: list[CounterArray]) -> None:
+    limits = Limits(max_total_body_bytes=64 * MIB, max_body_bytes=32 * MIB)
+    views = [CounterArrays(arrays, number) for number in (1, 2)]
+    first, second = [view.client_limits(limits, "http", view.body_memory(limits)) for view in views]
+    steady, slow = UnreadResponses(first), UnreadResponses(first)
+    steady.update(50 * MIB)
+    slow.update(1 * MIB)
+    now_ns = monotonic_ns()
+    for ago in (6, 4, 2, 0):
+        slow.observe(now_ns - ago * NS_PER_S, partial(_released, slow))
+    with pytest.raises(Overloaded):
+        second.reserve().grow(32 * MIB)  # 23 MiB are missing
+    first.bodies.give_way_to_all(now_ns + NS_PER_S)
+    assert slow.held_bytes == 1 * MIB
 
 
 def test_errors_of_all_processes_are_summed(arrays: list[CounterArray]) -> None:
