@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from headrace.config.completion import IGNORED, REFUSED, WITHOUT_EFFECT, model_in
-from headrace.config.pending import PENDING_CURES
 from headrace.core.model_config import HEADRACE_FIELDS, ModelConfig, is_headrace_field
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -66,8 +65,6 @@ def _status(path: tuple[str, ...]) -> str:
         return "docs/gpu.md has the rule"
     if path[0] == "optimization" and is_headrace_field(path):
         return "when an engine is built"
-    if any(_matches(pattern, path) for pattern in PENDING_CURES):
-        return "not yet: refused"
     for pattern, instead in WITHOUT_EFFECT.items():
         if _matches(pattern, path) and not any(_matches(informed, path) for informed in _INFORMATIVE):
             return f"no effect yet: {instead}"

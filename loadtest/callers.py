@@ -15,7 +15,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, InferResponse
 from headrace.scheduling.handle import ModelHandle
 
-from loadtest.bench.spread import completion_rate
+from loadtest.bench.results import completion_rate
 from loadtest.protocol import Array
 
 _STRAGGLERS_S = 10.0

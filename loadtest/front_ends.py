@@ -50,7 +50,7 @@ from headrace.front_ends.tensors import TensorReader, TensorWriter
 from headrace.settings import Settings
 
 from loadtest.bench.report import markdown_table
-from loadtest.bench.spread import Spread, differences
+from loadtest.bench.results import Spread, differences
 from loadtest.load import bench_point, url_of
 from loadtest.onnx_models import onnx_model
 from loadtest.protocol import Array

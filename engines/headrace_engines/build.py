@@ -24,8 +24,7 @@ from headrace.core.command_line import plural
 from headrace_engines.accuracy import Accuracy, judge, measure
 from headrace_engines.errors import BuildError, NoKernelError
 from headrace_engines.onnx_graph import OnnxRunner, read_onnx
-from headrace_engines.optimize.sparse_build import choose_sparse
-from headrace_engines.optimize.sparsity import sparse_nodes
+from headrace_engines.optimize.sparsity import choose_sparse, sparse_nodes
 from headrace_engines.precision.lowering import ROWS, LoweredModel, lower_model
 from headrace_engines.precision.methods import EXPLICIT, STRIPPED, precisions_without_samples, with_method
 from headrace_engines.progress import Report, part, silent

@@ -19,9 +19,19 @@ from onnx import TensorProto, helper
 from loadtest import servers
 from loadtest.bench.clients import CallLoad, Sample
 from loadtest.bench.inprocess import WrongAnswer, rows_per_s_in_fresh_process
-from loadtest.bench.results import CaseResult, Comparison, Figure, Target, at_least, at_most, figures_of
+from loadtest.bench.results import (
+    CaseResult,
+    Comparison,
+    Figure,
+    Spread,
+    Target,
+    at_least,
+    at_most,
+    completion_rate,
+    figures_of,
+    ratios,
+)
 from loadtest.bench.session import Bench, Case, Question, answer, answered_message, interleave
-from loadtest.bench.spread import Spread, completion_rate, ratios
 from loadtest.grpc_protocol import MODEL_INFER, decode_answer
 from loadtest.onnx_models import onnx_model
 from loadtest.protocol import HttpRequest, json_request

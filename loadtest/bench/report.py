@@ -10,8 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.bench.results import CaseResult, Comparison, Figure
-from loadtest.bench.spread import Spread
+from loadtest.bench.results import CaseResult, Comparison, Figure, Spread
 
 STYLES = {"PASS": "bold green", "MISS": "bold red", "-": "dim"}
 FIGURE_COLUMNS = ("what", "unit", "median", "min", "max", "rounds")

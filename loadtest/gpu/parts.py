@@ -19,8 +19,7 @@ from headrace_engines.targets import choose_target
 from loadtest.bench.results import at_least, at_most
 from loadtest.callers import CallersFailed
 from loadtest.gpu import place, subject
-from loadtest.gpu.inprocess import InProcess, requests_of
-from loadtest.gpu.raw import RawEngine, agreement
+from loadtest.gpu.inprocess import InProcess, RawEngine, agreement, requests_of
 from loadtest.gpu.report import Compare, Reporter
 from loadtest.gpu.setup import REQUEST_ROWS, Setup
 from loadtest.gpu.subject import Variant, pictures, variant

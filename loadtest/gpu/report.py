@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from loadtest.bench.report import Report, markdown_table, number, to_json
-from loadtest.bench.results import CaseResult, Comparison, Figure, Target
-from loadtest.bench.spread import Spread
+from loadtest.bench.results import CaseResult, Comparison, Figure, Spread, Target
 
 Kind = Literal["ratio", "difference"]
 _TARGETS = ("part", "comparison", "target", "median", "")

@@ -34,8 +34,8 @@ from loadtest.bench import clients, machine
 from loadtest.bench.clients import Load, Sample, run_http
 from loadtest.bench.inprocess import Oracle, WrongAnswer
 from loadtest.bench.report import markdown_table, number, replace_block
+from loadtest.bench.results import Spread
 from loadtest.bench.session import Cores, cores_of
-from loadtest.bench.spread import Spread
 from loadtest.load import LoadFailed
 from loadtest.onnx_models import onnx_model
 from loadtest.protocol import Array, HttpRequest, binary_request, decode_answer, json_request, send

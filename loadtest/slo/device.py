@@ -33,9 +33,18 @@ from headrace.simulation.replay import (
 )
 from headrace.simulation.traces import Trace, Workload, make_trace
 
-from loadtest.bench.results import CaseResult, Comparison, Figure, at_least, at_most, figures_of, values_of
+from loadtest.bench.results import (
+    CaseResult,
+    Comparison,
+    Figure,
+    Spread,
+    at_least,
+    at_most,
+    figures_of,
+    ratios,
+    values_of,
+)
 from loadtest.bench.session import interleave
-from loadtest.bench.spread import Spread, ratios
 from loadtest.protocol import Array
 from loadtest.slo.plan import LOADS, Plan
 

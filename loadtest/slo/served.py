@@ -25,8 +25,7 @@ import onnx
 import onnxruntime
 
 from loadtest.bench.machine import usable_cores
-from loadtest.bench.results import CaseResult, Comparison, Figure, Target, at_least, at_most
-from loadtest.bench.spread import Spread
+from loadtest.bench.results import CaseResult, Comparison, Figure, Spread, Target, at_least, at_most
 from loadtest.load import bench_point
 from loadtest.onnx_models import convolution
 from loadtest.servers import Running, headrace, running

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.make_keys import KEYS_FILE, make_keys
-from loadtest.mixes import MIXES
+from loadtest.run import MIXES
 from tests.e2e.test_demo_models import DEMO
 from tests.support.certificates import Certificates
 from tests.support.models import add_model, affine

@@ -11,10 +11,11 @@ import hashlib
 import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from headrace.config.files import read_config_file
 from headrace.config.manifest import LIBRARIES, Machine, Stamp, artefact_name, config_digest, write_stamp
@@ -32,7 +33,6 @@ from rich.text import Text
 from headrace_engines.build import BuildResult, build_best_engine, build_engine, find_fp32_engine, make_stamp
 from headrace_engines.commands import add_cache, add_repository_and_target, add_state, add_version
 from headrace_engines.errors import BuildError, CallError
-from headrace_engines.plugin_table import show_plugins
 from headrace_engines.precision.methods import REMARKS, stored_precision
 from headrace_engines.progress import PLUGIN_PHASES, Report, with_lines, with_progress_lines
 from headrace_engines.project import PLUGINS_BUDGET_S, Project, all_projects, open_project, read_spec
@@ -643,3 +643,55 @@ def _row(outcome: BuildOutcome) -> list[str]:
         size(built.size_bytes),
         "stored" if built.cached else f"{outcome.seconds:.1f} s",
     ]
+
+
+# Prints the measurements behind the plug-in layers of an engine.
+
+_PLUGIN_HEADINGS = (
+    Heading("layer"),
+    Heading("shape", wraps=True, rank=3),
+    Heading("TensorRT us", number=True),
+    Heading("our kernel us", number=True, rank=1),
+    Heading("plug-in us", number=True),
+    Heading("ratio", number=True),
+    Heading("kernel", wraps=True, rank=2),
+    Heading("chosen"),
+    Heading("", wraps=True, rank=4),
+)
+
+
+def show_plugins(console: Console, name: str, report: Mapping[str, Any]) -> None:
+    """Print a table of the measured convolutions, and the result.
+
+    Args:
+        console: the table goes here.
+        name: name of the model.
+        report: `PluginReport` as plain data.
+    """
+    rows = [
+        [
+            printable(row["layer"]),
+            row["shape"],
+            _us(row["tensorrt_us"]),
+            _us(row["kernel_us"]),
+            _us(row["plugin_us"]),
+            f"{row['ratio']:.2f}" if row["ratio"] else "",
+            row["algorithm"],
+            "yes" if row["kept"] else "no",
+            row["reason"],
+        ]
+        for row in report["table"]
+    ]
+    if rows:
+        console.print(
+            narrow_table(f"Convolutions of {name}, {report['rows']} rows", _PLUGIN_HEADINGS, rows, console.width)
+        )
+    if report["plugin_engine_us"]:
+        error = f"{report['speedup']:.3f} +- {report['error']:.3f} times as fast"
+        times = f"{report['engine_us']:.1f} us without plug-ins, {report['plugin_engine_us']:.1f} us with: {error}"
+        print_text(console, f"{printable(name)}: {times}")
+    print_text(console, f"{printable(name)}: {report['verdict']}")
+
+
+def _us(time_us: float) -> str:
+    return f"{time_us:.1f}" if time_us else ""

@@ -22,9 +22,7 @@ from headrace_engines.accuracy import Accuracy, measure
 from headrace_engines.commands import add_cache, add_repository_and_target, add_version
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.onnx_graph import OnnxRunner, write_onnx
-from headrace_engines.optimize.channel_search import LADDER, Trial, best_trial, search_strength
 from headrace_engines.optimize.figures import MeasuredModel, ModelFigures, measure_models
-from headrace_engines.optimize.loss import loss_measure, loss_text, missed_target, points_lost
 from headrace_engines.optimize.originals import (
     Original,
     PyTorchCode,
@@ -37,8 +35,19 @@ from headrace_engines.optimize.originals import (
 )
 from headrace_engines.optimize.publishing import staged_model
 from headrace_engines.optimize.result_table import show_result, write_page
+from headrace_engines.optimize.search import (
+    LADDER,
+    Trial,
+    best_trial,
+    choose_layers,
+    loss_measure,
+    loss_text,
+    missed_target,
+    points_lost,
+    rank_layers,
+    search_strength,
+)
 from headrace_engines.optimize.sparsity import BLOCK, MIN_REDUCTION, sparse_layers
-from headrace_engines.optimize.sparsity_search import choose_layers, rank_layers
 from headrace_engines.optimize.torch_job import TorchResult, run_torch_job
 from headrace_engines.optimize.torch_program.jobs import Job
 from headrace_engines.precision.lowering import ROWS

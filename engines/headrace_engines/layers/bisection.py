@@ -22,9 +22,8 @@ import onnx
 
 from headrace_engines.errors import BuildError
 from headrace_engines.layers.differences import TensorDifference
-from headrace_engines.layers.prefixes import PartRunner
+from headrace_engines.layers.prefixes import PartRunner, PrecisionVariants
 from headrace_engines.layers.tensors import SourceLayer, counterparts, cut_points, part_of_model, source_layers
-from headrace_engines.layers.variants import PrecisionVariants
 from headrace_engines.onnx_graph import Array, OnnxGraph, OnnxRunner, copy_model, read_onnx
 from headrace_engines.progress import Report, part
 from headrace_engines.project import BuildData, BuildSpec, Project

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.core.command_line import printable
 from rich.console import Console
 
-from headrace_engines.optimize.loss import loss_text
+from headrace_engines.optimize.search import loss_text
 from headrace_engines.report import (
     Heading,
     milliseconds,

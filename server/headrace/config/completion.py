@@ -20,7 +20,6 @@ from pydantic import BaseModel, ValidationError
 
 from headrace.config.documents import Document, did_you_mean, read_value
 from headrace.config.onnx_model import OnnxSignature, RowVerdict, TensorSignature
-from headrace.config.pending import PENDING_CURES, PENDING_FEATURES
 from headrace.config.ragged_rules import ragged_problems, with_rows
 from headrace.config.sequence_rules import control_problems, state_problems, without_sequence_tensors
 from headrace.core.config_base import Location, Problem, Problems
@@ -54,14 +53,12 @@ REFUSED: dict[str, str] = {
     "cc_model_filenames": "remove it; one file serves every GPU, named by default_model_filename",
     "model_operations.op_library_filename": "custom operators are not loaded; export the model with standard ones",
     "model_repository_agents": "remove it; prepare the files before the server sees them",
-    **PENDING_CURES,
 }
 # Features behind refused fields, for the message. Pattern -> feature.
 FEATURES: dict[str, str] = {
     "instance_group.*.rate_limiter": "a rate limiter for instances",
     "model_operations.op_library_filename": "custom operators",
     "model_repository_agents": "agents that change the model's files",
-    **PENDING_FEATURES,
 }
 
 # Fields that change no response: accepted, dropped, reported once. Pattern -> effect.

@@ -21,7 +21,7 @@ from headrace.core.errors import BadRequest, HeadraceError, NotFound, Unavailabl
 from headrace.core.model_config import is_version, name_problem
 from headrace.core.response_bodies import IndexRow, TrafficReport, VersionStatistics
 from headrace.core.traffic_config import Traffic
-from headrace.observability.statistics import to_triton
+from headrace.observability.counters import to_triton
 from headrace.scheduling.sequences.directory import SequenceDirectory
 from headrace.scheduling.version_handle import VersionHandle
 

@@ -19,8 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
-from headrace.caching.redis_store import _BoundedConnection
-from headrace.caching.redis_tls import tls_context, tls_problem
+from headrace.caching.redis_store import _BoundedConnection, tls_context, tls_problem
 from headrace.caching.response_cache import ResponseCaches
 from headrace.caching.values import MAX_VALUE_BYTES
 from headrace.core.cache_options import CacheOptions, RedisOptions, RedisTls

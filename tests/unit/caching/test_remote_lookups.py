@@ -22,7 +22,7 @@ from headrace.core.errors import Cancelled, ConfigError, QuotaExceeded
 from headrace.core.model_config import ModelConfig
 from headrace.core.quota import Quota
 from headrace.core.request import InferRequest
-from headrace.observability.statistics import to_triton
+from headrace.observability.counters import to_triton
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import RateLimits
 

@@ -21,7 +21,7 @@ from headrace.core.errors import Cancelled, DeadlineExceeded, ModelFailed, Overl
 from headrace.core.model_config import ModelConfig
 from headrace.core.quota import Quota
 from headrace.core.request import InferResponse, PipelineStepTimes
-from headrace.observability.statistics import to_triton
+from headrace.observability.counters import to_triton
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, QueueLimits, RateLimits
 

@@ -18,8 +18,7 @@ from headrace.core.tensor import Array
 from headrace.grpc.codec import scan
 from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.inference.services import Services
-from headrace.observability.counters import BatchRecord, Recorder
-from headrace.observability.statistics import to_triton
+from headrace.observability.counters import BatchRecord, Recorder, to_triton
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy
 from tritonclient.grpc import service_pb2 as pb

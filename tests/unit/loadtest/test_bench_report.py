@@ -18,8 +18,7 @@ from loadtest.bench.report import (
     to_markdown,
     write_markdown,
 )
-from loadtest.bench.results import CaseResult, Comparison, Figure, at_least
-from loadtest.bench.spread import Spread
+from loadtest.bench.results import CaseResult, Comparison, Figure, Spread, at_least
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 REPORT = Report(

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.bench.results import Comparison, at_least, at_most
+from loadtest.bench.results import Comparison, Spread, at_least, at_most, completion_rate, differences, ratios
 from loadtest.bench.session import interleave
-from loadtest.bench.spread import Spread, completion_rate, differences, ratios
 
 
 def test_spread_is_median_and_range() -> None:

@@ -12,8 +12,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from loadtest.figure_log import FigureLog
-from loadtest.gpu.split import _Session
+from loadtest.gpu.split import FigureLog, _Session
 from loadtest.gpu.split_models import write_transformer
 
 

@@ -13,8 +13,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from loadtest.crowd import SHAPES, users_at
-from loadtest.mixes import MIXES
-from loadtest.run import Line, TargetNotReady, _parser, allowed_p99_ms, check_target, percentile, summarise, verdicts
+from loadtest.run import (
+    MIXES,
+    Line,
+    TargetNotReady,
+    _parser,
+    allowed_p99_ms,
+    check_target,
+    percentile,
+    summarise,
+    verdicts,
+)
 from loadtest.servers import ROOT
 
 

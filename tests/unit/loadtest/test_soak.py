@@ -16,8 +16,7 @@ from loadtest.soak.judge import Bounds, Run, phase_p99s, verdicts
 from loadtest.soak.ledger import Event, Ledger, Line, Outcome, times_between, total
 from loadtest.soak.models import APART, MODELS, PICTURES, SLOW, STEADY, SWAPPED, Case, Repository
 from loadtest.soak.operations import Operator
-from loadtest.soak.plots import Curve, time_plot
-from loadtest.soak.report import picture, plots, to_html, to_json
+from loadtest.soak.report import Curve, picture, plots, time_plot, to_html, to_json
 from loadtest.soak.spoilers import grpc_calls, http_requests
 from loadtest.soak.watch import Counted, Held, Quiet
 

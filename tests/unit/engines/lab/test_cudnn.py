@@ -11,7 +11,7 @@ from headrace.cuda import driver
 from headrace.cuda.driver import CudaStream
 from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
 from headrace_engines.lab.check import SampledReference, sample
-from headrace_engines.lab.compare import read_pixels
+from headrace_engines.lab.conv import read_pixels
 from headrace_engines.lab.cudnn import CudnnCandidate, Torch, cudnn_candidates, load_torch
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands, host_operands
 from headrace_engines.lab.measure import time_rounds, trial_us

@@ -12,8 +12,7 @@ import pytest
 from headrace.config.manifest import BatchTiming, Machine, Stamp
 from headrace_engines.build import build_engine, make_stamp
 from headrace_engines.commands.build import BuildOutcome, speed_text
-from headrace_engines.optimize.sparse_build import choose_sparse
-from headrace_engines.optimize.sparsity import make_sparse
+from headrace_engines.optimize.sparsity import choose_sparse, make_sparse
 from headrace_engines.progress import Report, silent
 from headrace_engines.project import Project, read_spec
 from headrace_engines.store import Store

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from headrace_engines.onnx_graph import OnnxGraph
 from headrace_engines.split.cuts import CutGraph
+from headrace_engines.split.models import is_coarse, node_times
 from headrace_engines.split.tensors import CrossingTensor
-from headrace_engines.split.times import is_coarse, node_times
 from onnx import TensorProto, helper
 
 from loadtest.onnx_models import onnx_model

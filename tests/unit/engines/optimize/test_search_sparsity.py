@@ -6,9 +6,14 @@ import numpy as np
 import onnx
 import pytest
 from headrace_engines.accuracy import Accuracy
-from headrace_engines.optimize.loss import missed_target, points_lost
+from headrace_engines.optimize.search import (
+    Sensitivity,
+    choose_layers,
+    missed_target,
+    points_lost,
+    rank_layers,
+)
 from headrace_engines.optimize.sparsity import sparse_layers, sparse_nodes
-from headrace_engines.optimize.sparsity_search import Sensitivity, choose_layers, rank_layers
 from headrace_engines.progress import silent
 from onnx import numpy_helper
 
