@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+
+import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
 
 from tests.support import models
 from tests.support.models import add_pipeline, ensemble_config
@@ -123,6 +127,25 @@ def test_a_load_that_hangs_leaves_its_place_and_ends_with_an_unload(tmp_path: Pa
         repository.go()
         assert repository.call("load", "slow") == 200
         assert repository.index()["slow"] == ("READY", "")
+
+
+def test_the_load_that_an_unload_has_ended_is_aborted_over_grpc(tmp_path: Path) -> None:
+    with running(tmp_path) as repository, grpc.InferenceServerClient(repository.server.grpc_address) as client:
+        ended: Future[str] = Future()
+
+        def load() -> None:
+            try:
+                client.load_model("slow")
+                ended.set_result("OK")
+            except InferenceServerException as error:
+                ended.set_result(error.status())
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        until(lambda: repository.begun == 1)
+        assert repository.call("unload", "slow") == 200
+        thread.join(10)
+        assert ended.result(10) == "StatusCode.ABORTED"
 
 
 def test_a_server_that_stops_within_a_load_ends_soon_and_leaves_no_process(tmp_path: Path) -> None:

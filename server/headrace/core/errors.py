@@ -4,6 +4,7 @@
     |- BadRequest            the request is invalid: the message has the value, the place and the expected value
     |  |- TooLarge           the request exceeds a limit
     |  |- Conflict           the name is in use
+    |  |  |- Aborted         a later change has ended what the request began
     |- Unauthenticated       the request has no valid key
     |- Forbidden             the feature is not enabled on this server, or not allowed to this key
     |- NotFound              no such model, version or route
@@ -60,6 +61,12 @@ class Conflict(BadRequest):
     """The request conflicts with the state of the server: a name is in use."""
 
     reason = "conflict"
+
+
+class Aborted(Conflict):
+    """A later change has ended what the request began, such as an unload a load: the same request may succeed now."""
+
+    reason = "aborted"
 
 
 class Unauthenticated(HeadraceError):

@@ -2,7 +2,7 @@
 
 For clients that retry: 503 means that this server cannot serve the request now (overloaded, loading, draining), but another
 replica may. 429 means that the client has exceeded its own quota. 504 means that the request's deadline has passed. Other 4xx
-statuses mean that the same request fails again.
+statuses mean that the same request fails again, except for ABORTED.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from headrace.core import errors
 # Most specific class first. gRPC codes are names, so that this module does not import grpc.
 STATUS: tuple[tuple[type[errors.HeadraceError], int, str], ...] = (
     (errors.TooLarge, 413, "RESOURCE_EXHAUSTED"),
+    (errors.Aborted, 409, "ABORTED"),
     (errors.Conflict, 409, "ALREADY_EXISTS"),
     (errors.BadRequest, 400, "INVALID_ARGUMENT"),
     (errors.Unauthenticated, 401, "UNAUTHENTICATED"),

@@ -30,6 +30,7 @@ from headrace.backends.python.process import CallSocket, RunningBatch
 from headrace.core.clock import NS_PER_US, monotonic_ns
 from headrace.core.completion import LoopCompletion, probe_answer
 from headrace.core.errors import (
+    Aborted,
     BadRequest,
     Cancelled,
     Conflict,
@@ -66,6 +67,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 _CODES: tuple[tuple[type[HeadraceError], int], ...] = (
     (NotFound, protocol.NOT_FOUND),
+    (Aborted, protocol.UNAVAILABLE),
     (Conflict, protocol.ALREADY_EXISTS),
     (BadRequest, protocol.INVALID_ARG),
     (Cancelled, protocol.CANCELLED),

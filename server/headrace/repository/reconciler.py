@@ -19,6 +19,7 @@ from typing import Any, Literal
 from headrace.config.documents import Document, read_config_json
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import (
+    Aborted,
     BadRequest,
     Conflict,
     Forbidden,
@@ -243,7 +244,7 @@ class Reconciler:
         self._memory_ns: int | None = None  # next `load_requested` of the GPU model cache
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._waiting = 0
+        self._waiting: dict[Future[None], str] = {}  # commands that have not ended, with the model that they load
         self._ended = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name="control", daemon=True)
@@ -302,7 +303,7 @@ class Reconciler:
             ConfigError: the model cannot be served; versions that served before still serve.
             Overloaded: too many commands wait.
             Unavailable: the server is stopping, or the store of the model cannot be read.
-            Conflict: the model was unloaded before the load had ended.
+            Aborted: the model was unloaded before the load had ended.
         """
         self.check_control(name)
         if (config is not None or files) and not self._control.allow_override:
@@ -317,7 +318,7 @@ class Reconciler:
             outcome: Future[None] = Future()
             action = partial(self._load, name, config, files, errors, partial(self._settle, outcome))
             try:
-                await self._run_command(action, outcome)
+                await self._run_command(action, outcome, name)
                 return
             except EnvironmentPending as pending:
                 # The control thread is free meanwhile. The next load has the environment, or the error of its installation.
@@ -334,11 +335,11 @@ class Reconciler:
             Forbidden: model control is switched off.
             NotFound: no such model.
             BadRequest: the name is invalid.
-            Overloaded: too many commands wait.
+            Overloaded: too many commands wait, and no load of the model that this would end.
             Unavailable: the server is stopping.
         """
         self.check_control(name)
-        await self._run_command(lambda: self._unload(name, dependents))
+        await self._run_command(lambda: self._unload(name, dependents), name=name)
 
     @property
     def allows_files(self) -> bool:
@@ -375,31 +376,41 @@ class Reconciler:
                 "them before this one or from `execute`"
             )
 
-    async def _run_command(self, action: Callable[[], None], settled: Future[None] | None = None) -> None:
+    async def _run_command(
+        self, action: Callable[[], None], settled: Future[None] | None = None, name: str = ""
+    ) -> None:
         """Run a command and wait for its end.
 
         Args:
             action: runs on the control thread.
-            settled: outcome that the action settles later by `_settle`; None if it has ended when it returns.
+            settled: outcome of a load, which the action settles later by `_settle`; None if it has ended when it returns.
+            name: name of the model. A command that is no load is taken in any case while a load of its model waits or runs.
         """
         outcome: Future[None] = settled or Future()
         outcome.set_running_or_notify_cancel()  # a cancelled caller does not cancel the command
         with self._lock:
             if self._ended or self._stop.is_set():
                 raise Unavailable(_STOPPING)
-            if self._waiting >= MAX_WAITING_COMMANDS:
-                raise Overloaded(f"{self._waiting} loads and unloads are queued, the maximum: try again later")
-            self._waiting += 1
+            is_full = len(self._waiting) >= MAX_WAITING_COMMANDS
+            if is_full and (settled is not None or not self._is_loading(name)):
+                raise Overloaded(f"{len(self._waiting)} loads and unloads are queued, the maximum: try again later")
+            self._waiting[outcome] = name if settled is not None else ""
             self._commands.put(_Command(action, outcome, settled is not None))
         await asyncio.wrap_future(outcome)
 
     # On any thread
 
+    def _is_loading(self, name: str) -> bool:
+        """Return True if a load of a model waits or runs; `_lock` is held."""
+        keys = *self._waiting.values(), *self._loads.keys()
+        return name in {key.partition(_ON_DEMAND)[0] for key in keys}
+
     def _post(self, action: Callable[[], None]) -> None:
         with self._lock:
             if not self._ended:
-                self._waiting += 1
-                self._commands.put(_Command(action, Future()))
+                outcome: Future[None] = Future()
+                self._waiting[outcome] = ""
+                self._commands.put(_Command(action, outcome))
 
     def _wake(self) -> None:
         """Let the control thread look for what it may start now."""
@@ -408,7 +419,7 @@ class Reconciler:
     def _settle(self, outcome: Future[None], error: BaseException | None) -> None:
         """Settle the outcome of a command."""
         with self._lock:
-            self._waiting -= 1
+            self._waiting.pop(outcome, None)
         if error is None:
             outcome.set_result(None)
         elif isinstance(error, HeadraceError):
@@ -679,7 +690,7 @@ class Reconciler:
 
     def _unload_model(self, name: str) -> None:
         """Unload a model, and end its loads."""
-        error = Conflict(f"model '{name}' was unloaded before its load had ended: load it again")
+        error = Aborted(f"model '{name}' was unloaded before its load had ended: load it again")
         for key in (name, *(f"{name}{_ON_DEMAND}{version}" for version in self._registry.versions(name))):
             self._loads.drop(key, error)
         with self._deployments.changing():
@@ -753,7 +764,7 @@ class Reconciler:
             if name not in fingerprints:
                 self._unload_model(name)
             else:  # a load of the files before the change would fail
-                self._loads.drop(name, Conflict(f"the files of model '{name}' have changed since its load began"))
+                self._loads.drop(name, Aborted(f"the files of model '{name}' have changed since its load began"))
         # A pipeline that is due waits for the models that are due.
         self._load_all(in_load_order([models[name] for name in due if name in fingerprints], {}))
         for name in self._registry.names() - self._watcher.names:

@@ -12,6 +12,7 @@ TREE = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issub
 
 EXPECTED = {
     "BadRequest": (400, "INVALID_ARGUMENT"),
+    "Aborted": (409, "ABORTED"),
     "Conflict": (409, "ALREADY_EXISTS"),
     "Unauthenticated": (401, "UNAUTHENTICATED"),
     "Forbidden": (403, "PERMISSION_DENIED"),

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from headrace.backends.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeModel
 from headrace.core.cancellation import current_cancellation
-from headrace.core.errors import ConfigError, Conflict, NotFound, Unavailable
+from headrace.core.errors import Aborted, ConfigError, NotFound, Overloaded, Unavailable
 from headrace.core.ledger import CPU, Kind, NoRoom
 from headrace.repository import accounted_model
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.loader import Loader
 from headrace.repository.measuring import MeasuringTurns
+from headrace.repository.reconciler import MAX_WAITING_COMMANDS, ControlPolicy
 from headrace.repository.registry import Registry
 
 from tests.support.control_thread import index, infer_values, running, same
@@ -62,7 +63,7 @@ async def test_random_commands_end_in_the_last_request_of_each_model(
             await asyncio.sleep(rng.choice((0, 0, 0.01)))
             assert {state for state, _ in index(registry).values()} <= {"READY", "LOADING", "UNAVAILABLE", "UNLOADING"}
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert {type(each) for each in outcomes} <= {type(None), ConfigError, Conflict}, outcomes
+        assert {type(each) for each in outcomes} <= {type(None), ConfigError, Aborted}, outcomes
         await until_async(lambda: reconciler._loads.is_empty)
         await until_async(lambda: "UNLOADING" not in {state for state, _ in index(registry).values()})
         states = index(registry)
@@ -80,6 +81,39 @@ async def test_random_commands_end_in_the_last_request_of_each_model(
             await reconciler.unload(name, False)
         await until_async(lambda: models.loads() == [])
         assert models.ledger.holdings() == []
+
+
+async def test_an_unload_ends_the_loads_that_fill_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads that hang take all places: the unload that would end them was refused."""
+    for seed, name in enumerate(("hangs", "waits", "other")):
+        add_model(tmp_path, name, affine(seed=seed))
+    real = Loader.load
+
+    def load(self: Loader, folder: Any, version: int, chosen: Any) -> Any:
+        if folder.name != "other":
+            pause(60)
+        return real(self, folder, version, chosen)
+
+    monkeypatch.setattr(Loader, "load", load)
+    async with running(tmp_path, control=ControlPolicy("explicit", load_threads=1), names=frozenset({"other"})) as (
+        reconciler,
+        registry,
+    ):
+        commands = [
+            asyncio.ensure_future(reconciler.load(name, None, {}))
+            for name in ("hangs", "waits")
+            for _ in range(MAX_WAITING_COMMANDS // 2)
+        ]
+        await until_async(lambda: len(reconciler._waiting) == MAX_WAITING_COMMANDS)
+        for command in (reconciler.load("other", None, {}), reconciler.unload("other", False)):
+            with pytest.raises(Overloaded, match="64 loads and unloads are queued"):
+                await command
+        for name in ("waits", "hangs"):
+            await reconciler.unload(name, False)
+        outcomes = await asyncio.gather(*commands, return_exceptions=True)
+        assert {type(each) for each in outcomes} == {Aborted}
+        await reconciler.load("other", None, {})
+        assert same(await infer_values(registry, "other"), 2)
 
 
 async def test_versions_are_loading_until_all_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from headrace.backends.python.process import RunningBatch
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox, ThreadCompletion
 from headrace.core.errors import (
+    Aborted,
     BadRequest,
     Cancelled,
     Conflict,
@@ -364,6 +365,7 @@ async def test_a_reply_that_cannot_be_written_closes_the_connection_only() -> No
         (BadRequest("text"), protocol.INVALID_ARG),
         (TooLarge("text"), protocol.INVALID_ARG),
         (Conflict("text"), protocol.ALREADY_EXISTS),
+        (Aborted("text"), protocol.UNAVAILABLE),
         (Unsupported("text"), protocol.UNSUPPORTED),
         (Unavailable("text"), protocol.UNAVAILABLE),
         (DeadlineExceeded("text"), protocol.UNAVAILABLE),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.core.errors import BadRequest, ConfigError, Conflict, Forbidden, HeadraceError, NotFound, Unavailable
+from headrace.core.errors import Aborted, BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Unavailable
 from headrace.core.request import InferRequest
 from headrace.repository.loader import Loader
 from headrace.repository.reconciler import ControlPolicy
@@ -238,8 +238,8 @@ async def test_an_unload_ends_the_loads_before_it_and_not_those_after_it(reposit
             reconciler.load("m", None, {}),
             return_exceptions=True,
         )
-        assert {type(outcome) for outcome in before} <= {type(None), Conflict}
-        assert isinstance(before[-1], Conflict), "it waited for the four before it"
+        assert {type(outcome) for outcome in before} <= {type(None), Aborted}
+        assert isinstance(before[-1], Aborted), "it waited for the four before it"
         assert (unloaded, after) == (None, None)
         assert same(await infer_values(registry), 2)
 
