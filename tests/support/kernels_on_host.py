@@ -26,12 +26,16 @@ from tests.support.fake_cuda import DriverError, FakeCuda
 _CACHE = Path(__file__).resolve().parents[2] / "build" / "host_kernels"
 # Light headers and no threads of the system: a kernel is compiled and run in a fraction of a second. A block's threads take
 # turns at every barrier, in one order and then in the other: a barrier that is missing gives wrong results every time.
+# The headers are compiled once: they take most of the time of a kernel.
 _INCLUDES = """
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 """
+_COMPILER = ("g++", "-std=c++20", "-O1", "-w", "-fPIC")
+_LIBRARY = ("-shared", "-fno-gnu-unique", "-xc++")
 _PRELUDE = """
 #define __global__
 #define __device__
@@ -105,7 +109,6 @@ _FUNCTION = re.compile(r"^__device__ inline (?:[^\n]*\}\n|.*?^\}\n)", re.DOTALL 
 # The functions of convolution/tensor_cores.cuh. A copy to shared memory happens when its thread waits for it, and until then
 # the place has NaNs: a kernel that reads too early, or copies into a tile that is still read, gives wrong results.
 _TENSOR_CORES = """
-#include <vector>
 alignas(1024) static unsigned char dynamic_shared[232448];
 struct Copy { unsigned to; const void *from; int bytes; };
 static std::vector<std::vector<Copy>> copies[1024];
@@ -228,7 +231,7 @@ class HostKernels:
         if own_instructions:
             raise Unsupported(f"{name} needs instructions of a GPU that the host cannot stand for: run it on the GPU")
         source = _FUNCTION.sub(lambda function: "" if "asm" in function[0] else function[0], source)
-        text = [_INCLUDES, _CONTEXTS, _PRELUDE, _TENSOR_CORES if "ON_HOST" in source else "", source, _LAUNCH]
+        text = [_CONTEXTS, _PRELUDE, _TENSOR_CORES if "ON_HOST" in source else "", source, _LAUNCH]
         together = str("__syncthreads" in source).lower()
         for kernel, declared in re.findall(r"__global__ void (\w+)\(([^)]*)\)", source):
             count = declared.count(",") + 1
@@ -238,21 +241,25 @@ class HostKernels:
             text.append(f'extern "C" void run_{kernel}(unsigned gx, unsigned gy, unsigned t, {used}) {{ {body} }}\n')
             types = "".join("P" if "*" in one else "Q" if "long" in one else "i" for one in declared.split(","))
             text.append(f'extern "C" const char *types_{kernel}() {{ return "{types}"; }}\n')
-        digest = hashlib.sha256("\0".join([*text, *options]).encode()).hexdigest()[:16]
-        library = _CACHE / f"{digest}.so"
-        if not library.exists():
-            _CACHE.mkdir(parents=True, exist_ok=True)
-            part = _CACHE / f"{digest}.{os.getpid()}"  # another process may compile it too
-            command = (
-                f"g++ -std=c++20 -O1 -w -shared -fPIC -fno-gnu-unique {' '.join(options)} -o {part} -xc++ -".split()
-            )
-            subprocess.run(command, input="".join(text), text=True, check=True, timeout=100)
-            part.replace(library)
+        headers = _compiled(".h.gch", _INCLUDES, "-xc++-header")
+        library = _compiled(".so", "".join(text), *_LIBRARY, "-include", str(headers.with_suffix("")), *options)
         return str(library).encode()
 
     def module_from_buffer(self, code: bytes) -> Any:
         """As PyCUDA's."""
         return _Module(ctypes.CDLL(code.decode()), self._cuda)
+
+
+def _compiled(suffix: str, text: str, *options: str) -> Path:
+    """The file that the compiler makes of a text, or has made of it with these options before."""
+    digest = hashlib.sha256("\0".join([text, *options]).encode()).hexdigest()[:16]
+    result = _CACHE / f"{digest}{suffix}"
+    if not result.exists():
+        _CACHE.mkdir(parents=True, exist_ok=True)
+        part = _CACHE / f"{digest}.{os.getpid()}"  # another process may compile it too
+        subprocess.run([*_COMPILER, *options, "-o", part, "/dev/stdin"], input=text, text=True, check=True, timeout=100)
+        part.replace(result)
+    return result
 
 
 def install_host_kernels(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
