@@ -45,7 +45,7 @@ serve: gpu-packages models ## install, build the demo models, serve on http://12
 # its servers are started once. Files run in the order of their names: those that start servers first, many short ones last.
 # Half more than cores: a third of the time of the tests over sockets is waiting for a limit of the server.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)')
-PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=5
 # The tests start some hundred processes: without bytecode files each of them would compile every module that it imports.
 check quick test test-slow test-gpu test-ray: export PYTHONDONTWRITEBYTECODE =
 
@@ -68,6 +68,8 @@ $(VENV)/.manifests: requirements/manifests.lock $(VENV)/.dev | $(BIN)/python
 	@touch $@
 
 # Only files with tests that measure time are collected for the second run.
+# They use half of the processor time that they take: foreign programs are started, and limits waited for.
+test-slow: WORKERS := $(shell $(PYTHON) -c 'import os; print(5 * os.cpu_count() // 2)')
 test-slow: $(VENV)/.dev $(VENV)/.kserve $(VENV)/.manifests models ## tests marked slow, then those marked timing, alone
 	@status=0; $(BIN)/python -m pytest $(PARALLEL) -m "slow and not timing" || status=$$?; \
 	  $(BIN)/python -m pytest -n 0 -m timing $$(grep -rlF mark.timing --include="test_*.py" tests) || status=$$?; exit $$status
