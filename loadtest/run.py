@@ -29,8 +29,8 @@ from headrace.commands.connection import (
     ConnectionOptions,
     add_arguments,
     connection_error_text,
-    get,
     host_of,
+    request,
 )
 from headrace.core.errors import BadRequest
 from rich.console import Console
@@ -190,7 +190,7 @@ def _get(host: str, path: str, options: ConnectionOptions, problem: str, cure: s
         TargetNotReady: it does not; with the server's own words, or the system's.
     """
     try:
-        status, content = get(host, path, timeout_s, options, max_bytes=1000)
+        status, content = request(host, path, timeout_s, options, max_bytes=1000)
         if status == 200:
             return
         body = content.decode(errors="replace")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 import orjson
 
-from headrace.commands.connection import ConnectionOptions, connection_error_text, send
+from headrace.commands.connection import ConnectionOptions, explained_request, model_path
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, NotFound, Unavailable
 
 if TYPE_CHECKING:
@@ -88,30 +87,8 @@ def tls_context(ca: str, cert: str, key: str, protocol: str) -> ssl.SSLContext:
     return context
 
 
-class Control(Protocol):
-    """Control calls to a server, over either protocol. Every method raises HeadraceError."""
-
-    def metadata(self) -> dict[str, Any]:
-        """Return inputs and outputs of the model: name, datatype and shape of each."""
-
-    def config(self) -> dict[str, Any]:
-        """Return the model's configuration; empty from a server without that extension."""
-
-    def server(self) -> dict[str, Any]:
-        """Return name and version of the server."""
-
-    def statistics(self) -> dict[str, Any] | None:
-        """Return the statistics of the model's version; None from a server without that extension."""
-
-    def register(self, name: str, key: str, size_bytes: int) -> None:
-        """Register system shared memory."""
-
-    def unregister(self, name: str) -> None:
-        """Release the server's mapping of shared memory."""
-
-
 class HttpControl:
-    """Control calls over HTTP.
+    """Control calls over HTTP. Every method raises HeadraceError.
 
     Args:
         url: address of the server.
@@ -136,31 +113,31 @@ class HttpControl:
         self._path = model_path(model, version)
 
     def metadata(self) -> dict[str, Any]:
-        """See `Control`."""
+        """Return inputs and outputs of the model: name, datatype and shape of each."""
         try:
-            return self._object("GET", self._path)
+            return self._object(self._path)
         except NotFound as error:
             raise NotFound(f"the server has no model '{self._model}' ({error}){self._names()}") from None
 
     def config(self) -> dict[str, Any]:
-        """See `Control`."""
+        """Return the model's configuration; empty from a server without that extension."""
         return self._optional(self._path + "/config") or {}
 
     def server(self) -> dict[str, Any]:
-        """See `Control`."""
+        """Return name and version of the server."""
         return self._optional("/v2") or {}
 
     def statistics(self) -> dict[str, Any] | None:
-        """See `Control`."""
+        """Return the statistics of the model's version; None from a server without that extension."""
         return one_version(self._optional(self._path + "/stats"))
 
     def register(self, name: str, key: str, size_bytes: int) -> None:
-        """See `Control`."""
+        """Register system shared memory."""
         body = {"key": key, "offset": 0, "byte_size": size_bytes}
         self._call("POST", f"/v2/systemsharedmemory/region/{quote(name, safe='')}/register", body)
 
     def unregister(self, name: str) -> None:
-        """See `Control`."""
+        """Release the server's mapping of shared memory."""
         self._call("POST", f"/v2/systemsharedmemory/region/{quote(name, safe='')}/unregister", {})
 
     def _names(self) -> str:
@@ -175,12 +152,12 @@ class HttpControl:
 
     def _optional(self, path: str) -> dict[str, Any] | None:
         try:
-            return self._object("GET", path)
+            return self._object(path)
         except HeadraceError:
             return None
 
-    def _object(self, method: str, path: str) -> dict[str, Any]:
-        body = self._call(method, path)
+    def _object(self, path: str) -> dict[str, Any]:
+        body = self._call("GET", path)
         try:
             document = orjson.loads(body)
         except orjson.JSONDecodeError:
@@ -195,21 +172,17 @@ class HttpControl:
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         url, options = self._url, self._options
-        data = None if body is None else orjson.dumps(body)
-        try:
-            status, answer = send(url.text, method, path, self._timeout_s, options, data, self._headers)
-        except ConnectionRefusedError:
-            raise Unavailable(f"no server answers at {url.text}: {_START}") from None
-        except TimeoutError:
-            raise Unavailable(
-                f"no answer from {url.text} within {self._timeout_s:g} s: the server may be busy or stopped; read its log, or "
-                "wait longer with --timeout"
-            ) from None
-        except (OSError, http.client.HTTPException) as error:
-            reason = connection_error_text(error, url.text, options)
-            raise Unavailable(
-                f"the connection to {url.text} failed: {reason}; check the address, and read the server's log"
-            ) from None
+        status, answer = explained_request(
+            url.text,
+            path,
+            self._timeout_s,
+            options,
+            start=_START,
+            wait=", or wait longer with --timeout",
+            method=method,
+            body=None if body is None else orjson.dumps(body),
+            headers=self._headers,
+        )
         if status == 200:
             return answer
         cure = options.refusal_cure(status, url.host)
@@ -218,7 +191,7 @@ class HttpControl:
 
 
 class GrpcControl:
-    """Control calls over gRPC.
+    """Control calls over gRPC. Every method raises HeadraceError.
 
     Args:
         url, model, version, options, timeout_s, headers: see `HttpControl`.
@@ -246,7 +219,7 @@ class GrpcControl:
             raise Unavailable(f"no server answers at {url.text}: {_START}") from None
 
     def metadata(self) -> dict[str, Any]:
-        """See `Control`."""
+        """See `HttpControl`."""
         try:
             return self._client.metadata(self._model, self._version)
         except Unavailable:
@@ -257,15 +230,15 @@ class GrpcControl:
             raise NotFound(f"the server has no model '{self._model}' ({error}): name a model that it serves") from None
 
     def config(self) -> dict[str, Any]:
-        """See `Control`."""
+        """See `HttpControl`."""
         return self._optional(self._client.config, self._model, self._version) or {}
 
     def server(self) -> dict[str, Any]:
-        """See `Control`."""
+        """See `HttpControl`."""
         return self._optional(self._client.server_metadata) or {}
 
     def statistics(self) -> dict[str, Any] | None:
-        """See `Control`."""
+        """See `HttpControl`."""
         return one_version(self._optional(self._client.statistics, self._model, self._version))
 
     def _optional(self, call: Callable[..., dict[str, Any]], *words: str) -> dict[str, Any] | None:
@@ -275,23 +248,21 @@ class GrpcControl:
             return None
 
     def register(self, name: str, key: str, size_bytes: int) -> None:
-        """See `Control`."""
+        """See `HttpControl`."""
         self._client.register_system_memory(name, key, size_bytes)
 
     def unregister(self, name: str) -> None:
-        """See `Control`."""
+        """See `HttpControl`."""
         self._client.unregister_system_memory(name)
+
+
+Control = HttpControl | GrpcControl
 
 
 def one_version(document: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the statistics of the only version in a response; with several versions that of the highest number."""
     entries = (document or {}).get("model_stats") or []
     return max(entries, key=lambda entry: str(entry.get("version", "")).zfill(12), default=None)
-
-
-def model_path(model: str, version: str = "") -> str:
-    """Return the route of a model."""
-    return f"/v2/models/{quote(model, safe='')}" + (f"/versions/{quote(version, safe='')}" if version else "")
 
 
 def _error(body: bytes) -> str:

@@ -11,7 +11,8 @@ import orjson
 
 from headrace.bench.answers import split_bytes
 from headrace.bench.inputs import Request, RequestTensor
-from headrace.bench.target import ServerUrl, model_path
+from headrace.bench.target import ServerUrl
+from headrace.commands.connection import model_path
 from headrace.core.errors import BadRequest
 from headrace.core.tensor import BF16, BYTES
 from headrace.http2.frames import HeaderField, encode

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
 
-from headrace.core.errors import BadRequest
+from headrace.core.errors import BadRequest, Unavailable
 
 if TYPE_CHECKING:
     import grpc
@@ -201,22 +201,34 @@ def host_of(url: str) -> tuple[str, bool]:
     return parts.hostname, parts.scheme == "https"
 
 
-def get(
+def model_path(model: str, version: str = "") -> str:
+    """Return the route of a model."""
+    return f"/v2/models/{quote(model, safe='')}" + (f"/versions/{quote(version, safe='')}" if version else "")
+
+
+def request(
     url: str,
     path: str,
     timeout_s: float,
-    options: ConnectionOptions | None = None,
+    options: ConnectionOptions,
+    *,
+    method: str = "GET",
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
     context: ssl.SSLContext | None = None,
     max_bytes: int | None = None,
 ) -> tuple[int, bytes]:
-    """Send a GET request and return the response's status and body. Redirects are not followed: they would carry the key.
+    """Send a request and return the response's status and body. Redirects are not followed: they would carry the key.
 
     Args:
         url: address of the server, e.g. "http://127.0.0.1:8000"; the scheme may be missing, a path is a prefix of
             every route.
         path: route, quoted.
         timeout_s: for connecting, and for every wait for bytes.
-        options: TLS files and key; None for neither.
+        options: TLS files and key.
+        method: e.g. "POST".
+        body: JSON of the request; None for none.
+        headers: further headers.
         context: TLS settings in place of those of `options`.
         max_bytes: number of bytes of the body to read; None reads all.
 
@@ -226,49 +238,6 @@ def get(
         OSError: no server listens, TLS fails, or no response comes in time.
         http.client.HTTPException: the peer does not speak HTTP, or closes the connection early.
     """
-    connection, prefix = _open(url, timeout_s, options or ConnectionOptions(), context)
-    try:
-        connection.request("GET", prefix + path, headers=(options or ConnectionOptions()).headers())
-        response = connection.getresponse()
-        return response.status, response.read(max_bytes)
-    finally:
-        connection.close()
-
-
-def send(
-    url: str,
-    method: str,
-    path: str,
-    timeout_s: float,
-    options: ConnectionOptions,
-    body: bytes | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> tuple[int, bytes]:
-    """Send a request of any method and return the response's status and body.
-
-    Args:
-        url, path, timeout_s, options: see `get`.
-        method: e.g. "POST".
-        body: JSON of the request; None for none.
-        headers: further headers.
-
-    Raises:
-        BadRequest, ValueError, OSError, http.client.HTTPException: see `get`.
-    """
-    connection, prefix = _open(url, timeout_s, options, None)
-    content = {} if body is None else {"content-type": "application/json"}
-    try:
-        connection.request(method, prefix + path, body, {**content, **options.headers(), **(headers or {})})
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
-
-
-def _open(
-    url: str, timeout_s: float, options: ConnectionOptions, context: ssl.SSLContext | None
-) -> tuple[http.client.HTTPConnection, str]:
-    """Return a connection that opens with its first request, and the path of the URL."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     host, is_tls = host_of(url)
     connection = (
@@ -276,14 +245,50 @@ def _open(
         if is_tls
         else http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
     )
-    return connection, parts.path.rstrip("/")
+    content = {} if body is None else {"content-type": "application/json"}
+    every_header = {**content, **options.headers(), **(headers or {})}
+    try:
+        connection.request(method, parts.path.rstrip("/") + path, body, every_header)
+        response = connection.getresponse()
+        return response.status, response.read(max_bytes)
+    finally:
+        connection.close()
+
+
+def explained_request(
+    url: str, path: str, timeout_s: float, options: ConnectionOptions, *, start: str, wait: str = "", **parts: Any
+) -> tuple[int, bytes]:
+    """Send a request as `request` does, with failures of the connection as errors that name a cure.
+
+    Args:
+        url, path, timeout_s, options: see `request`.
+        start: cure if no server listens.
+        wait: further cure if no response comes in time.
+        parts: further arguments of `request`.
+
+    Raises:
+        Unavailable: no server listens, TLS fails, no response comes in time, or the peer does not speak HTTP.
+        BadRequest: a TLS file is invalid.
+        ValueError: the URL is not one of HTTP.
+    """
+    try:
+        return request(url, path, timeout_s, options, **parts)
+    except ConnectionRefusedError:
+        raise Unavailable(f"no server answers at {url}: {start}") from None
+    except TimeoutError:
+        cure = f"the server may be busy or stopped; read its log{wait}"
+        raise Unavailable(f"no answer from {url} within {timeout_s:g} s: {cure}") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = connection_error_text(error, url, options)
+        cure = "" if isinstance(error, ssl.SSLError) else "; check the address, and read the server's log"
+        raise Unavailable(f"the connection to {url} failed: {reason}{cure}") from None
 
 
 def connection_error_text(error: Exception, url: str, options: ConnectionOptions) -> str:
     """Describe a failed HTTP connection: the reason, and what to do where the reason is one of TLS.
 
     Args:
-        error: OSError or HTTPException of `get`.
+        error: OSError or HTTPException of `request`.
         url: address of the server.
         options: of the client.
     """

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import http.client
-import ssl
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from urllib.parse import quote
 
 import orjson
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from headrace.commands.connection import (
-    ConnectionOptions,
-    connection_error_text,
-    get,
-    host_of,
-)
+from headrace.commands.connection import ConnectionOptions, explained_request, host_of, model_path
 from headrace.commands.connection import (
     add_arguments as add_connection_arguments,
 )
 from headrace.core.command_line import open_console, printable, printable_json
-from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, Unavailable
+from headrace.core.errors import BadRequest, HeadraceError, ModelFailed
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -113,24 +105,14 @@ def fetch(
         HeadraceError: the server returns an error.
         ModelFailed: the response is not a JSON object.
     """
-    path = f"/v2/models/{quote(model, safe='')}" + (f"/versions/{quote(version, safe='')}" if version else "")
     options = options or ConnectionOptions()
     try:
         host, is_tls = host_of(url)
         if not is_tls and (warning := options.clear_text_warning(host)):
             warn(warning)
-        status, body = get(url, path + "/explain", timeout_s, options)
-    except ConnectionRefusedError:
-        cure = "start one with `headrace serve` (or `make serve`), or name its address with --url"
-        raise Unavailable(f"no server answers at {url}: {cure}") from None
-    except TimeoutError:
-        cure = "the server may be busy or stopped: read its log"
-        raise Unavailable(f"no answer from {url} within {timeout_s:g} s: {cure}") from None
-    except (OSError, http.client.HTTPException) as error:
-        reason = connection_error_text(error, url, options)
-        cure = "" if isinstance(error, ssl.SSLError) else "; check the address, and read the server's log"
-        raise Unavailable(f"the connection to {url} failed: {reason}{cure}") from None
-    except ValueError as error:  # after OSError, because a certificate that is not trusted is both
+        start = "start one with `headrace serve` (or `make serve`), or name its address with --url"
+        status, body = explained_request(url, model_path(model, version) + "/explain", timeout_s, options, start=start)
+    except ValueError as error:
         raise BadRequest(f"the URL {url!r} is wrong ({error}): write it like {DEFAULT_URL}") from None
     try:
         document = orjson.loads(body)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
-from headrace.commands.connection import ConnectionOptions, add_arguments, connection_error_text, get, host_of
+from headrace.commands.connection import ConnectionOptions, add_arguments, connection_error_text, host_of, request
 from headrace.core.errors import BadRequest
 
 _MAX_BODY_BYTES = 4096
@@ -108,7 +108,8 @@ def readiness_error(url: str, live: bool, timeout_s: float, options: ConnectionO
     """
     host, is_tls = host_of(url)
     context = _context(certificate, options) if is_tls else None
-    status, body = get(url, f"/v2/health/{'live' if live else 'ready'}", timeout_s, options, context, _MAX_BODY_BYTES)
+    path = f"/v2/health/{'live' if live else 'ready'}"
+    status, body = request(url, path, timeout_s, options, context=context, max_bytes=_MAX_BODY_BYTES)
     if status == 200:
         return ""
     cure = options.refusal_cure(status, host)
