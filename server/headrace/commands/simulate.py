@@ -28,8 +28,7 @@ from headrace.scheduling.policy import BatchPolicy, HandlePolicy, RateLimits, Sh
 from headrace.simulation.options import KINDS, SettingParser, add_setting
 from headrace.simulation.pipelines import SimulatedPipeline, called_by, plain_graph
 from headrace.simulation.replay import LatencyProfile, SimulatedModel, parse_profile, replay
-from headrace.simulation.report import panels, print_reports, report
-from headrace.simulation.sequence_report import print_sequence_reports, sequence_report
+from headrace.simulation.report import panels, print_reports, print_sequence_reports, report, sequence_report
 from headrace.simulation.sequences import SequenceLoad, replay_sequences, sequence_rules
 from headrace.simulation.traces import ArrivalPattern, Trace, Workload, make_trace, read_trace
 

@@ -14,7 +14,7 @@ from headrace.__main__ import main
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, SequencePolicy
 from headrace.simulation.replay import LatencyProfile, SimulatedModel, StepLatency
-from headrace.simulation.sequence_report import sequence_report
+from headrace.simulation.report import sequence_report
 from headrace.simulation.sequences import SequenceLoad, SequenceReplay, replay_sequences
 
 from tests.support.sequence_models import add_accumulator
