@@ -157,24 +157,6 @@ def free_ports(count: int) -> list[int]:
         return [int(listener.getsockname()[1]) for listener in listeners]
 
 
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process and its descendants, in bytes, as the kernel counts it now."""
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    total = next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Rss:"))
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        total += sum(resident_bytes(int(child)) for child in children.read_text().split())
-    return total
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the process ids of the children of a process, and of theirs."""
-    found: list[int] = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
-
-
 def cpu_seconds(pid: int) -> float:
     """The processor time that a process has used so far, all its threads, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

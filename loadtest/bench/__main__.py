@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
-import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from headrace.core.command_line import positive_count
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from loadtest.bench import clients, machine
 from loadtest.bench.cases import CASES, Paired
 from loadtest.bench.inprocess import WrongAnswer
-from loadtest.bench.report import Report, print_report, replace_block, to_json, write_markdown
+from loadtest.bench.report import measured, print_report, replace_block, to_json, write_markdown
 from loadtest.bench.results import CaseResult
 from loadtest.bench.session import Bench, Case, cores_of
 from loadtest.load import LoadFailed
@@ -32,8 +30,6 @@ from loadtest.protocol import Refused
 from loadtest.servers import ServerFailed
 
 FAILURES = (ServerFailed, WrongAnswer, Refused, LoadFailed, subprocess.CalledProcessError, OSError)
-OPEN_FILES = 8192
-BUSY_WARNING = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,10 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cores = cores_of(usable, options.server_cores)
     # This process draws the progress bar: beside the client, never beside a server that is measured.
     os.sched_setaffinity(0, cores.client)
-    _allow_open_files(OPEN_FILES)
-    busy = machine.busy_share()
-    if busy > BUSY_WARNING:
-        console.print(f"{busy:.0%} of the cores are in use by others: expect noise, ratios included", style="yellow")
+    machine.allow_open_files()
+    busy = machine.warned_busy_share(console, "expect noise, ratios included")
     cases = [case for case in CASES if not options.only or case.name in options.only]
     if options.against:
         cases = [case for case in cases if isinstance(case, Paired)]
@@ -72,12 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress=lambda step, seconds: None,
         )
         results = _run_all(cases, bench, progress)
-    report = Report(
-        command=shlex.join(["python", "-m", "loadtest.bench", *words]),
-        date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        machine=machine.describe(cores, busy),
-        results=results,
-    )
+    report = measured("loadtest.bench", words, machine.describe(cores, busy), results)
     print_report(report, console)
     if options.json:
         options.json.write_text(to_json(report))
@@ -89,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench", description="Measure Headrace beside its peers.")
     parser.add_argument("--quick", action="store_true", help="short samples, to check that everything runs; no targets")
-    parser.add_argument("--rounds", type=_positive, help="rounds of each case (default: 5; 1 with --quick)")
+    parser.add_argument("--rounds", type=positive_count, help="rounds of each case (default: 5; 1 with --quick)")
     names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="+", choices=names, metavar="CASE", help=f"of {', '.join(names)}")
     parser.add_argument(
@@ -111,15 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--front-ends", type=int, default=0, help="front-end processes of Headrace (default: one process)"
     )
-    parser.add_argument("--server-cores", type=_positive, default=1, help="cores of a server (default: 1)")
+    parser.add_argument("--server-cores", type=positive_count, default=1, help="cores of a server (default: 1)")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return value
 
 
 def _progress(console: Console) -> Progress:
@@ -172,14 +154,6 @@ def _run(case: Case, bench: Bench) -> CaseResult:
         if isinstance(failure, subprocess.CalledProcessError):
             text += f"\n{failure.stderr}"
         return CaseResult(case.name, case.title, failure=text)
-
-
-def _allow_open_files(wanted: int) -> None:
-    """Raise the soft limit, ours and that of the servers we start: a thousand connections take two thousand ends."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 if __name__ == "__main__":

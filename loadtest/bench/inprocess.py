@@ -17,17 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
+from headrace.core.tensor import BY_ORT_NAME
 
 from loadtest.protocol import Array
 from loadtest.servers import ROOT, pinned
-
-DTYPES = {
-    "tensor(float)": np.float32,
-    "tensor(double)": np.float64,
-    "tensor(int32)": np.int32,
-    "tensor(int64)": np.int64,
-    "tensor(uint8)": np.uint8,
-}
 
 
 class WrongAnswer(RuntimeError):
@@ -55,7 +48,7 @@ class Oracle:
         inputs: dict[str, Array] = {}
         for spec in self._session.get_inputs():
             shape = [rows, *(size if isinstance(size, int) else 1 for size in spec.shape[1:])]
-            dtype = np.dtype(DTYPES[spec.type])
+            dtype = BY_ORT_NAME[spec.type].dtype
             values = rng.standard_normal(shape) if dtype.kind == "f" else rng.integers(0, 100, shape)
             inputs[spec.name] = values.astype(dtype)
         return inputs

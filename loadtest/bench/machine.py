@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from rich.console import Console
+
 from loadtest.bench.session import Cores
 from loadtest.servers import ROOT
 
+_BUSY_WARNING = 0.1
+_OPEN_FILES = 8192
 PACKAGES = ("onnxruntime", "numpy", "uvicorn", "uvloop", "httptools", "fastapi", "pydantic", "grpcio")
 
 
@@ -49,6 +54,22 @@ def busy_share(seconds: float = 1.0) -> float:
     time.sleep(seconds)
     idle_after, all_after = _idle_and_all()
     return 1.0 - (idle_after - idle_before) / max(1, all_after - all_before)
+
+
+def warned_busy_share(console: Console, effect: str) -> float:
+    """Return the share of the cores that others use, after a warning with its effect if that is more than a tenth."""
+    busy = busy_share()
+    if busy > _BUSY_WARNING:
+        console.print(f"{busy:.0%} of the cores are in use by others: {effect}", style="yellow")
+    return busy
+
+
+def allow_open_files() -> None:
+    """Raise the limit of open files of this process and its children, as far as it may be raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
+        limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _idle_and_all() -> tuple[int, int]:

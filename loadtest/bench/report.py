@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +41,12 @@ class Report:
         if any(result.failure for result in self.results):
             return 2
         return int(any(result.missed for result in self.results))
+
+
+def measured(program: str, words: Sequence[str], machine: Mapping[str, str], results: Sequence[CaseResult]) -> Report:
+    """Return the report of a program that was called with these words and ends now."""
+    command = shlex.join(["python", "-m", program, *words])
+    return Report(command, time.strftime("%Y-%m-%dT%H:%M:%S%z"), machine, results)
 
 
 def print_report(report: Report, console: Console) -> None:

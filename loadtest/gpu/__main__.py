@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from headrace.core.command_line import number_parser
+
 from loadtest.gpu import place
 from loadtest.gpu.parts import PARTS, TWO_GPUS
 from loadtest.gpu.report import Output, missed
@@ -29,6 +31,9 @@ _BATCHES_IN_FLIGHT = 6
 _MOST_CLIENTS = 8
 _CORES_OF_SERVER = 4
 _LIMIT_S, _QUICK_LIMIT_S = 700.0, 300.0
+
+
+_positive = number_parser(float, lambda number: 0 < number < 1e6, "is not a number above 0")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,13 +132,6 @@ def _parts(text: str) -> list[tuple[str, str]]:
     if unknown:
         raise argparse.ArgumentTypeError(f"there is no part {', '.join(sorted(unknown))}")
     return found
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError("a number above 0")
-    return value
 
 
 if __name__ == "__main__":

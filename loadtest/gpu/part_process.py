@@ -9,7 +9,6 @@ import argparse
 import ctypes
 import gc
 import os
-import resource
 import signal
 import sys
 import tomllib
@@ -17,13 +16,13 @@ import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from loadtest.bench import machine
 from loadtest.gpu.parts import BY_NAME
 from loadtest.gpu.report import Reporter
 from loadtest.gpu.setup import Setup
 from loadtest.servers import ROOT
 
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-_OPEN_FILES = 8192
 
 
 def main() -> int:
@@ -35,9 +34,7 @@ def main() -> int:
     options = parser.parse_args()
     end_with_parent()
     # Hundreds of connections, each with two ends; servers and clients inherit it.
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    machine.allow_open_files()
     reporter = Reporter(options.report_fd)
     setup = Setup.from_json(options.setup)
     name_package(Path(setup.work))

@@ -332,9 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.identity:  # the FastAPI handler has no model in Python
         peers = [peer for peer in peers if peer is HEADRACE or peer.script]
     cores = cores_of(usable)
-    busy = machine.busy_share()
-    if busy > 0.1:
-        console.print(f"{busy:.0%} of the cores are in use: expect noise", style="yellow")
+    busy = machine.warned_busy_share(console, "expect noise")
     bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console)
     with tempfile.TemporaryDirectory(prefix="headrace-peers-") as scratch, bar:
         models = (IDENTITY,) if options.identity else MODELS

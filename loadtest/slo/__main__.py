@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from loadtest.bench.report import (
     comparison_row,
     figure_row,
     markdown_table,
+    measured,
     print_report,
     replace_block,
     to_json,
@@ -40,7 +40,6 @@ PARTS: Mapping[str, Callable[[Plan], CaseResult]] = {
     "http": served.over_http,
     "convolution": served.over_http_on_one_core,
 }
-BUSY_WARNING = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,21 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.markdown:
         for name in names:  # fails now, not after the measurements
             replace_block(options.markdown.read_text(), "", f"slo-{name}")
-    busy = machine.busy_share()
-    if busy > BUSY_WARNING:
-        console.print(f"{busy:.0%} of the cores are in use by others: figures by the clock are worse", style="yellow")
+    busy = machine.warned_busy_share(console, "figures by the clock are worse")
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # as the server has it
     with tempfile.TemporaryDirectory(prefix="headrace-slo-") as scratch:
         plan = Plan(options.rounds, options.seconds, options.model_repository, Path(scratch))
         results = [_run(name, plan, console) for name in names]
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    report = Report(
-        command=shlex.join(["python", "-m", "loadtest.slo", *words]),
-        date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        machine=machine.describe(Cores(cores, cores), busy),
-        results=results,
-    )
+    report = measured("loadtest.slo", words, machine.describe(Cores(cores, cores), busy), results)
     print_report(report, console)
     if options.json:
         options.json.write_text(to_json(report))

@@ -22,7 +22,7 @@ from headrace.config.manifest import LIBRARIES, Machine, Stamp, artefact_name, c
 from headrace.config.model_folder import served_versions
 from headrace.config.serving_plan import CUDA_RUNTIME, GpuRuntime, ServingPlan, cpu_pin, engine_folder, serving_plan
 from headrace.config.tried_files import TrialOutcome, TriedFiles
-from headrace.core.command_line import open_console, pickup_text, plural, printable
+from headrace.core.command_line import number_parser, open_console, pickup_text, plural, printable
 from headrace.core.errors import ConfigError, HeadraceError, Unsupported
 from headrace.core.optimization_config import PRECISIONS, cuda_accelerator
 from headrace.cuda import devices as gpus
@@ -40,6 +40,8 @@ from headrace_engines.report import BuildDisplay, Heading, narrow_table, print_t
 from headrace_engines.store import Store, publish, publishing_folder
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Target
+
+_NO_SECONDS = "is no number of seconds above 0: write e.g. 120"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--plugins-budget",
-        type=_seconds,
+        type=number_parser(float, lambda seconds: 0 < seconds < math.inf, _NO_SECONDS),
         default=PLUGINS_BUDGET_S,
         metavar="SECONDS",
         help="--plugins auto: time after which no further kernel is timed and no further engine is built (default: %(default)g)",
@@ -163,17 +165,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.json is not None:
         write_outcomes(options.json, outcomes)
     return 1 if any(outcome.error for outcome in outcomes) else 0
-
-
-def _seconds(text: str) -> float:
-    """Read a number of seconds above 0 from the command line."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0: write e.g. 120")
-    return seconds
 
 
 def _line_writer(console: Console, name: str) -> Callable[[str], None]:

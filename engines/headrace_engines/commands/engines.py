@@ -24,7 +24,7 @@ from headrace.config.manifest import (
     runs_on,
     stamp_fits,
 )
-from headrace.core.command_line import fit_title, printable
+from headrace.core.command_line import fit_title, number_parser, printable
 from headrace.core.errors import ConfigError
 from rich.console import Console
 from rich.table import Table
@@ -280,11 +280,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _days(text: str) -> float:
-    days = float(text)
-    if not 0 <= days < 1e6:
-        raise ValueError
-    return days
+_days = number_parser(float, lambda days: 0 <= days < 1e6, "is not a number of days")
 
 
 # ls
