@@ -157,12 +157,6 @@ def free_ports(count: int) -> list[int]:
         return [int(listener.getsockname()[1]) for listener in listeners]
 
 
-def cpu_seconds(pid: int) -> float:
-    """The processor time that a process has used so far, all its threads, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def _wait_until_ready(
     server: ServerCommand, process: subprocess.Popen[bytes], port: int, log_path: Path, timeout_s: float
 ) -> None:

@@ -330,7 +330,8 @@ class ModelThroughput(Case):
 
 
 PLAIN, PYTHON, CACHED, PIPELINE = "plain", "python", "cached", "pipeline"
-_CODE = """
+# A model in Python that returns its input; to format with the names of input and output.
+IDENTITY_CODE = """
 import triton_python_backend_utils as pb_utils
 
 
@@ -338,8 +339,8 @@ class TritonPythonModel:
     def execute(self, requests):
         responses = []
         for request in requests:
-            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
-            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x)]))
+            rows = pb_utils.get_input_tensor_by_name(request, "{input}").as_numpy()
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("{output}", rows)]))
         return responses
 """
 
@@ -408,7 +409,7 @@ def write_features(repository: Path) -> None:
         (repository / name / "config.yaml").write_text(config)
         if name in (PLAIN, CACHED):
             onnx.save(model, repository / name / "1" / "model.onnx")
-    (repository / PYTHON / "1" / "model.py").write_text(_CODE)
+    (repository / PYTHON / "1" / "model.py").write_text(IDENTITY_CODE.format(input="x", output="y"))
 
 
 CASES: tuple[Case, ...] = (

@@ -31,6 +31,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loadtest import servers
 from loadtest.bench import clients, machine
+from loadtest.bench.cases import IDENTITY_CODE
 from loadtest.bench.clients import Load, Sample, run_http
 from loadtest.bench.inprocess import Oracle, WrongAnswer
 from loadtest.bench.report import markdown_table, number, replace_block
@@ -45,18 +46,6 @@ HERE = Path(__file__).resolve().parent
 MODELS = ("tiny", "mlp")
 IDENTITY = "identity"
 IDENTITY_WIDTH = 16
-IDENTITY_CODE = """
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            rows = pb_utils.get_input_tensor_by_name(request, "input").as_numpy()
-            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("output", rows)]))
-        return responses
-"""
 CONNECTIONS = (1, 64)
 # Model, connections -> requests/s and p50 in us of each round.
 Samples = dict[tuple[str, int], list[Sample]]
@@ -205,7 +194,7 @@ def prepare_identity(folder: Path) -> dict[str, Path]:
     """Write a repository with the identity in Python, and an ONNX file of it for the oracle; the file by name."""
     model = folder / "repository" / IDENTITY
     (model / "1").mkdir(parents=True)
-    (model / "1" / "model.py").write_text(IDENTITY_CODE)
+    (model / "1" / "model.py").write_text(IDENTITY_CODE.format(input="input", output="output"))
     tensor = f"data_type: TYPE_FP32, dims: [{IDENTITY_WIDTH}]"
     (model / "config.yaml").write_text(
         "backend: python\nmax_batch_size: 64\ndynamic_batching: {}\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import grpc
+from headrace.bench.processor import children
 from tritonclient.grpc import service_pb2
 
 from loadtest.protocol import HttpRequest, binary_request
@@ -92,7 +93,7 @@ class Operator(ChannelClient):
         return wrong or self._ask(SWAPPED, "load", 200)
 
     def _kill(self) -> str:
-        found = children_of(self.server.pid, _CHILD)
+        found = [child for child in children(self.server.pid) if _CHILD in _words(child)]
         if not found:
             return "no process of an isolated model is there"
         for child in found:
@@ -116,17 +117,6 @@ class Operator(ChannelClient):
         except grpc.RpcError as error:
             return f"load over gRPC: {error.code().name}: {error.details()}"
         return ""
-
-
-def children_of(pid: int, word: bytes = b"") -> list[int]:
-    """Processes that a process has started, those with a word on their command line."""
-    found: list[int] = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += map(int, children.read_text().split())
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return [child for child in found if not word or word in _words(child)]
 
 
 def _words(pid: int) -> list[bytes]:

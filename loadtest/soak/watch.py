@@ -11,11 +11,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.bench.processor import children, cpu_s
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.servers import HOST, Running, cpu_seconds
+from loadtest.servers import HOST, Running
 from loadtest.soak.clients import METRICS_KEY
-from loadtest.soak.operations import children_of
 
 _EVERY_S = 0.5
 # How long a server may take to let go of what its clients have left behind.
@@ -99,7 +99,7 @@ def look(pid: int) -> Held:
         FileNotFoundError, ProcessLookupError: the server has gone.
     """
     memory = descriptors = threads = 0
-    found = [pid, *children_of(pid)]
+    found = [pid, *children(pid)]
     for process in found:
         try:
             fields = _status(process)
@@ -111,7 +111,7 @@ def look(pid: int) -> Held:
         memory += fields["VmRSS"] * 1024
         threads += fields["Threads"]
         descriptors += numbers
-    return Held(time.monotonic(), memory, descriptors, threads, len(found), cpu_seconds(pid))
+    return Held(time.monotonic(), memory, descriptors, threads, len(found), cpu_s(pid))
 
 
 def settled(server: Running, start_s: float, end_s: float) -> Quiet:
@@ -143,7 +143,7 @@ def counted(server: Running) -> Counted:
 def _open_files(pid: int) -> dict[str, int]:
     """Descriptors of the server and its processes by what they are, less numbers: socket, pipe, anon_inode:[eventfd], a path."""
     kinds: Counter[str] = Counter()
-    for process in (pid, *children_of(pid)):
+    for process in (pid, *children(pid)):
         for descriptor in Path(f"/proc/{process}/fd").iterdir():
             try:
                 kinds[re.sub(r":\[\d+\]|\d+", "", os.readlink(descriptor))] += 1

@@ -32,7 +32,6 @@ def test_a_peer_is_started_loaded_and_stopped(tmp_path: Path) -> None:
     with running(servers.peer("bare_asgi", "bare", "--answer-bytes", "123"), tmp_path) as server:
         assert send(servers.HOST, server.port, request)[2] == b"o" * 123
         sample = clients.run_http(server.url, Load(request, 4, seconds=1, record_completions=True), tmp_path)
-        assert servers.cpu_seconds(server.pid) > 0
     assert sample.requests > 100
     assert len(sample.completions_s) == sample.requests
     assert 0 < sample.p50_us <= sample.p99_us
