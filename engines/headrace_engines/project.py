@@ -32,7 +32,7 @@ from headrace.cuda.convolution_plugin import sources_digest
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import file_digest
 from headrace_engines.quantization import calibration as ranges
-from headrace_engines.quantization.ragged import ragged_range, ragged_samples
+from headrace_engines.quantization.ragged import input_sizes, ragged_range, ragged_samples
 from headrace_engines.quantization.sample_sources import open_samples
 from headrace_engines.quantization.samples import Samples, class_output, random_samples
 from headrace_engines.targets.base import ShapeRange
@@ -303,16 +303,7 @@ def _shape_range(config: ModelConfig, profile: EngineProfile) -> ShapeRange:
         names = ", ".join(tensor.name for tensor in config.model_input)
         raise BuildError(f"{config.name}: a profile names {', '.join(unknown)}, the model's inputs are {names}")
     for tensor in config.model_input:
-        dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
-        shapes_of_input = profile.shapes.get(tensor.name)
-        if shapes_of_input is None and any(size < 0 for size in dims):
-            cure = f"write optimization.profiles with shapes for it: {{shapes: {{{tensor.name}: [min, opt, max]}}}}"
-            raise BuildError(f"{config.name}: input {tensor.name} has free dimensions {list(dims)}: {cure}")
-        smallest, tuned, largest = shapes_of_input or (dims, dims, dims)
-        if len(smallest) != len(dims) or any(
-            dim not in (-1, a) or dim not in (-1, c) for dim, a, c in zip(dims, smallest, largest, strict=True)
-        ):
-            raise BuildError(f"{config.name}: the profile of input {tensor.name} does not fit its dims {list(dims)}")
+        smallest, tuned, largest = input_sizes(config, profile, tensor)
         if config.max_batch_size:
             shapes[tensor.name] = ((rows[0], *smallest), (rows[1], *tuned), (rows[2], *largest))
         else:

@@ -39,10 +39,9 @@ _PRUNE = 8.0
 _KERNELS = Path("~/.cache/headrace/kernels")
 
 
-def _list_of(choices: Callable[[], tuple[str, ...]]) -> Callable[[str], tuple[str, ...]]:
+def _list_of(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         words = tuple(word for word in dict.fromkeys(text.split(",")) if word and word != "none")
-        allowed = choices()
         for word in words:
             if word not in allowed:
                 guess = nearest(word, allowed)
@@ -72,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--epilogue",
-        type=_list_of(lambda: _EPILOGUE),
+        type=_list_of(_EPILOGUE),
         default=("bias", "relu"),
         metavar="OPERATION,...",
         help="operations after the convolutions of --shape: bias, residual, relu, or none (default: bias,relu)",
@@ -86,17 +85,17 @@ def _add_extent(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=_numbers, default=None, metavar="N,...", help="batch sizes (default: 1,8,64)")
     parser.add_argument(
         "--precision",
-        type=_list_of(lambda: tuple(DTYPES)),
+        type=_list_of(tuple(DTYPES)),
         default=tuple(DTYPES),
         metavar="P,...",
         help="fp16, fp32 (default: both)",
     )
     parser.add_argument(
-        "--algorithms", type=_list_of(names), default=None, metavar="NAME,...", help="our algorithms (default: all)"
+        "--algorithms", type=_list_of(names()), default=None, metavar="NAME,...", help="our algorithms (default: all)"
     )
     parser.add_argument(
         "--baselines",
-        type=_list_of(lambda: _BASELINES),
+        type=_list_of(_BASELINES),
         default=_BASELINES,
         metavar="NAME,...",
         help="cudnn, tensorrt, or none (default: both)",
@@ -110,7 +109,7 @@ def _add_extent(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--work",
-        type=_list_of(lambda: _WORK),
+        type=_list_of(_WORK),
         default=_WORK,
         metavar="NAME,...",
         help="conv: the convolution alone, layer: with its epilogue (default: both)",

@@ -53,6 +53,7 @@ from headrace_engines.optimize.torch_program.jobs import Job
 from headrace_engines.precision.lowering import ROWS
 from headrace_engines.progress import Report, part, silent, with_progress_lines
 from headrace_engines.project import open_project, read_spec
+from headrace_engines.quantization.samples import Samples
 from headrace_engines.report import BuildDisplay, finite, make_folder, print_text
 from headrace_engines.simplify import simplify
 from headrace_engines.store import Store
@@ -273,12 +274,11 @@ def _default_name(original: Original, options: argparse.Namespace, code: PyTorch
     return f"{original.project.name if code is None else code.path.stem}_{suffix}"
 
 
-def _comparison(original: Original, samples_of: Callable[[Original], Any]) -> Callable[[onnx.ModelProto], Accuracy]:
+def _comparison(original: Original, samples: Samples) -> Callable[[onnx.ModelProto], Accuracy]:
     """Return a function that compares a model with the original one on samples."""
     reference, rows = OnnxRunner(original.model), min(ROWS, max(original.project.config.max_batch_size, 1))
 
     def compare(model: onnx.ModelProto) -> Accuracy:
-        samples = samples_of(original)
         return measure(reference, OnnxRunner(model), samples, rows, silent, output=original.output)
 
     return compare
@@ -297,9 +297,9 @@ def _sparse(original: Original, options: argparse.Namespace, report: Report) -> 
             f"{original.project.name} has no layer for 2:4 sparsity, a Conv without groups, Gemm or MatMul with a constant "
             f"weight whose reduction is a multiple of {MIN_REDUCTION}: {cure}"
         )
-    calibrate = _comparison(original, lambda o: o.train.head(_SENSITIVITY_SAMPLES))
+    calibrate = _comparison(original, original.train.head(_SENSITIVITY_SAMPLES))
     ranked = rank_layers(original.model, layers, calibrate, part(report, 0.0, 0.7))
-    judged = _comparison(original, lambda o: o.held_out)
+    judged = _comparison(original, original.held_out)
     choice = choose_layers(original.model, ranked, judged, options.target_loss, part(report, 0.7, 1.0))
     if choice.model is None:
         reason = "; ".join(missed_target(choice.accuracy, options.target_loss))
@@ -356,7 +356,7 @@ def _pruned(original: Original, options: argparse.Namespace, report: Report, pyt
         device=options.device,
         training=_training_options(options),
     )
-    compare = _comparison(original, lambda o: o.held_out)
+    compare = _comparison(original, original.held_out)
 
     def prune(share: float, inner: Report) -> TorchResult:
         return run_torch_job(python, job.with_share(share), inputs, inner)
@@ -370,7 +370,7 @@ def _pruned(original: Original, options: argparse.Namespace, report: Report, pyt
         raise BuildError(
             f"even the weakest pruning, to {left:.0%} of the FLOPs, misses the target: {'; '.join(weakest.refusal)}"
         )
-    details = {"trials": [_trial_json(trial) for trial in trials], "network": best.result.network.to_json()}
+    details = {"trials": [_trial_json(trial) for trial in trials], "network": asdict(best.result.network)}
     return _Smaller(best.result.model, best.accuracy, details, tuple(_trial_text(trial) for trial in trials))
 
 

@@ -209,7 +209,8 @@ def _note_variation(
 def _compare_case(check: ImportCheck, case: Case, expected: Mapping[str, Array], actual: Mapping[str, Array]) -> None:
     for name, wanted in expected.items():
         found = storable(actual[name])
-        output = check.outputs.setdefault(name, _new_output(name, wanted))
+        bound = BOUNDS.get(str(wanted.dtype), EXACT)
+        output = check.outputs.setdefault(name, OutputErrors(name, _kind(wanted), bound))
         if wanted.shape != found.shape or _kind(wanted) != _kind(found):
             check.refuse_output(
                 name,
@@ -265,10 +266,6 @@ def _judge(check: ImportCheck) -> None:
         )
     if not check.cases:
         check.faults.append("no case was compared")
-
-
-def _new_output(name: str, array: Array) -> OutputErrors:
-    return OutputErrors(name, _kind(array), BOUNDS.get(str(array.dtype), EXACT))
 
 
 def _kind(array: Array) -> str:

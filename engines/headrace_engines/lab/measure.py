@@ -98,18 +98,23 @@ def capture_launches(stream: CudaStream, launch: Callable[[int], None], launches
     return CudaGraph(stream, enqueue)
 
 
+def timed_us(stream: CudaStream, work: Callable[[], None]) -> float:
+    """Return the time between two events of a stream, before and after some work."""
+    first, last = TimingEvent(), TimingEvent()
+    first.record(stream)
+    work()
+    last.record(stream)
+    stream.synchronize()
+    return last.us_since(first)
+
+
 def trial_us(stream: CudaStream, candidate: Candidate) -> float:
     """Return a first estimate of a launch's time; the candidate must have run before."""
     replay = candidate.capture(_TRIAL_LAUNCHES)
     try:
         time_us = 0.0
         for _ in range(2):
-            first, last = TimingEvent(), TimingEvent()
-            first.record(stream)
-            replay.launch()
-            last.record(stream)
-            stream.synchronize()
-            time_us = last.us_since(first)
+            time_us = timed_us(stream, replay.launch)
             if time_us > _LONG_TRIAL_US:
                 break
         return time_us / _TRIAL_LAUNCHES

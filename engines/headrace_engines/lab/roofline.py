@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from headrace.cuda.driver import CudaStream, TimingEvent, check, loaded
+from headrace.cuda.driver import CudaStream, check, loaded
 from headrace.cuda.kernels.convolution.base import ConvShape
 from headrace.cuda.memory import DeviceBuffer
 
 from headrace_engines.lab.cudnn import Torch
+from headrace_engines.lab.measure import timed_us
 
 _COPY_BYTES = 1 << 30
 _COPIES = 8
@@ -96,13 +97,9 @@ def _matrix_rate(torch: Torch, precision: str, stream: CudaStream) -> float:
 def _best_us(stream: CudaStream, work: Callable[[], None], repeats: int) -> float:
     """Shortest mean time of `repeats` pieces of work, of some samples."""
     work()
-    best = float("inf")
-    for _ in range(_SAMPLES):
-        first, last = TimingEvent(), TimingEvent()
-        first.record(stream)
+
+    def repeat() -> None:
         for _ in range(repeats):
             work()
-        last.record(stream)
-        stream.synchronize()
-        best = min(best, last.us_since(first) / repeats)
-    return best
+
+    return min(timed_us(stream, repeat) for _ in range(_SAMPLES)) / repeats

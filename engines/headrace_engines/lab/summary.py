@@ -146,7 +146,8 @@ def _kernel_sizes(cells: Sequence[Cell]) -> list[str]:
             )
             if len({cell.shape.r for cell in mine}) < 3:
                 continue
-            for rivals, label in ((_own_rivals(mine), "our other algorithms"), (["cudnn"], "cuDNN")):
+            others = [name for name in _names(mine) if name != "fft"]
+            for rivals, label in ((others, "our other algorithms"), (["cudnn"], "cuDNN")):
                 ratios = [
                     (cell.shape.r, over / under)
                     for cell in mine
@@ -158,10 +159,6 @@ def _kernel_sizes(cells: Sequence[Cell]) -> list[str]:
                     where = f"FFT wins from {first}x{first} on" if first else "FFT does not win"
                     lines.append(f"{precision} n {n}: {where} against {label} (time ratio by kernel size {text})")
     return lines
-
-
-def _own_rivals(cells: Sequence[Cell]) -> list[str]:
-    return [name for name in _names(cells) if name != "fft"]
 
 
 def _crossover(ratios: Sequence[tuple[int, float]]) -> int:

@@ -65,11 +65,10 @@ def _joined_limits(
     config: ModelConfig, profile: EngineProfile, tensor: ModelInput, rows: tuple[int, int, int]
 ) -> _Limits:
     """Return the smallest, tuned and largest shape of an input that requests have."""
-    dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
-    given = profile.shapes.get(tensor.name)
-    is_free = any(size < 0 for size in dims)
     if tensor.allow_ragged_batch:
-        if given is None and is_free:
+        dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
+        given = profile.shapes.get(tensor.name)
+        if given is None and any(size < 0 for size in dims):
             line = f"optimization: {{profiles: [{{shapes: {{{tensor.name}: [[1], [1024], [16384]]}}}}]}}"
             cure = f"write the fewest, tuned and most elements of a batch, e.g. {line}"
             raise BuildError(f"{config.name}: the elements of the ragged input {tensor.name} have no bound: {cure}")
@@ -78,7 +77,19 @@ def _joined_limits(
             raise BuildError(f"{config.name}: the profile of the ragged input {tensor.name} has several sizes: {cure}")
         count = math.prod(dims)
         return given or ((rows[0] * count,), (rows[1] * count,), (rows[2] * count,))
-    if given is None and is_free:
+    smallest, tuned, largest = input_sizes(config, profile, tensor)
+    return (rows[0], *smallest), (rows[1], *tuned), (rows[2], *largest)
+
+
+def input_sizes(config: ModelConfig, profile: EngineProfile, tensor: ModelInput) -> _Limits:
+    """Return the smallest, tuned and largest dims of an input that is not ragged, without the batch.
+
+    Raises:
+        BuildError: its dims are free and the profile has none, or those do not fit.
+    """
+    dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
+    given = profile.shapes.get(tensor.name)
+    if given is None and any(size < 0 for size in dims):
         cure = f"write optimization.profiles with shapes for it: {{shapes: {{{tensor.name}: [min, opt, max]}}}}"
         raise BuildError(f"{config.name}: input {tensor.name} has free dimensions {list(dims)}: {cure}")
     smallest, tuned, largest = given or (dims, dims, dims)
@@ -86,7 +97,7 @@ def _joined_limits(
         dim not in (-1, a) or dim not in (-1, c) for dim, a, c in zip(dims, smallest, largest, strict=True)
     ):
         raise BuildError(f"{config.name}: the profile of input {tensor.name} does not fit its dims {list(dims)}")
-    return (rows[0], *smallest), (rows[1], *tuned), (rows[2], *largest)
+    return smallest, tuned, largest
 
 
 def _source_sizes(

@@ -23,7 +23,7 @@ from headrace.bench.http_pool import HttpPool
 from headrace.bench.inputs import InputOptions, Request, make_requests
 from headrace.bench.loads import Floats, constant_times, poisson_times
 from headrace.bench.pool import NO_CONNECTION, TIMEOUT, Address, Answer, Pool, PoolOptions
-from headrace.bench.processes import ClientProcesses, ClientSetup, Outcomes, PlannedLoad
+from headrace.bench.processes import ClientProcesses, ClientSetup, PlannedLoad
 from headrace.bench.processor import tree_cpu_s
 from headrace.bench.regions import shared_inputs
 from headrace.bench.results import merge_repeats, statistics_between, summarize
@@ -291,7 +291,8 @@ class Bench:
         if self._is_interrupted:
             last_s = min(last_s, outcomes.end_s)
             first_s = min(first_s, last_s)
-        figures = self._figures(outcomes, first_s, last_s, point, rows)
+        is_open = point.mode != "closed"
+        figures = summarize(outcomes, first_s, last_s, is_open=is_open, slo_ms=options.slo_ms, rows=rows)
         if reader is not None:
             if self._is_interrupted:
                 reader.cancel()
@@ -305,12 +306,6 @@ class Bench:
             figures["server_cores"] = cpu_s / max(reads[-1].at_s - reads[0].at_s, 1e-9)
         figures["interrupted"] = self._is_interrupted
         return figures
-
-    def _figures(
-        self, outcomes: Outcomes, first_s: float, last_s: float, point: LoadPoint, rows: int
-    ) -> dict[str, Any]:
-        is_open = point.mode != "closed"
-        return summarize(outcomes, first_s, last_s, is_open=is_open, slo_ms=self._options.slo_ms, rows=rows)
 
     async def _read_server(self) -> _ServerRead:
         statistics = await asyncio.to_thread(self._control.statistics)

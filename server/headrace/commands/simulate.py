@@ -189,9 +189,10 @@ def _read_model(path: Path, simulated: _SimulatedNames) -> str:
     if config.pipeline is None and config.ensemble_scheduling is None:
         simulated.policies[config.name] = policy
         return config.name
-    pipeline = _read_pipeline(config, policy[0])
+    graph = _graph(config)
+    pipeline = SimulatedPipeline(plain_graph(graph), max(config.max_batch_size, 1), policy[0])
     simulated.pipelines[config.name] = pipeline, policy[1]
-    builtin = {f"{config.name}.{step.name}" for step in _graph(config).steps if step.builtin}
+    builtin = {f"{config.name}.{step.name}" for step in graph.steps if step.builtin}
     for name in called_by(pipeline.graph):
         if name in builtin:
             simulated.policies[name] = (HandlePolicy(BatchPolicy(max_rows=pipeline.max_rows)), None)
@@ -206,10 +207,6 @@ def _graph(config: ModelConfig) -> PipelineGraph:
     except Problems as error:
         problem = error.problems[0]
         raise ValueError(f"{config.name}: {problem.message}: {problem.cure}") from None
-
-
-def _read_pipeline(config: ModelConfig, policy: HandlePolicy) -> SimulatedPipeline:
-    return SimulatedPipeline(plain_graph(_graph(config)), max(config.max_batch_size, 1), policy)
 
 
 def _trace(args: argparse.Namespace, simulated: _SimulatedNames) -> Trace:

@@ -109,13 +109,9 @@ class PrunedNetwork:
     loss: float | None = None
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
-        return asdict(self)
-
     def write(self, folder: Path) -> None:
         """Write `result.json`."""
-        write_json(folder / RESULT_FILE, self.to_json())
+        write_json(folder / RESULT_FILE, asdict(self))
 
     @classmethod
     def read(cls, folder: Path) -> PrunedNetwork:
