@@ -21,7 +21,7 @@ from headrace.config.files import read_config_file
 from headrace.config.manifest import LIBRARIES, Machine, Stamp, artefact_name, config_digest, write_stamp
 from headrace.config.model_folder import served_versions
 from headrace.config.serving_plan import CUDA_RUNTIME, GpuRuntime, ServingPlan, cpu_pin, engine_folder, serving_plan
-from headrace.config.tried_files import TrialOutcome, TriedFiles
+from headrace.config.tried_files import TriedFiles
 from headrace.core.command_line import number_parser, open_console, pickup_text, plural, printable
 from headrace.core.errors import ConfigError, HeadraceError, Unsupported
 from headrace.core.optimization_config import PRECISIONS, cuda_accelerator
@@ -313,9 +313,7 @@ def _publish(
     publish(entry.path, folder, stamp)
     # The build has run the engine, so a server with this state folder loads it at once.
     tried = TriedFiles(options.state_dir)
-    tried.write(
-        tried.key(stamp.artefact_sha256, stamp.machine, project.config.parameters), project.name, TrialOutcome()
-    )
+    tried.write(tried.key(stamp.artefact_sha256, stamp.machine, project.config.parameters), project.name)
     return None if folder == project.version_folder else folder
 
 

@@ -372,7 +372,7 @@ def _run_once(model: DemoModel, file: Path) -> None:
         return
     import numpy as np
     from headrace.config.manifest import onnx_digest, onnxruntime_machine
-    from headrace.config.tried_files import TrialOutcome, TriedFiles
+    from headrace.config.tried_files import TriedFiles
     from headrace.core.tensor import BY_ORT_NAME
 
     from headrace_engines.store import DEFAULT_STATE
@@ -384,7 +384,7 @@ def _run_once(model: DemoModel, file: Path) -> None:
         None, {node.name: np.ones(shapes[node.name], BY_ORT_NAME[node.type].dtype) for node in session.get_inputs()}
     )
     tried = TriedFiles(DEFAULT_STATE)
-    tried.write(tried.key(onnx_digest(file), onnxruntime_machine(), {}), model.name, TrialOutcome())
+    tried.write(tried.key(onnx_digest(file), onnxruntime_machine(), {}), model.name)
 
 
 def _unchanged_outcome(model: DemoModel, output: Path, state: DemoState) -> DemoOutcome:

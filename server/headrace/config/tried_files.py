@@ -39,6 +39,9 @@ class TrialOutcome(NamedTuple):
     limit_s: float = 0.0
 
 
+_RUNS = TrialOutcome()
+
+
 class TriedFiles:
     """Records in a state folder. Thread-safe: a record is replaced as a whole.
 
@@ -73,13 +76,13 @@ class TriedFiles:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def write(self, key: str, model: str, trial: TrialOutcome) -> None:
+    def write(self, key: str, model: str, trial: TrialOutcome = _RUNS) -> None:
         """Record an outcome; a write error is logged once.
 
         Args:
             key: see `key`.
             model: name of the model, for readers of the folder only.
-            trial: the outcome.
+            trial: the outcome; by default the file runs.
         """
         record = {"format": _FORMAT, "model": model, **trial._asdict()}
         try:

@@ -255,7 +255,7 @@ class OwnTrials(ModelTrials):
     def record(self) -> None:
         """Record that the files run."""
         for key, name in self._loaded:
-            self._files.write(key, name, TrialOutcome())
+            self._files.write(key, name)
 
 
 def _outcome(name: str, answer: Message) -> TrialOutcome | None:
