@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -186,6 +188,29 @@ def test_a_load_that_does_not_end_is_killed_at_its_limit(repository: Path, tmp_p
         assert len(answers) > 1
         assert load(server, "other")[0] == 200
         assert load(server, "bad")[0] == 400  # by its record
+        until(lambda: not children(server.process.pid))
+
+
+def test_a_model_whose_helper_the_kernel_kills_is_loaded_by_the_server(repository: Path, tmp_path: Path) -> None:
+    """The kernel sends SIGKILL where memory is short: that says nothing about the file."""
+    warmup = 'value { data_type: TYPE_INT64 dims: 1 input_data_file: "steps" }'
+    config = f'model_warmup {{ name: "long" inputs {{ key: "STEPS" {warmup} }} }}'
+    folder = models.add_model(repository, "long", models.busy(), config=config)
+    (folder / "warmup").mkdir()
+    (folder / "warmup" / "steps").write_bytes(np.int64(20_000).tobytes())  # half a second or more
+    run_headrace("validate", repository / "neighbour", "--state-dir", tmp_path / "state")
+    explicit = ["--model-control", "explicit", "--load-model", "neighbour"]
+    with serving(repository, tmp_path, *options(tmp_path), *explicit) as server, ThreadPoolExecutor(1) as thread:
+        with answering(server):
+            loaded = thread.submit(load, server, "long")
+            until(lambda: (found := children(server.process.pid)) and _uses_processor(found[0]))
+            (killed,) = children(server.process.pid)
+            os.kill(killed, signal.SIGKILL)
+            assert loaded.result(60)[0] == 200
+        assert state(server, "long") == ("READY", "")
+        line = "model long runs for the first time in the server itself: its helper process was killed by SIGKILL"
+        assert f"{line}: is there enough memory?" in server.text
+        assert len(list((tmp_path / "state" / "tried").iterdir())) == 1, "the next start tries it again"
         until(lambda: not children(server.process.pid))
 
 
