@@ -121,7 +121,7 @@ class GpuModelCache:
         on_request: called from any thread when a request waits for an evicted version; the control thread then calls
             `load_requested`.
         on_change: called on the thread of a load when a version was evicted or loaded again, or could not be loaded.
-        start_load: runs the load of a requested version on another thread; None runs it in `load_requested`.
+        start_load: runs the load of a requested version on another thread; set by the control thread.
     """
 
     def __init__(self, ledger: Ledger | None = None, clock: Clock = monotonic_ns) -> None:
@@ -129,7 +129,7 @@ class GpuModelCache:
         self.clock = clock
         self.on_request: Callable[[], None] = lambda: None
         self.on_change: Callable[[VersionHandle], None] = lambda _handle: None
-        self.start_load: Callable[[VersionHandle, Callable[[], None]], None] | None = None
+        self.start_load: Callable[[VersionHandle, Callable[[], None]], None]
         self._short_of_memory = threading.Lock()
         self._eviction_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -138,6 +138,7 @@ class GpuModelCache:
         self._models: dict[VersionHandle, CachedModel] = {}
         self._handles: Counter[tuple[str, str]] = Counter()  # number of `_models`, by model and version
         self._requests: dict[VersionHandle, None] = {}  # in the order of the requests
+        self._started: list[CachedModel] = []  # loads that `load_requested` has started, of the control thread
         self._loads: dict[tuple[str, str], LoadCounts] = {}
         self._notified = False  # `on_wanted` was called, and `serve` has not been since
         self._load_error: HeadraceError | None = None
@@ -253,7 +254,7 @@ class GpuModelCache:
     # For the control thread
 
     def load_requested(self) -> int | None:
-        """Load the requested versions for which there is memory now.
+        """Start the loads of the requested versions for which there is memory now.
 
         Returns:
             Time of the next call for versions that still wait, in monotonic nanoseconds; None if none waits.
@@ -261,6 +262,7 @@ class GpuModelCache:
         with self._lock:
             requests, self._requests = list(self._requests), {}  # later requests are new entries
             self._notified = False
+        self._started = [each for each in self._started if each.is_loading and each.handle in self._models]
         waiting: list[VersionHandle] = []
         due_ns: int | None = None
         blocked: set[int] = set()  # GPUs that an earlier request waits for
@@ -273,13 +275,10 @@ class GpuModelCache:
                 continue
             if not blocked & model.memory_bytes.keys():
                 load_ns = self._possible_ns(model)
-                if load_ns <= self.clock() and self.start_load is not None:
-                    model.is_loading = True
-                    self.start_load(handle, partial(self._load_requested, model))
-                    continue
                 if load_ns <= self.clock():
-                    load_ns = self._reload(model)
-                if not load_ns:
+                    model.is_loading = True
+                    self._started.append(model)
+                    self.start_load(handle, partial(self._load_requested, model))
                     continue
                 due_ns = load_ns if due_ns is None else min(due_ns, load_ns)
             blocked |= model.memory_bytes.keys()
@@ -366,14 +365,20 @@ class GpuModelCache:
         return 0 if limit is None else max(self.ledger.reserved_bytes(gpu) + need_bytes - limit, 0)
 
     def _possible_ns(self, model: CachedModel) -> int:
-        """Earliest load time: when enough of the others may be evicted; `retry_load_ns` if that never frees enough."""
+        """Earliest load time: when enough of the others may be evicted; `retry_load_ns` if that never frees enough.
+
+        Loads that were started before have their memory first; if the rest is too small, the next look is in `_LOOK_S`.
+        """
         load_ns = model.retry_load_ns
         for gpu, need_bytes in model.memory_bytes.items():
-            lacking = self._lacking(gpu, need_bytes)
+            started_bytes = sum(each.memory_bytes.get(gpu, 0) for each in self._started)
+            lacking = self._lacking(gpu, need_bytes + started_bytes)
             if not lacking:
                 continue
             evictable = sorted((other.evictable_ns(), other.memory_bytes[gpu]) for other in self._candidates(gpu))
             if lacking > sum(size_bytes for _, size_bytes in evictable):
+                if started_bytes:
+                    load_ns = max(load_ns, self.clock() + int(_LOOK_S * NS_PER_S))
                 continue
             for evictable_ns, size_bytes in evictable:
                 if lacking <= 0:

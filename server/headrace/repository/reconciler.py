@@ -465,7 +465,12 @@ class Reconciler:
 
     def _start_load_on_demand(self, handle: VersionHandle, load: Callable[[], None]) -> None:
         key = f"{handle.spec.name}{_ON_DEMAND}{handle.spec.version}"  # beside the loads of other versions
-        self._loads.add(key, load, partial(_log_failure, key))
+
+        def ended(error: BaseException | None) -> None:
+            _log_failure(key, error)
+            self._wake()  # for versions that wait for it
+
+        self._loads.add(key, load, ended)
 
     def _end_initial(self, initial: object, on_end: OnEnd, error: BaseException | None) -> None:
         on_end(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +90,8 @@ class World:
             ledger.set_limit(int(gpu.removeprefix("gpu")), limit)
         self.gpu_model_cache = GpuModelCache(ledger, lambda: self.now_ns)
         self.gpu_model_cache.on_request = self.count_notification
+        self.gpu_model_cache.start_load = lambda _handle, load: self.started.append(load)
+        self.started: list[Callable[[], None]] = []  # loads on other threads, which run later
 
     def count_notification(self) -> None:
         self.notifications += 1
@@ -105,7 +108,10 @@ class World:
 
     def serve(self, after_ns: int = 0) -> int | None:
         self.now_ns += after_ns
-        return self.gpu_model_cache.load_requested()
+        due_ns = self.gpu_model_cache.load_requested()
+        while self.started:
+            self.started.pop(0)()
+        return due_ns
 
 
 def test_the_least_recently_used_model_is_evicted() -> None:
