@@ -388,6 +388,10 @@ class WrappedExecution:
         self.prompt = never_blocks(inner)
         self.any_thread = runs_on_any_thread(inner)
 
+    def wait_ready(self, stopped: Callable[[], bool], next_waiting: NextWaiting) -> None:
+        """Wait as the wrapped execution does."""
+        self._members().wait_ready(stopped, next_waiting)
+
     def launch(self, batch: InFlightBatch) -> None:
         """Launch the inner batch."""
         self._pipelined().launch(self._inner_batch(batch))
@@ -408,6 +412,11 @@ class WrappedExecution:
     def _pipelined(self) -> PipelinedExecution:
         if not is_pipelined(self._inner):
             raise TypeError("the wrapped execution runs one batch at a time: call run() instead of begin()")
+        return self._inner
+
+    def _members(self) -> MemberExecution:
+        if not runs_by_member(self._inner):
+            raise TypeError("the wrapped execution runs batches as a whole: call run() instead of run_members()")
         return self._inner
 
     def _inner_batch(self, batch: InFlightBatch) -> InFlightBatch:

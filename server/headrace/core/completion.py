@@ -302,6 +302,14 @@ class ThreadCompletion(Completion):
         """Block until notified, or for `timeout_s` seconds (-1: no limit). Returns True once, for the notification."""
         return self._notified.acquire(timeout=timeout_s)
 
+    def result(self) -> InferResponse:
+        """Return the response of a completion that has notified; raises its error."""
+        outcome = self.outcome
+        assert outcome is not None, "a completion that has notified has an outcome"
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
 
 def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> list[Completion]:
     """Settle the members of a batch with one wake-up per event loop; returns those that had been settled before."""

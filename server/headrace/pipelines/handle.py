@@ -525,11 +525,7 @@ class PipelineHandle(VersionHandle):
         except BaseException:  # the caller is interrupted: nothing waits for the response
             loop.call_soon_threadsafe(lambda: [completion.abandon() for completion in started])
             raise
-        outcome = caller.outcome
-        if isinstance(outcome, InferResponse):
-            return outcome
-        assert outcome is not None, "a completion that has notified has an outcome"
-        raise outcome
+        return caller.result()
 
     def member(self, step: Step) -> VersionHandle | None:
         """Return the version that serves a step now, without a lease; None if there is none."""

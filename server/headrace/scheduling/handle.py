@@ -300,11 +300,7 @@ class ModelHandle(VersionHandle):
         except BaseException:  # rejected, or the caller is interrupted: nothing waits for the response
             _withdraw(completion, entries)
             raise
-        outcome = completion.outcome
-        assert outcome is not None, "a completion that has notified has an outcome"
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+        return completion.result()
 
     def _admit(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
         """Check a request and return its entries for the queue; raises as `infer` does."""

@@ -10,10 +10,8 @@ from headrace.backends.base import (
     Execution,
     InFlightBatch,
     LateResult,
-    MemberExecution,
     MemberOutputs,
     MemberResult,
-    NextWaiting,
     ResponseSink,
     WrappedExecution,
     has_batch_memory,
@@ -45,10 +43,6 @@ class ReshapingExecution(WrappedExecution):
         self.by_member = runs_by_member(inner)
         self.reads_device_rows = reads_device_rows(inner)
         self._batch: dict[str, tuple[Array, Array]] = {}  # arrays of the next batch, in either shape
-
-    def wait_ready(self, stopped: Callable[[], bool], next_waiting: NextWaiting) -> None:
-        """Wait as the wrapped execution does."""
-        self._members().wait_ready(stopped, next_waiting)
 
     def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
         """Return the wrapped execution's arrays in the clients' shapes."""
@@ -94,11 +88,6 @@ class ReshapingExecution(WrappedExecution):
         except OutputMismatch as error:
             return error
         return MemberOutputs(outputs, result.parameters) if isinstance(result, MemberOutputs) else outputs
-
-    def _members(self) -> MemberExecution:
-        if not runs_by_member(self._inner):
-            raise TypeError("the wrapped execution runs batches as a whole: call run() instead of run_members()")
-        return self._inner
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Run a batch; return all outputs in the clients' shapes."""

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from headrace.backends.base import (
     BatchMember,
     Execution,
-    MemberExecution,
     MemberResult,
-    NextWaiting,
     WrappedExecution,
     has_batch_memory,
     reads_device_rows,
@@ -126,10 +124,6 @@ class ControlledExecution(WrappedExecution):
         """Run a batch as a list of requests."""
         return self._members().run_members(self._completed(inputs), members)
 
-    def wait_ready(self, stopped: Callable[[], bool], next_waiting: NextWaiting) -> None:
-        """Wait as the wrapped execution does."""
-        self._members().wait_ready(stopped, next_waiting)
-
     def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
         """Return the wrapped execution's arrays."""
         return self._inner.batch_arrays(like, rows) if has_batch_memory(self._inner) else {}
@@ -145,8 +139,3 @@ class ControlledExecution(WrappedExecution):
                 initial = state.initial
                 completed[state.input_name] = np.repeat(initial[np.newaxis], rows, axis=0) if self._batched else initial
         return completed
-
-    def _members(self) -> MemberExecution:
-        if not runs_by_member(self._inner):
-            raise TypeError("the wrapped execution runs batches as a whole: call run() instead of run_members()")
-        return self._inner

@@ -126,11 +126,7 @@ class SequenceHandle(ModelHandle):
         except BaseException:  # rejected, or the caller is interrupted: nothing waits for the response
             completion.withdraw()
             raise
-        outcome = completion.outcome
-        assert outcome is not None, "a completion that has notified has an outcome"
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+        return completion.result()
 
     def _queued(
         self,
