@@ -23,6 +23,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
+import numpy as np
+
 from headrace.core.completion import Completion
 from headrace.core.errors import BadRequest, HeadraceError
 from headrace.core.request import ParameterValue, Probe, Responses
@@ -365,6 +367,25 @@ def runs_on_any_thread(execution: Execution) -> bool:
 def is_pipelined(execution: Execution) -> TypeGuard[PipelinedExecution]:
     """Return True if batches can overlap; a wrapper of a plain execution may have a depth of 1, which does not count."""
     return getattr(execution, "depth", 1) > 1
+
+
+def run_one_batch(execution: PipelinedExecution, inputs: Mapping[str, Array], batched: bool) -> dict[str, Array]:
+    """Return all outputs of one batch of a pipelined execution; see `Execution.run`.
+
+    Args:
+        execution: runs the batch in a free slot.
+        inputs: values of the batch.
+        batched: True if the first dimension is the batch.
+    """
+    batch = execution.begin(inputs, next(iter(inputs.values())).shape[0] if batched else 0)
+    try:
+        for name, array in inputs.items():
+            np.copyto(batch.inputs[name], array)
+    except BaseException:
+        execution.discard(batch)
+        raise
+    execution.launch(batch)
+    return execution.finish(batch)
 
 
 def never_blocks(execution: Execution) -> bool:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnxruntime as ort
 
-from headrace.backends.base import ExecutionLost, InFlightBatch, ResidentInput
+from headrace.backends.base import ExecutionLost, InFlightBatch, ResidentInput, run_one_batch
 from headrace.backends.current_device import CurrentDevice
 from headrace.backends.onnxruntime import load_finding, session_options
 from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE
@@ -424,15 +424,7 @@ class CudaExecution:
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Return all outputs; see `headrace.backends.base.Execution.run`."""
-        batch = self.begin(inputs, next(iter(inputs.values())).shape[0] if self._plan.max_rows else 0)
-        try:
-            for name, array in inputs.items():
-                np.copyto(batch.inputs[name], array)
-        except BaseException:
-            self.discard(batch)
-            raise
-        self.launch(batch)
-        return self.finish(batch)
+        return run_one_batch(self, inputs, bool(self._plan.max_rows))
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """Begin a batch in a free slot; see `headrace.backends.base.PipelinedExecution.begin`."""

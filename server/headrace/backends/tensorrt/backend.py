@@ -21,9 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from headrace.backends.base import InFlightBatch, InputRefused
+from headrace.backends.base import InFlightBatch, InputRefused, run_one_batch
 from headrace.backends.current_device import CurrentDevice
 from headrace.backends.tensorrt.buffers import BufferSlot, RowGathers
 from headrace.backends.tensorrt.contexts import (
@@ -387,20 +385,32 @@ class TensorRtExecution:
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Return all outputs; see `headrace.backends.base.Execution.run`."""
-        rows = next(iter(inputs.values())).shape[0] if self._batched else 0
-        batch = self._begin(inputs, rows)
-        try:
-            for name, array in inputs.items():
-                np.copyto(batch.inputs[name], array)
-        except BaseException:
-            self.discard(batch)
-            raise
-        self.launch(batch)
-        return self.finish(batch)
+        return run_one_batch(self, inputs, self._batched)
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """Begin a batch in a free slot; see `headrace.backends.base.PipelinedExecution.begin`."""
-        return self._begin(like, rows if self._batched else 0)
+        rows = rows if self._batched else 0
+        self._check(like)
+        requested = tuple([(rows, *like[name].shape[1:]) if rows else like[name].shape for name in self._input_types])
+        padded = self._run_shapes.get(requested)
+        if padded is None:
+            padded = self._cached_run_shapes(requested, rows)
+        states = self.slot_states
+        while states is not None and self._free[0].index != states.buffer_slot:
+            self._free.rotate()
+        slot = self._free.popleft()
+        try:
+            context = self._resources.find_context(slot, padded)
+            if context is None:
+                with self._on_device:
+                    context = self._resources.context(slot, padded)
+            views = self._views.get((slot.index, requested))
+            if views is None:
+                views = self._cached_views(slot, context, requested, rows)
+        except BaseException:
+            self._free.append(slot)
+            raise
+        return InFlightBatch(dict(views.inputs), views.rows, _BatchState(slot, context, views), self._device)
 
     def launch(self, batch: InFlightBatch) -> None:
         """Queue copy in, compute and copy out."""
@@ -445,29 +455,6 @@ class TensorRtExecution:
         self._free.clear()
         with self._on_device:
             self._resources.close()
-
-    def _begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
-        self._check(like)
-        requested = tuple([(rows, *like[name].shape[1:]) if rows else like[name].shape for name in self._input_types])
-        padded = self._run_shapes.get(requested)
-        if padded is None:
-            padded = self._cached_run_shapes(requested, rows)
-        states = self.slot_states
-        while states is not None and self._free[0].index != states.buffer_slot:
-            self._free.rotate()
-        slot = self._free.popleft()
-        try:
-            context = self._resources.find_context(slot, padded)
-            if context is None:
-                with self._on_device:
-                    context = self._resources.context(slot, padded)
-            views = self._views.get((slot.index, requested))
-            if views is None:
-                views = self._cached_views(slot, context, requested, rows)
-        except BaseException:
-            self._free.append(slot)
-            raise
-        return InFlightBatch(dict(views.inputs), views.rows, _BatchState(slot, context, views), self._device)
 
     def _release_slot(self, slot: BufferSlot) -> None:
         slot.resident_inputs, slot.resident_outputs = [], {}
