@@ -20,7 +20,7 @@ import numpy.typing as npt
 from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import HeadraceError, Unavailable
-from headrace.core.request import NO_RANGES, InferRequest, InferResponse, ModelLoad, Probe
+from headrace.core.request import NO_RANGES, InferRequest, InferResponse, ModelLoad
 from headrace.core.tensor import Array, ModelSpec, as_input, is_resident
 from headrace.front_ends import frames
 from headrace.front_ends.arena import ALIGNMENT, Arena
@@ -209,11 +209,6 @@ class RemoteHandle:
         self.row_bytes = _row_bytes(self.spec)
         self.serves_regions = can_name_regions(self.spec)
 
-    @property
-    def latency_table(self) -> _NoTimes:
-        """Empty: routes that show it are served by the engine."""
-        return _NO_TIMES
-
     def lease(self) -> None:
         """Take a lease."""
         self._leases += 1
@@ -234,12 +229,8 @@ class RemoteHandle:
         """Accept: the engine checks the version."""
 
     def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
-        """See `HasLoad`: by the engine's page."""
+        """See `Handle`: by the engine's page."""
         self.models.state.check_load(self.number, deadline_ns)
-
-    def probes(self) -> Sequence[Probe]:
-        """Return nothing: readiness is a route of the engine."""
-        return ()
 
     def load(self, by_level: bool = True) -> ModelLoad:
         """Return the load of the version by the engine's page, without levels."""
@@ -278,15 +269,6 @@ def _row_bytes(spec: ModelSpec) -> int:
     start = 1 if spec.max_batch_size else 0
     sizes = [math.prod(each.shape[start:]) * each.datatype.size_bytes for each in spec.outputs.values()]
     return 0 if min(sizes, default=0) <= 0 else sum(sizes)
-
-
-class _NoTimes:
-    def table(self) -> Sequence[Mapping[str, object]]:
-        """Return nothing."""
-        return ()
-
-
-_NO_TIMES = _NoTimes()
 
 
 class RemoteModels:

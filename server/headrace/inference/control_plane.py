@@ -15,7 +15,7 @@ from headrace.core.errors import BadRequest, HeadraceError, Unavailable
 from headrace.core.tensor import ModelSpec, TensorSpec
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.load_report import describe_load
-from headrace.inference.services import Handle, Services
+from headrace.inference.services import RegistryHandle, Services
 from headrace.inference.shared_runs import SharedRuns
 
 MAX_LISTED_MODELS = 1000
@@ -218,7 +218,7 @@ class ControlPlane:
             await self.services.repository.unload(model, dependents)
 
     @contextmanager
-    def _lease(self, model: str, version: str) -> Iterator[Handle]:
+    def _lease(self, model: str, version: str) -> Iterator[RegistryHandle]:
         """Lease a model version; raises NotFound or Unavailable."""
         handle = self.services.models.lease(model, version)
         try:

@@ -30,24 +30,7 @@ class ComputeTimes(Protocol):
         """Return one entry per measured batch size."""
 
 
-class HasReadiness(Protocol):
-    """A version whose readiness can be checked."""
-
-    def admit(self) -> None:
-        """Check that the version accepts requests now; raises HeadraceError before a request is decoded."""
-
-    def probes(self) -> Sequence[Probe]:
-        """Start the readiness checks of the model's code, without waiting; empty if it has none."""
-
-
-class HasLoad(Protocol):
-    """A model version that rejects requests under overload."""
-
-    def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
-        """Reject a request before it is decoded, if its model is overloaded; raises HeadraceError."""
-
-
-class Handle(HasReadiness, HasLoad, LoadedVersion, Protocol):
+class Handle(LoadedVersion, Protocol):
     """A leased model version, which is not closed before `release`; see `headrace.scheduling.version_handle.VersionHandle`.
 
     Attributes:
@@ -62,9 +45,11 @@ class Handle(HasReadiness, HasLoad, LoadedVersion, Protocol):
     def has_cache(self) -> bool:
         """True if responses may come from a response cache."""
 
-    @property
-    def latency_table(self) -> ComputeTimes:
-        """Compute times by batch size."""
+    def admit(self) -> None:
+        """Check that the version accepts requests now; raises HeadraceError before a request is decoded."""
+
+    def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
+        """Reject a request before it is decoded, if its model is overloaded; raises HeadraceError."""
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         """Queue a request; raises HeadraceError if it is rejected."""
@@ -74,6 +59,17 @@ class Handle(HasReadiness, HasLoad, LoadedVersion, Protocol):
 
     def release(self) -> None:
         """End the lease."""
+
+
+class RegistryHandle(Handle, Protocol):
+    """A leased version of the registry, with what only routes of the control plane read."""
+
+    @property
+    def latency_table(self) -> ComputeTimes:
+        """Compute times by batch size."""
+
+    def probes(self) -> Sequence[Probe]:
+        """Start the readiness checks of the model's code, without waiting; empty if it has none."""
 
 
 class KeyQuotas(Protocol):
@@ -86,7 +82,7 @@ class KeyQuotas(Protocol):
 class Models(Protocol):
     """Registry of the models that serve; see `headrace.repository.registry.Registry`."""
 
-    def lease(self, name: str, version: str) -> Handle:
+    def lease(self, name: str, version: str) -> RegistryHandle:
         """Lease a version, "" for the latest; raises NotFound or Unavailable. The caller ends the lease with `release`."""
 
     def versions(self, name: str) -> Sequence[str]:

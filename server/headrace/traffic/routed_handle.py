@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import HeadraceError, Unavailable
-from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
-from headrace.inference.services import ComputeTimes
+from headrace.core.request import InferRequest, InferResponse, ModelLoad
 from headrace.inference.status import http_status
 from headrace.scheduling.version_handle import VersionHandle
 from headrace.traffic.figures import VersionFigures
@@ -104,18 +102,9 @@ class RoutedHandle:
         """See `Handle`."""
         return self.handle.has_cache
 
-    @property
-    def latency_table(self) -> ComputeTimes:
-        """See `Handle`."""
-        return self.handle.latency_table
-
     def admit(self) -> None:
         """See `Handle`."""
         self.handle.admit()
-
-    def probes(self) -> Sequence[Probe]:
-        """See `Handle`."""
-        return self.handle.probes()
 
     def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
         """See `Handle`."""
