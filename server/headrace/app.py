@@ -20,9 +20,7 @@ from headrace.listen import (
     GrpcListener,
     UvicornServer,
     format_address,
-    has_metrics_port,
     is_loopback,
-    metrics_application,
     raise_file_limit,
     run_server,
 )
@@ -60,8 +58,8 @@ class HeadraceServer:
         self._servers: list[UvicornServer] = []
         self._grpc: GrpcListener | None = None
         bodies = BodyMemory(limits)
-        self._limits = ServerLimits.create(settings, bodies, partial(ClientLimits, bodies=bodies))
-        self._wiring = Wiring(settings, self._limits, model_filter or {})
+        client_limits = ServerLimits.create(settings, bodies, partial(ClientLimits, bodies=bodies))
+        self._wiring = Wiring(settings, client_limits, model_filter or {})
         self._exit_status = 0
         self.reloads = Reloads()
 
@@ -120,27 +118,18 @@ class HeadraceServer:
         return self._exit_status
 
     def _listen(self, tls: ServerTls | None) -> list[socket.socket]:
-        settings, wiring, limits = self._settings, self._wiring, self._limits
-        page = wiring.metrics_page(tls) if settings.metrics else None
-        application = wiring.http_application(None if has_metrics_port(settings) else page)
-        sockets = [bind(settings.host, settings.http_port)]
-        self._servers.append(UvicornServer(application, settings, limits.http, tls))
-        if limits.metrics is not None and page is not None and settings.metrics_port is not None:
-            sockets.append(bind(settings.host, settings.metrics_port))
-            scrapes = metrics_application(page.render, wiring.services.options_reader)
-            self._servers.append(UvicornServer(scrapes, settings, limits.metrics, tls))
+        settings, sockets = self._settings, []
+        ports = {"http": settings.http_port, "metrics": settings.metrics_port or 0}
+        for port, (application, limits) in self._wiring.http_applications(tls).items():
+            sockets.append(bind(settings.host, ports[port]))
+            self._servers.append(UvicornServer(application, settings, limits, tls))
         return sockets
 
     async def _listen_grpc(self, tls: ServerTls | None) -> int:
         settings = self._settings
         if not settings.grpc:
             return 0
-        # Imported only if gRPC is on: the library takes time and memory.
-        from headrace.grpc.server import GrpcServer
-        from headrace.grpc.service import grpc_methods
-
-        methods = grpc_methods(self._wiring.services, settings.limits.max_body_bytes)
-        server = GrpcServer(methods, self._limits.grpc, tls)
+        server = self._wiring.grpc_server(tls)
         port = await server.start(settings.host, settings.grpc_port)
         self._grpc = GrpcListener(server, settings.drain_timeout_s)
         return port

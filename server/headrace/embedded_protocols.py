@@ -76,7 +76,6 @@ class EmbeddedProtocols:
         # The embedding program configures its own logging.
         settings = replace(settings, telemetry=replace(settings.telemetry, request_log="off"))
         http_limits, grpc_limits = (ClientLimits(settings.limits, protocol, bodies) for protocol in ("http", "grpc"))
-        self._settings, self._grpc_limits = settings, grpc_limits
         self._wiring = wiring = Wiring(settings, ServerLimits(bodies, http_limits, grpc_limits, None), counts=counts)
         wiring.open_embedded(OpenAccess(Principal("", Grant(NETWORK_SCOPES, cure=_CURE))))
         wiring.connect(data_plane, loop)
@@ -86,11 +85,7 @@ class EmbeddedProtocols:
 
     async def listen_grpc(self, host: str, port: int) -> int:
         """Listen for gRPC on one more address; returns the port. Raises OSError if the address is not available."""
-        from headrace.grpc.server import GrpcServer
-        from headrace.grpc.service import grpc_methods
-
-        methods = grpc_methods(self._wiring.services, self._settings.limits.max_body_bytes)
-        server = GrpcServer(methods, self._grpc_limits, None)
+        server = self._wiring.grpc_server(None)
         chosen = await server.start(host, port)
         self._grpc_servers.append(server)
         return chosen

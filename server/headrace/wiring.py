@@ -16,8 +16,10 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp
 
 from headrace.access.control import KeyAccess
 from headrace.access.tokens import TokenVerifier
@@ -47,7 +49,7 @@ from headrace.http.origins import OriginPolicy
 from headrace.inference.load_report import COUNT_CELLS, LoadMeter, LoadReports
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.services import Services
-from headrace.listen import METRICS_CONNECTIONS, has_metrics_port, is_loopback, origin_policy
+from headrace.listen import METRICS_CONNECTIONS, has_metrics_port, is_loopback, metrics_application, origin_policy
 from headrace.observability.access_log import RequestLog, open_stream
 from headrace.observability.logs import LogSettings, is_secret, redact
 from headrace.observability.metrics import MetricsPage
@@ -59,6 +61,9 @@ from headrace.repository.shared_memory import SharedMemoryRegions
 from headrace.settings import Settings
 from headrace.tls import ServerTls
 from headrace.traffic.router import TrafficRouter
+
+if TYPE_CHECKING:
+    from headrace.grpc.server import GrpcServer
 
 logger = logging.getLogger("headrace")
 
@@ -326,6 +331,26 @@ class Wiring:
             cure = "write fallback: onnxruntime, or remove KIND_GPU and backend: tensorrt"
             logger.error("--strict: model %s version %s requires a GPU: %s (%s)", name, number, reason, cure)
         return True
+
+    def http_applications(self, tls: ServerTls | None) -> dict[str, tuple[ASGIApp, ClientLimits]]:
+        """Create application and limits of the port "http", and of "metrics" if /metrics has a port of its own.
+
+        Args:
+            tls: of the server; None without TLS.
+        """
+        limits, page = self._limits, self.metrics_page(tls) if self.settings.metrics else None
+        if page is None or limits.metrics is None:
+            return {"http": (self.http_application(page), limits.http)}
+        scrapes = metrics_application(page.render, self.services.options_reader)
+        return {"http": (self.http_application(None), limits.http), "metrics": (scrapes, limits.metrics)}
+
+    def grpc_server(self, tls: ServerTls | None) -> GrpcServer:
+        """Create the gRPC server, which does not listen yet; `tls` is that of the server."""
+        # Imported only if gRPC is on: the library takes time and memory.
+        from headrace.grpc.server import GrpcServer
+        from headrace.grpc.service import grpc_methods
+
+        return GrpcServer(grpc_methods(self.services, self.settings.limits.max_body_bytes), self._limits.grpc, tls)
 
     def http_application(self, page: MetricsPage | None) -> HttpApplication:
         """Create the application of the HTTP port; `page` is None if it has no metrics."""

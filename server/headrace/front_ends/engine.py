@@ -9,7 +9,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.banner import Addresses, announce, describe_access, describe_processes, log_announcement
 from headrace.core.clock import monotonic_ns
@@ -23,12 +23,10 @@ from headrace.front_ends.passed_requests import EngineGrpcServer, EngineHttpServ
 from headrace.front_ends.process_figures import ServerProcesses
 from headrace.front_ends.shared_page import PageWriter, SharedPage
 from headrace.front_ends.sharing import TableSync, shared_arrays, shared_limits
-from headrace.grpc.methods import GrpcCall, Message, Methods, UnaryMethod
+from headrace.grpc.methods import Methods
 from headrace.http.infer_endpoint import Receive, Scope, Send
 from headrace.listen import (
-    has_metrics_port,
     is_loopback,
-    metrics_application,
     raise_file_limit,
     run_server,
     uvicorn_config,
@@ -39,6 +37,8 @@ from headrace.repository.registry import Registry
 from headrace.repository.shared_memory import Pinned
 from headrace.tls import ServerTls
 from headrace.wiring import Reloads, Wiring
+
+Result = TypeVar("Result")
 
 _FLUSH_S = 0.5
 # The front ends close idle connections sooner.
@@ -110,7 +110,7 @@ class EngineProcess:
             from headrace.grpc.service import grpc_methods
 
             methods = grpc_methods(wiring.services, self._settings.limits.max_body_bytes)
-            unary = {path: self._unary_method(path, method) for path, method in methods.unary.items()}
+            unary = {path: partial(self._run, path, method) for path, method in methods.unary.items()}
             self._methods = replace(methods, unary=unary)
             self._grpc = EngineGrpcServer(self._methods, self._limits.grpc)
         self._channel = SupervisorChannel(self._socket, self._on_message, self._on_orphaned)
@@ -146,46 +146,30 @@ class EngineProcess:
 
     def _create_http(self, tls: ServerTls | None) -> Mapping[str, EngineHttpServer]:
         """Create the servers of the ports "http" and "metrics"."""
-        settings, wiring, limits = self._settings, self._wiring, self._limits
-        page = wiring.metrics_page(tls) if settings.metrics else None
-        application = wiring.http_application(None if has_metrics_port(settings) else page)
-        settings = replace(settings, keep_alive_timeout_s=_KEEP_ALIVE_S)
-        servers = {"http": EngineHttpServer(uvicorn_config(self._application(application), settings), limits.http)}
-        if page is not None and limits.metrics is not None:
-            scrapes = metrics_application(page.render, wiring.services.options_reader)
-            config = uvicorn_config(self._application(scrapes), settings)
-            servers["metrics"] = EngineHttpServer(config, limits.metrics)
-        return servers
+        settings = replace(self._settings, keep_alive_timeout_s=_KEEP_ALIVE_S)
+        return {
+            port: EngineHttpServer(uvicorn_config(self._application(application), settings), limits)
+            for port, (application, limits) in self._wiring.http_applications(tls).items()
+        }
 
     def _application(self, application: Callable[..., Any]) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
         """Return an application that reports the counts of all front ends, and passes settings on that it has changed."""
 
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["path"].endswith(_REPORTS):
-                await self._flush_counts()
-            try:
-                await application(scope, receive, send)
-            finally:
-                self._update_settings()
-                if scope["path"].endswith(_CHANGES):
-                    self._control_state.save()
+            await self._run(scope["path"], application, scope, receive, send)
 
         return run
 
-    def _unary_method(self, path: str, method: UnaryMethod) -> UnaryMethod:
-        """Return a gRPC method as `_application` an application."""
-
-        async def run(message: bytes, call: GrpcCall) -> Message:
-            if path.endswith(_REPORTS):
-                await self._flush_counts()
-            try:
-                return await method(message, call)
-            finally:
-                self._update_settings()
-                if path.endswith(_CHANGES):
-                    self._control_state.save()
-
-        return run
+    async def _run(self, path: str, method: Callable[..., Awaitable[Result]], *args: object) -> Result:
+        """Run a gRPC method or an application for a request of `path`."""
+        if path.endswith(_REPORTS):
+            await self._flush_counts()
+        try:
+            return await method(*args)
+        finally:
+            self._update_settings()
+            if path.endswith(_CHANGES):
+                self._control_state.save()
 
     # --- Front ends ---------------------------------------------------------------------------------------------------
 

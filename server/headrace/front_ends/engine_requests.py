@@ -69,10 +69,6 @@ class ServedVersion:
         self._shapes = CheckedShapes(handle.spec)
         self._checked: dict[bytes, tuple[int, object]] = {}  # rows and shape key, by the key of a layout
 
-    def layout(self, block: bytes) -> BlockLayout:
-        """Parse the tensor block of a request, or return its cached form; raises FrameError."""
-        return self.reader.layout(block)
-
     def scattered_request(self, frame: RequestsFrame, buffer: bytes, arena: MappedArena | None) -> InferRequest:
         """Make the request of a scattered group, for all its members; its inputs are `ScatteredRows` in the arena.
 
@@ -483,7 +479,7 @@ class FrontEndLink:
     def _request(self, group: _Group, frame: RequestsFrame, buffer: bytes, size_bytes: int) -> InferRequest:
         """Make the request of a frame, and find the memory for its outputs; raises as `ServedVersion.request`."""
         version = group.version
-        layout = version.layout(frame.block)
+        layout = version.reader.layout(frame.block)
         room = layout.room
         if room is not None and self._arena is not None:
             group.room = self._arena.view(room.slot, room.generation, room.offset, room.size_bytes), room

@@ -43,8 +43,8 @@ Buffer = bytes | memoryview
 
 REQUESTS, ANSWERS, ERROR, CANCEL, COUNTS, EVENTS, RELEASE, RETIRED, CHARGE, CHARGED, NOTICE, ACKNOWLEDGED = range(1, 13)
 
-FINAL, CACHED, TIMED = 1, 2, 4
-"""Flags of ANSWERS: no further answers of its members follow; from the response cache; the times of a batch are present."""
+CACHED, TIMED = 1, 2
+"""Flags of ANSWERS: from the response cache; the times of a batch are present."""
 
 SCATTERED = 1
 """Flag of REQUESTS: the inputs of the members are in slots, with equal shapes."""
@@ -425,7 +425,6 @@ class AnswersFrame(NamedTuple):
     Attributes:
         group: of the request.
         first, members: the members that it answers.
-        is_final: no further answers of these members follow.
         response: of all members, without outputs and close reason.
         block: bytes of the tensor block, whose text is the close reason.
     """
@@ -433,7 +432,6 @@ class AnswersFrame(NamedTuple):
     group: int
     first: int
     members: int
-    is_final: bool
     response: InferResponse
     block: bytes
     data_start: int
@@ -448,18 +446,14 @@ def answers_frame(
     block: bytes,
     data: Sequence[Buffer],
     data_bytes: int,
-    is_final: bool = True,
 ) -> list[Buffer]:
     """Encode an ANSWERS frame; returns its parts. Arguments as in `AnswersFrame` and `requests_frame`."""
     packed = b""
     if response.steps or response.parameters is not None:
         parameters = None if response.parameters is None else dict(response.parameters)
         packed = _encode(AnswerExtras(response.steps, parameters))
-    times, flags = response.times, FINAL if is_final else 0
-    if times is not None:
-        flags |= TIMED
-    if response.cached:
-        flags |= CACHED
+    times = response.times
+    flags = (CACHED if response.cached else 0) | (0 if times is None else TIMED)
     size = HEADER_BYTES + _ANSWERS.size + len(packed) + (-len(packed) & 7) + len(block) + data_bytes
     head = HEADER.pack(size, ANSWERS, flags, members, group) + _ANSWERS.pack(
         first, response.batch_rows, len(block), len(packed), *(times or _NO_TIMES), response.done_ns
@@ -497,7 +491,7 @@ def parse_answers(buffer: bytes, start: int, end: int) -> AnswersFrame:
         done_ns,
     )
     block = buffer[block_start:data_start]
-    return AnswersFrame(group, first, members, bool(flags & FINAL), response, block, data_start, end)
+    return AnswersFrame(group, first, members, response, block, data_start, end)
 
 
 # --- Other frames ------------------------------------------------------------------------------------------------------

@@ -114,13 +114,12 @@ def test_scattered_requests(members: int, tensors: int, data: Any) -> None:
         st.none() | st.dictionaries(texts, values),
         i64,
     ),
-    st.booleans(),
 )
-def test_answers(group: int, first: int, members: int, response: InferResponse, is_final: bool) -> None:
+def test_answers(group: int, first: int, members: int, response: InferResponse) -> None:
     block = frames.tensor_block([], "full")
-    frame = joined(frames.answers_frame(group, first, members, response, block, [b"12345678"], 8, is_final))
+    frame = joined(frames.answers_frame(group, first, members, response, block, [b"12345678"], 8))
     parsed = frames.parse_answers(frame, 0, len(frame))
-    assert (parsed.group, parsed.first, parsed.members, parsed.is_final) == (group, first, members, is_final)
+    assert (parsed.group, parsed.first, parsed.members) == (group, first, members)
     for name in ("times", "batch_rows", "steps", "cached", "parameters", "done_ns"):
         assert getattr(parsed.response, name) == getattr(response, name), name
     assert (parsed.block, frame[parsed.data_start : parsed.data_end]) == (block, b"12345678")
