@@ -50,8 +50,8 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "server/headrace/integrity": {"ours": "headrace.core headrace.config", "third": "minisign"},
     "server/headrace/stores": {
-        "ours": "headrace.core headrace.config.documents headrace.config.model_folder headrace.observability.logs "
-        "headrace.observability.labelled_counter",
+        "ours": "headrace.core headrace.config.documents headrace.config.files headrace.config.model_folder "
+        "headrace.observability.logs headrace.observability.labelled_counter",
         "third": "huggingface_hub obstore",
     },
     "server/headrace/inference": {"ours": "headrace.core headrace.observability", "third": "msgspec numpy orjson"},

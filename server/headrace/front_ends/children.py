@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.front_ends.channel import Start, SupervisorChannel, channel_pair, close_all, process_name, send_start
+from headrace.processes.child_process import killed_by
 
 logger = logging.getLogger("headrace")
 
@@ -220,7 +221,4 @@ class Child:
 
 def describe_end(status: int) -> str:
     """Return how a process has ended, from the status of `subprocess.Popen`."""
-    if status >= 0:
-        return f"ended with status {status}"
-    name = signal.Signals(-status).name if -status in list(signal.Signals) else f"signal {-status}"
-    return f"was killed by {name}" + (": is there enough memory?" if name == "SIGKILL" else "")
+    return f"ended with status {status}" if status >= 0 else f"was {killed_by(status)}"

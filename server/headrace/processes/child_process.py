@@ -78,10 +78,20 @@ class ChildProcess:
         status = process.wait()
         if self.blame:
             return self.blame
-        if status >= 0:
-            return f"it ended with status {status}"
-        name = signal.Signals(-status).name if -status in list(signal.Signals) else f"signal {-status}"
-        return f"killed by {name}" + (": is there enough memory?" if name == "SIGKILL" else "")
+        return f"it ended with status {status}" if status >= 0 else killed_by(status)
+
+
+def killed_by(status: int) -> str:
+    """Return the signal that has ended a process, from the negative status of `subprocess.Popen`."""
+    name = signal.Signals(-status).name if -status in list(signal.Signals) else f"signal {-status}"
+    return f"killed by {name}" + (": is there enough memory?" if name == "SIGKILL" else "")
+
+
+def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a process that leads its group, and to its children; no error if it has ended."""
+    with suppress(ProcessLookupError, PermissionError):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
 
 
 def start_process(

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from headrace.processes.child_process import killed_by, signal_group
+
 logger = logging.getLogger("headrace.builds")
 
 BUILDER: tuple[str, ...] = (sys.executable, "-P", "-m", "headrace_engines", "build", "--progress")
@@ -172,8 +174,8 @@ class EngineBuilds:
         self._current = None
         process, self._process = self._process, None
         if process is not None:
-            _signal(process, signal.SIGTERM)
-            self._kill_timer = threading.Timer(_GRACE_S, _signal, (process, signal.SIGKILL))
+            signal_group(process, signal.SIGTERM)
+            self._kill_timer = threading.Timer(_GRACE_S, signal_group, (process, signal.SIGKILL))
             self._kill_timer.daemon = True
             self._kill_timer.start()
 
@@ -263,15 +265,6 @@ class EngineBuilds:
             self._on_progress(order)
 
 
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the builder and its children; no error if it has ended."""
-    try:
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
-
-
 def _lower_priority(process: subprocess.Popen[bytes]) -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
@@ -282,8 +275,7 @@ def _lower_priority(process: subprocess.Popen[bytes]) -> None:
 def _reason(status: int, output: IO[bytes], order: BuildOrder) -> str:
     """Return the last output lines of a failed builder, without paths of this machine."""
     if status < 0:
-        name = signal.Signals(-status).name if -status in list(signal.Signals) else str(-status)
-        return f"the builder was killed by {name}" + (": is there enough memory?" if name == "SIGKILL" else "")
+        return f"the builder was {killed_by(status)}"
     size = output.seek(0, os.SEEK_END)
     output.seek(max(size - _TAIL_BYTES, 0))
     lines = output.read().decode("utf-8", "replace").splitlines()

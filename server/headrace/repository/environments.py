@@ -34,6 +34,7 @@ from headrace.config.files import locked
 from headrace.config.model_folder import ModelFolder
 from headrace.core.errors import ConfigError
 from headrace.core.threads import start_thread
+from headrace.processes.child_process import signal_group
 from headrace.repository.environment_archives import ArchiveRefused, unpack
 
 logger = logging.getLogger("headrace.environments")
@@ -256,7 +257,7 @@ class Environments:
             self._closed = True
             processes = list(self._processes)
         for process in processes:
-            _kill(process)
+            signal_group(process, signal.SIGKILL)
 
     def close(self) -> None:
         """`stop`, and release the locks of used environments: their models are closed."""
@@ -481,7 +482,7 @@ class Environments:
             try:
                 status = process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                _kill(process)
+                signal_group(process, signal.SIGKILL)
                 process.wait()
                 message = f"{Path(command[0]).name} did not end within {limit_s:g} s"
                 raise refuse(subject, None, f"its Python environment cannot be made: {message}") from None
@@ -632,14 +633,6 @@ def _read(path: Path) -> bytes:
 def _text(stream: IO[bytes]) -> str:
     stream.seek(0)
     return stream.read().decode("utf-8", "replace")
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    try:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def _failure(subject: str, command: Sequence[str], status: int, lines: Sequence[str]) -> ConfigError:

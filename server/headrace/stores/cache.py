@@ -9,17 +9,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from headrace.config.documents import refuse
+from headrace.config.files import locked
 from headrace.core.store_url import StoreUrl
 from headrace.stores.base import StoreError
 from headrace.stores.opening import check_packages
@@ -66,10 +66,8 @@ def _hold(cache: Path, url: StoreUrl, resources: ExitStack) -> Path:
     try:
         for copy in range(1, _MAX_COPIES + 1):
             folder = cache / (label if copy == 1 else f"{label}.{copy}")
-            lock = _lock(folder, create=True)
-            if lock is None:
+            if not _lock(folder, resources):
                 continue
-            resources.callback(os.close, lock)
             for name in (REPOSITORY, VERSIONS, PARTIAL):
                 (folder / name).mkdir(exist_ok=True)
             (folder / "url").write_text(f"{url}\n")
@@ -83,25 +81,17 @@ def _hold(cache: Path, url: StoreUrl, resources: ExitStack) -> Path:
     raise refuse(str(cache), None, f"{_MAX_COPIES} servers mirror {url} already", "name another --repository-cache-dir")
 
 
-def _lock(folder: Path, create: bool = False) -> int | None:
-    """Return the descriptor of a mirror's lock; None if another server holds it, or it is removed at this moment."""
-    if create:
-        folder.mkdir(parents=True, exist_ok=True)
+def _lock(folder: Path, resources: ExitStack) -> bool:
+    """Create the folder of a mirror and hold its lock; False if another server holds it."""
     while True:
-        lock = os.open(folder / _LOCK, (os.O_CREAT if create else 0) | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), os.stat(folder / _LOCK)):
-                return lock
+            resources.enter_context(locked(folder / _LOCK, block=False))
         except BlockingIOError:
-            os.close(lock)
-            return None
+            return False
         except FileNotFoundError:  # evicted between both calls
-            if create:
-                folder.mkdir(parents=True, exist_ok=True)
-        os.close(lock)
-        if not create:
-            return None
+            continue
+        return True
 
 
 def make_room(mirror: Path, needed_bytes: int, bound_bytes: int, kept: Collection[str]) -> None:
@@ -125,20 +115,16 @@ def make_room(mirror: Path, needed_bytes: int, bound_bytes: int, kept: Collectio
     unused = [path for path in _entries(mirror / VERSIONS) if path.name not in kept]
     candidates = [(_modified_ns(path), path) for path in unused]
     # Other folders in the cache are not ours to remove.
-    others = [
-        path for path in _entries(cache) if path != mirror and (path / "url").is_file() and (path / PARTIAL).is_dir()
-    ]
+    others = [path for path in _entries(cache) if path != mirror and (path / PARTIAL).is_dir()]
+    others = [path for path in others if (path / "url").is_file() and (path / _LOCK).is_file()]
     candidates += [(_modified_ns(path / _LOCK), path) for path in others]
     for _, path in sorted(candidates):
         size = folder_bytes(path)
-        if path.parent == cache:
-            lock = _lock(path) if (path / _LOCK).exists() else None
-            if lock is None:
-                continue
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(lock)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+        try:
+            with locked(path / _LOCK, block=False) if path.parent == cache else nullcontext():
+                shutil.rmtree(path, ignore_errors=True)
+        except (BlockingIOError, FileNotFoundError):  # a server holds it, or evicts it at this moment
+            continue
         logger.info("the cache of repositories evicts %s: %.1f MB", path, size / 1e6)
         free = bound_bytes - folder_bytes(cache) - needed_bytes
         if free >= 0:
