@@ -7,12 +7,14 @@ import signal
 import socket
 import sys
 
+from headrace_model.process import ends_with_parent
+
 from headrace import settings
 from headrace.__main__ import configure_logging
 from headrace.core.errors import Unavailable
 from headrace.core.heap import use_one_arena
 from headrace.front_ends.channel import receive_start
-from headrace.front_ends.names import end_with_parent, set_process_name
+from headrace.front_ends.names import set_process_name
 
 
 def main() -> int:
@@ -26,7 +28,8 @@ def main() -> int:
         start = receive_start(sock)
     except EOFError:
         return 1
-    end_with_parent(start.parent)
+    if not ends_with_parent(start.parent):
+        return 1
     set_process_name(start.name)
     settings.disable_ort_telemetry()
     if not settings.configures_malloc():

@@ -133,10 +133,7 @@ class SupervisorChannel:
         if self._socket.fileno() < 0:
             return False
         try:
-            if descriptors:
-                socket.send_fds(self._socket, [_encode((name, content))], list(descriptors))
-            else:
-                self._socket.send(_encode((name, content)))
+            socket.send_fds(self._socket, [_encode((name, content))], list(descriptors))
         except OSError:
             return False
         return True

@@ -250,11 +250,7 @@ async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Non
 
 def _send(sock: socket.socket, content: bytes, descriptors: Sequence[int]) -> None:
     """Send a first message, which fits into the buffer of a new socket."""
-    data = _SIZE.pack(len(content)) + content
-    if descriptors:
-        socket.send_fds(sock, [data], list(descriptors))
-    else:
-        sock.send(data)
+    socket.send_fds(sock, [_SIZE.pack(len(content)) + content], list(descriptors))
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:

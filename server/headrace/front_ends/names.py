@@ -1,28 +1,14 @@
-"""Names of the processes in `ps`, and their end with the supervisor. Linux only."""
+"""Names of the processes in `ps`. Linux only."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-import signal
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 # Index of `arg_start` and `arg_end` in /proc/PID/stat behind the name of the command (proc(5), fields 48 and 49).
 _ARG_START, _ARG_END = 45, 46
-
-
-def end_with_parent(parent: int) -> None:
-    """Let the system kill this process when its parent ends; exits at once if that has happened.
-
-    Args:
-        parent: process id of the parent.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def set_process_name(name: str) -> None:

@@ -584,25 +584,16 @@ class PipelineRun:
             self._limits[index].leave(index)
 
     def _finish(self) -> None:
+        """Settle the request with its outputs; those of skipped steps are empty."""
         tensors, fits = self._tensors, self._fits
-        if self._absent:
-            outputs = self._outputs_with_empty()
-        else:
-            outputs = {name: tensors[tensor] for name, tensor in self._route.outputs}
-            for name in fits.keys() & outputs.keys():
-                outputs[name] = fits[name](outputs[name])
-        self._completion.settle_now(InferResponse(outputs, steps=tuple(self.times)))
-
-    def _outputs_with_empty(self) -> dict[str, Array]:
-        """Return the outputs, with empty arrays for those of skipped steps."""
         outputs: dict[str, Array] = {}
         for name, tensor in self._route.outputs:
-            array, fit = self._tensors.get(tensor), self._fits.get(name)
+            array = tensors.get(tensor)
             if array is None:
                 outputs[name] = self._graph.empty[name]
             else:
-                outputs[name] = array if fit is None else fit(array)
-        return outputs
+                outputs[name] = fits[name](array) if name in fits else array
+        self._completion.settle_now(InferResponse(outputs, steps=tuple(self.times)))
 
     def _fail(self, index: int, error: Exception, queued_ns: int) -> None:
         if self.is_over:

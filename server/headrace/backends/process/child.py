@@ -9,7 +9,6 @@ at once.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 from headrace_model.channel import Frames, Messages
-from headrace_model.process import exit_process, limit_memory
+from headrace_model.process import ends_with_parent, exit_process, limit_memory
 from headrace_model.protocol import DONE, FAILED, HEADER, SPILL, SPILLED
 from headrace_model.slots import START, Slot, aligned
 
@@ -59,7 +58,6 @@ EXIT_THREAD_DIED = 70
 # Seconds that instances may take to end after the server has closed their sockets.
 _GRACE_S = 10.0
 _MAX_TEXT = 4000
-_PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger("headrace.isolated")
 
@@ -363,10 +361,8 @@ def inherited_sockets(arguments: list[str]) -> list[socket.socket]:
     # Ignored: Ctrl-C and a service's signals reach the child as well, but the server ends it after the last response.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    # A child that hangs in native code would not notice that the server was killed and its sockets closed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent, *descriptors = (int(word) for word in arguments)
-    if os.getppid() != parent:
+    if not ends_with_parent(parent):
         return []
     faulthandler.enable()
     return [socket.socket(fileno=end) for end in descriptors]

@@ -418,12 +418,8 @@ class ResultReader:
             if code != declared:
                 self._refuse(results, member, name, code, declared)
                 continue
-            if code == protocol.BYTES:
-                if size > MAX_TEXT_BYTES:
-                    raise ProtocolError(
-                        f"output {index} has {size} bytes of text, at most {MAX_TEXT_BYTES} are allowed"
-                    )
-                array = protocol.unpack_texts(slot.read(offset, size), _checked(shape))
+            if copy or code == protocol.BYTES:
+                array = _copied(slot, offset, size, code, _checked(shape))
             else:
                 dtype = self._dtypes[index]
                 if size != dtype.itemsize * math.prod(_checked(shape)):
@@ -431,25 +427,20 @@ class ResultReader:
                 slot.check_written(size)
                 if base is None or offset + size > len(base):  # not the slot's size: a text may have extended the map
                     slot.reach(offset, size)
-                    base = slot.memory if copy else lease.array()
+                    base = lease.array()
                 array = np.ndarray(shape, dtype, base, offset)
-                if copy:
-                    array = array.copy()
             self._assign(results, members, member, name, array)
         return at
 
     def _assign(
         self, results: list[MemberResult], members: Sequence[BatchMember], member: int, name: str, array: Array
     ) -> None:
+        if member == protocol.ALL_MEMBERS and len(members) == 1:
+            member = 0
         if member != protocol.ALL_MEMBERS:
             if member >= len(results):
                 raise ProtocolError(f"an output of member {member} of {len(results)}")
             result = results[member]
-            if isinstance(result, dict):
-                result[name] = array
-            return
-        if len(members) == 1:
-            result = results[0]
             if isinstance(result, dict):
                 result[name] = array
             return
