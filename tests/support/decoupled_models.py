@@ -13,7 +13,8 @@ from headrace.core.request import InferRequest
 from headrace.core.response_stream import MAX_RESPONSE_BYTES, MAX_RESPONSES, ResponseStream
 from headrace.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
 from headrace.observability.counters import Recorder
-from headrace.repository.python_models import OwnInterpreter, program_command
+from headrace.repository.environments import own_interpreter
+from headrace.repository.python_models import program_command
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace_model import protocol
@@ -150,7 +151,7 @@ def open_decoupled(
     responses = {"decoupled": spec.decoupled, "count": bounds[0], "bytes": bounds[1]}
     config = '{"model_transaction_policy": {"decoupled": true}}' if spec.decoupled else "{}"
     order = load_order(file, tensors.inputs, tensors.outputs, responses=responses, model_config=config)
-    options = ProcessOptions(program_command(OwnInterpreter()), order, limit_s, 1 << 12)
+    options = ProcessOptions(program_command(own_interpreter()), order, limit_s, 1 << 12)
     return PythonBackend(tensors, lambda _index: options).load(file, 1, {})
 
 

@@ -7,30 +7,23 @@ Records of one turn of the event loop travel in one message (MessagePack, an arr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from headrace.core.clock import NS_PER_S
 from headrace.core.telemetry import TraceContext
+from headrace.front_ends.shared_page import SharedPage
 from headrace.observability.access_log import MAX_ERRORS_HZ, AccessRecord
 from headrace.observability.counters import Recorder
 from headrace.observability.labelled_counter import DROPPED
 from headrace.observability.tracing import RequestObserver, SamplingDecision
 
 SUCCESSES, ERRORS_LOGGED, TRACES = 1, 2, 4
-"""Bits of `RecordNeeds.value`: successful requests may be selected, failed ones are logged, requests are traced."""
+"""Bits of `SharedPage.record_needs`: successful requests may be selected, failed ones are logged, requests are traced."""
 
 _SELECTED = SamplingDecision(None, True)
 _MAX_PENDING = 4096
-
-
-class RecordNeeds(Protocol):
-    """Says which records the engine process needs; see `headrace.front_ends.shared_page.SharedPage`."""
-
-    @property
-    def record_needs(self) -> int:
-        """Sum of `SUCCESSES`, `ERRORS_LOGGED` and `TRACES`."""
 
 
 class SentRecord(NamedTuple):
@@ -55,11 +48,11 @@ class ForwardingObserver:
         defer: calls a function after the work at hand, `call_soon` of the event loop.
 
     Attributes:
-        needs: of the engine process; None while there is none, and no record is kept.
+        needs: page of the engine process, which says which records it needs; None while there is none, and no record is kept.
     """
 
     def __init__(self, send: Callable[[bytes], object], defer: Callable[[Callable[[], None]], object]) -> None:
-        self.needs: RecordNeeds | None = None
+        self.needs: SharedPage | None = None
         self._send, self._defer = send, defer
         self._encoder = msgspec.msgpack.Encoder()
         self._pending: list[SentRecord] = []

@@ -9,7 +9,7 @@ import asyncio
 from binascii import a2b_base64
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from urllib.parse import unquote
 
 from headrace.core.clock import NS_PER_MS, NS_PER_US, monotonic_ns
@@ -17,6 +17,7 @@ from headrace.core.errors import GRPC_CODES, HeadraceError, Unavailable
 from headrace.core.limits import ClientLimits, Limits
 from headrace.front_ends.meeting import Client, EngineFacts
 from headrace.front_ends.proxy import EngineLink, engine_gone
+from headrace.grpc.call import ServerCall
 from headrace.grpc.methods import GrpcCall, Message, Methods, RequestMessage, StreamCall
 from headrace.grpc.server import GrpcServer
 from headrace.grpc.status import ErrorStatus, StatusError
@@ -64,15 +65,6 @@ _RESPONSE_LIMITS = ClientLimits(Limits(max_body_bytes=1 << 32))
 _UNITS = ((1, b"n"), (NS_PER_US, b"u"), (NS_PER_MS, b"m"))
 _MAX_TIMEOUT = 10**8
 _CODE_NAMES = {number: name for name, number in GRPC_CODES.items()}
-
-
-class PassedCall(Protocol):
-    """Attributes of a call beyond `GrpcCall`; see `headrace.grpc.call.ServerCall`."""
-
-    connection: Http2Connection
-    option_headers: dict[str, str]
-    peer_names: tuple[str, ...]
-    deadline_ns: int
 
 
 class EngineCall(Http2Stream):
@@ -196,7 +188,7 @@ class EngineConnection(Http2Connection):
         super().connection_made(transport)
         self._link.add(self.transport)
 
-    def open_call(self, path: str, call: PassedCall, reader: RequestOptionsReader) -> EngineCall:
+    def open_call(self, path: str, call: ServerCall, reader: RequestOptionsReader) -> EngineCall:
         """Open a call of the method, with the options and the deadline of a client's call; raises Unavailable."""
         if self.closing:
             raise engine_gone()
@@ -325,21 +317,20 @@ class GrpcProxy:
             opening.add_done_callback(_close)
 
     async def _open(self, path: str, call: GrpcCall | StreamCall) -> EngineCall:
-        client_call = cast(PassedCall, call)
+        client_call = cast(ServerCall, call)
         key = client_call.connection
         opening = self._connections.get(key)
         if opening is None or (opening.done() and (opening.exception() is not None or opening.result().closing)):
-            opening = asyncio.get_running_loop().create_task(self._connect(call))
+            opening = asyncio.get_running_loop().create_task(self._connect(client_call))
             if key.closing:
                 opening.add_done_callback(_close)
             else:
                 self._connections[key] = opening
         return (await asyncio.shield(opening)).open_call(path, client_call, self._reader)
 
-    async def _connect(self, call: GrpcCall | StreamCall) -> EngineConnection:
-        client_call = cast(PassedCall, call)
-        address = client_call.connection.transport.get_extra_info("peername")
-        client = Client(tuple(address[:2]) if address else None, names=client_call.peer_names)
+    async def _connect(self, call: ServerCall) -> EngineConnection:
+        address = call.connection.transport.get_extra_info("peername")
+        client = Client(tuple(address[:2]) if address else None, names=call.peer_names)
         sock = await self._link.open("grpc", client)
         connection = EngineConnection(self._link)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)

@@ -16,7 +16,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -34,11 +34,10 @@ from headrace.front_ends.counter_array import (
     version_key,
 )
 from headrace.inference.load_report import FRESH_NS, ServerFigures
-from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import LATE_TEXT, STANDING_TEXT, WaitForecast, rejection, wait_too_long
 from headrace.scheduling.queue import FAR_NS
 from headrace.scheduling.scheduler import queue_full
-from headrace.scheduling.version_handle import OverloadFigures
+from headrace.scheduling.version_handle import OverloadFigures, VersionHandle
 
 # Cells of a record before its figures: key of the version, whether requests may be rejected, sequence number, checksum.
 _KEY, _REJECTS, _SEQUENCE, _CHECKSUM, _FIRST = range(5)
@@ -308,31 +307,11 @@ def _checksum(content: bytes, sequence: int) -> int:
     return crc32(content, sequence & 0xFFFFFFFF)
 
 
-class PagedVersion(Protocol):
-    """A served version; see `headrace.scheduling.version_handle.VersionHandle`."""
-
-    serial: int
-    recorder: Recorder
-
-    @property
-    def in_flight(self) -> int:
-        """Number of requests between lease and release."""
-
-    def load(self, by_level: bool = True) -> ModelLoad:
-        """Return the load of the version."""
-
-    def overload(self, now_ns: int, /) -> OverloadFigures | None:
-        """Return figures for rejections in front ends; None if only the version itself can decide."""
-
-    def learn_rejections(self, count: int, kind: int) -> None:
-        """Learn from requests that front ends have rejected because of the safety margin."""
-
-
 @dataclass(slots=True, eq=False)
 class _Served:
     """A version with a slot."""
 
-    handle: PagedVersion
+    handle: VersionHandle
     slot: int
     totals: FailureTotals
     margin_kind: int = -1  # urgency class whose margin causes rejections by the last record; -1 for none
@@ -378,7 +357,7 @@ class PageWriter:
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
         self._flushed_ns = 0
 
-    def add(self, handle: PagedVersion) -> None:
+    def add(self, handle: VersionHandle) -> None:
         """Give a version a slot and write its record; call it before the version is published."""
         with self._lock:
             if handle.serial in self._served or (not self._free and self._used == SLOTS):
@@ -390,7 +369,7 @@ class PageWriter:
             served = self._served[handle.serial] = _Served(handle, slot, totals)
             self._write(served)
 
-    def remove(self, handle: PagedVersion) -> None:
+    def remove(self, handle: VersionHandle) -> None:
         """Count the last failures of a version and free its slot; call it once no front end leases it."""
         handle.recorder.request_counts()
         with self._lock:
@@ -400,13 +379,13 @@ class PageWriter:
                 self.page.clear(served.slot)
                 self._free.append(served.slot)
 
-    def touch(self, handle: PagedVersion) -> None:
+    def touch(self, handle: VersionHandle) -> None:
         """Write the record of a version soon: requests have arrived."""
         self._touched[handle.serial] = None
         if self._timer is None:
             self._timer = self._loop.call_later(_INTERVAL_S, self._flush)
 
-    def answered(self, handle: PagedVersion, members: int) -> None:
+    def answered(self, handle: VersionHandle, members: int) -> None:
         """Write the record of a version before an answer is sent, if it is due or has a queue that is empty now; else soon.
 
         Args:

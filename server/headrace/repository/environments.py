@@ -82,6 +82,11 @@ class Interpreter:
     label: str
 
 
+def own_interpreter() -> Interpreter:
+    """Return the interpreter of the server."""
+    return Interpreter((sys.executable,), True, f"Python {platform.python_version()} of the server")
+
+
 @dataclass(frozen=True, slots=True)
 class EnvironmentSource:
     """Origin of an environment.
@@ -204,7 +209,7 @@ class Environments:
         """
         source = environment_source(folder, version)
         if source is None:
-            return Interpreter((sys.executable,), True, f"Python {platform.python_version()} of the server")
+            return own_interpreter()
         return self.python_of(source)
 
     def python_of(self, source: EnvironmentSource) -> Interpreter:

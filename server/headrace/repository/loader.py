@@ -54,10 +54,11 @@ from headrace.observability.custom_metrics import CustomMetrics
 from headrace.pipelines.execution import Steps, steps_of
 from headrace.repository.accounted_model import AccountedModel, HostMemory, file_id
 from headrace.repository.decoder_pool import DecoderPool
+from headrace.repository.environments import Environments
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.measuring import MeasuringTurns
 from headrace.repository.model_calls import ModelCalls
-from headrace.repository.python_models import Interpreters, folder_digest, open_python_model
+from headrace.repository.python_models import folder_digest, open_python_model
 from headrace.repository.sequence_policy import sequence_policy, state_tensors
 from headrace.repository.trials import ModelTrials, trial_order
 from headrace.repository.version_loads import VersionLoads
@@ -249,7 +250,7 @@ class Loader:
     state: Path | None = None
     inline_bound_ns: int = 0
     bodies: BodyMemory | None = None
-    interpreters: Interpreters | None = None
+    interpreters: Environments | None = None
     allow_python_uploads: bool = False
     calls: ModelCalls | None = None
     metrics: CustomMetrics | None = None

@@ -47,6 +47,7 @@ from headrace.core.errors import (
 from headrace.core.request import InferRequest, InferResponse, Probe, SequenceFields
 from headrace.core.shapes import CheckedShapes
 from headrace.core.tensor import Array, ModelSpec
+from headrace.repository.registry import Registry
 from headrace.scheduling.version_handle import VersionHandle
 
 logger = logging.getLogger("headrace.python")
@@ -80,22 +81,6 @@ _CODES: tuple[tuple[type[HeadraceError], int], ...] = (
 )
 
 
-class Versions(Protocol):
-    """The registry, as far as calls use it.
-
-    Attributes:
-        generation: number of changes of the serving versions, from 1.
-    """
-
-    generation: int
-
-    def lease(self, name: str, version: str) -> VersionHandle:
-        """Lease a version; raises NotFound, BadRequest, Unavailable."""
-
-    def serving(self, name: str, version: str) -> VersionHandle | None:
-        """Return a serving version without a lease; None if there is none."""
-
-
 class ModelControl(Protocol):
     """The reconciler, as far as calls use it."""
 
@@ -123,7 +108,7 @@ class ModelCalls:
         probe_waits: waiting calls of `is_model_ready`, with the arguments of `is_probe_cycle`; on the event loop.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, versions: Versions) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, versions: Registry) -> None:
         self.control: ModelControl | None = None
         self.callers: set[str] = set()
         self.probe_waits: dict[asyncio.Task[None], tuple[str, frozenset[str]]] = {}

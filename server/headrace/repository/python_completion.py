@@ -18,9 +18,8 @@ from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.processes.child_process import Message
+from headrace.repository.environments import Environments, own_interpreter
 from headrace.repository.python_models import (
-    Interpreters,
-    OwnInterpreter,
     instance_places,
     load_order,
     program_command,
@@ -52,7 +51,7 @@ def check_client_source(folder: ModelFolder, is_upload: bool) -> None:
     check_client_config(folder.name, folder.config, own)
 
 
-def complete_python(folder: ModelFolder, interpreters: Interpreters | None) -> ModelFolder:
+def complete_python(folder: ModelFolder, interpreters: Environments | None) -> ModelFolder:
     """Return the folder of a Python model with its configuration completed by its code; any other folder as it is.
 
     Starts a process for the newest served version if the file leaves something to its code.
@@ -84,9 +83,9 @@ def _completes(folder: ModelFolder, version: int) -> bool:
     return folder.config.backend == "python" and "max_batch_size" not in folder.config.model_fields_set
 
 
-def _describe(folder: ModelFolder, version: int, interpreters: Interpreters | None) -> Mapping[str, Any]:
+def _describe(folder: ModelFolder, version: int, interpreters: Environments | None) -> Mapping[str, Any]:
     """Return the configuration that the code of a version completes, in Triton's JSON form."""
-    interpreter = OwnInterpreter() if interpreters is None else interpreters.python_for(folder, version)
+    interpreter = own_interpreter() if interpreters is None else interpreters.python_for(folder, version)
     (place,) = instance_places(folder.config, 1)
     order: Message = load_order(folder, version, folder.model_file(version), place, "describe")
     order["config"] = _written(folder.config)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import headrace_model
 from headrace_model import protocol
@@ -27,36 +25,10 @@ from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.cuda import devices as gpus
 from headrace.observability.custom_metrics import CustomMetrics
 from headrace.processes.child_process import Message
+from headrace.repository.environments import Environments, Interpreter, own_interpreter
 from headrace.repository.model_calls import ModelCalls
 
 PROGRAM = Path(headrace_model.__file__).parent / "__main__.py"
-
-
-class InterpreterCommand(Protocol):
-    """An interpreter that runs a model."""
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """Words before the program's file."""
-
-    @property
-    def is_own(self) -> bool:
-        """True for the server's own interpreter, to which variables such as PYTHONPATH apply."""
-
-
-class Interpreters(Protocol):
-    """Chooses the interpreter of a Python model."""
-
-    def python_for(self, folder: ModelFolder, version: int) -> InterpreterCommand:
-        """Return the interpreter of a version; raises ConfigError if its environment cannot be made."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnInterpreter:
-    """The interpreter of the server."""
-
-    command: tuple[str, ...] = (sys.executable,)
-    is_own: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +102,7 @@ def load_order(folder: ModelFolder, version: int, file: Path, place: InstancePla
     }
 
 
-def program_command(interpreter: InterpreterCommand) -> tuple[str, ...]:
+def program_command(interpreter: Interpreter) -> tuple[str, ...]:
     """Return the command that starts the program of a model's process.
 
     The user's site folder is never on the path (-s). Variables such as PYTHONPATH are for the server's interpreter only (-E).
@@ -144,7 +116,7 @@ def open_python_model(
     version: int,
     plan: ServingPlan,
     instances: int,
-    interpreters: Interpreters | None,
+    interpreters: Environments | None,
     calls: ModelCalls | None = None,
     metrics: CustomMetrics | None = None,
 ) -> PythonModel:
@@ -163,7 +135,7 @@ def open_python_model(
         ConfigError: a process could not load the model.
     """
     config = folder.config
-    interpreter = OwnInterpreter() if interpreters is None else interpreters.python_for(folder, version)
+    interpreter = own_interpreter() if interpreters is None else interpreters.python_for(folder, version)
     command = program_command(interpreter)
     orders = [load_order(folder, version, plan.file, place) for place in instance_places(config, instances)]
     tensors = _model_tensors(config)

@@ -22,7 +22,8 @@ from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import BatchLost, Cancelled, ConfigError, HeadraceError, ModelFailed, Unavailable
 from headrace.core.tensor import Array
 from headrace.processes import supervisor
-from headrace.repository.python_models import OwnInterpreter, program_command
+from headrace.repository.environments import own_interpreter
+from headrace.repository.python_models import program_command
 from headrace_model import protocol
 
 from tests.support.python_models import load_order
@@ -108,7 +109,7 @@ def open_model(tmp_path: Path) -> Iterator[Open]:
 
         def options(index: int) -> ProcessOptions:
             order = load_order(file, tensors.inputs, tensors.outputs, memory_bytes, model_instance_name=f"m_{index}")
-            return ProcessOptions(program_command(OwnInterpreter()), order, limit_s, 1 << 12, memory_bytes)
+            return ProcessOptions(program_command(own_interpreter()), order, limit_s, 1 << 12, memory_bytes)
 
         model = PythonBackend(tensors, options).load(file, instances, {})
         opened.append(model)

@@ -20,7 +20,8 @@ from headrace.backends.python.process import ProcessOptions
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import BatchLost, Unavailable
 from headrace.core.tensor import Array, IpcMemory, ResidentRows, as_input
-from headrace.repository.python_models import OwnInterpreter, program_command
+from headrace.repository.environments import own_interpreter
+from headrace.repository.python_models import program_command
 from headrace_model import device, protocol
 from headrace_model.channel import Frames
 from headrace_model.protocol import HEADER
@@ -97,7 +98,7 @@ def execution(tmp_path: Path) -> Iterator[Open]:
         file.parent.mkdir(parents=True)
         file.write_text(CODE)
         order = load_order(file, [("x", FP32), ("z", FP32)], [("y", FP32)], devices=str(devices))
-        options = ProcessOptions(program_command(OwnInterpreter()), order, 20.0, 1 << 12)
+        options = ProcessOptions(program_command(own_interpreter()), order, 20.0, 1 << 12)
         opened.append(PythonBackend(TENSORS, lambda _: options, reads_device_rows=True).load(file, 1, {}))
         return opened[0].execution(0)
 
