@@ -446,7 +446,7 @@ def test_paths_that_cannot_be_served(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     for words, pattern in {
         ("missing.onnx",): "missing.onnx: error: does not exist \\(name an ONNX file, the folder of a model",
-        ("x.doc",): "x.doc: error: is no model in a format that is known: .onnx, .skops, .*docs/frameworks.md",
+        ("x.doc",): "x.doc: error: is no model in a format that is known: .onnx, .pt, .*docs/frameworks.md",
         (
             "x.plan",
         ): "x.plan: error: an engine cannot be served without a configuration \\(put it in FOLDER/NAME/1/model.plan",

@@ -16,6 +16,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
 
+from headrace.config.completion import BACKEND_OF_SUFFIX
 from headrace.config.documents import open_regular_file, refuse
 from headrace.config.files import create_process_folder
 from headrace.config.manifest import LAYERS_FILE, RECIPE_FILE, STAMP_FILE, is_artefact_name
@@ -28,33 +29,13 @@ from headrace.integrity.checksums import CHECKSUMS
 
 # Folders that file systems and interpreters create.
 _IGNORED_FOLDERS = {"lost+found": "it belongs to the file system", "__pycache__": "it is a cache of Python"}
-# A folder with such a file and without a version folder is a misplaced model: an error, not a skipped folder.
-_MODEL_SUFFIXES = (
-    ".onnx",
-    ".plan",
-    ".engine",
-    ".pt",
-    ".pt2",
-    ".skops",
-    ".joblib",
-    ".ubj",
-    ".pb",
-    ".graphdef",
-    ".savedmodel",
-)
-# Suffix of files that are served without a folder -> their begin without blanks, where other files have the suffix too.
-_SERVED_SUFFIXES = {
-    ".onnx": b"",
-    ".skops": b"",
-    ".joblib": b"",
-    ".pkl": b"",
-    ".ubj": b"",
-    ".pt": b"",
-    ".pt2": b"",
-    ".json": b'{"learner"',
-    ".txt": b"treeversion=",
-}
+# Suffix that other files have too -> begin of a model without blanks.
+_BEGINS = {".json": b'{"learner"', ".txt": b"treeversion="}
 _BEGIN_BYTES = 4096
+# Suffixes of files that are served without a folder.
+_SERVED_SUFFIXES = [f".{suffix}" for suffix in BACKEND_OF_SUFFIX if suffix not in ("plan", "engine", "py")]
+# A folder with such a file and without a version folder is a misplaced model: an error, not a skipped folder.
+_MODEL_SUFFIXES = {".plan", ".engine", ".pb", ".graphdef", ".savedmodel"}.union(_SERVED_SUFFIXES) - {".pkl", *_BEGINS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,13 +299,12 @@ def _model_file(path: Path) -> Path | None:
 
 def _is_served(file: Path) -> bool:
     """True for a model file that is served as it is, by its suffix, and for JSON and text by its begin."""
-    mark = _SERVED_SUFFIXES.get(file.suffix)
-    if mark is None or not file.is_file():
+    if file.suffix not in _SERVED_SUFFIXES or not file.is_file():
         return False
-    if not mark:
+    if file.suffix not in _BEGINS:
         return True
     with open_regular_file(file) as stream:
-        return stream.read(_BEGIN_BYTES).translate(None, b" \t\r\n").startswith(mark)
+        return stream.read(_BEGIN_BYTES).translate(None, b" \t\r\n").startswith(_BEGINS[file.suffix])
 
 
 def _model_name(path: Path, file: Path) -> str:
