@@ -20,18 +20,12 @@ class ReplicaOptions(NamedTuple):
 
     Attributes:
         repositories: absolute paths and URLs, the same on every node.
-        models: names of the models to load; None loads all.
-        state_dir, profile_s, gpu_memory_fraction, host_memory_budget, drain_timeout_s: see `headrace.Server`.
+        server: keyword arguments of `headrace.Server`.
         grpc: listen for gRPC on a free port of the node's address.
     """
 
     repositories: tuple[str, ...]
-    models: tuple[str, ...] | None
-    state_dir: str
-    profile_s: float
-    gpu_memory_fraction: float
-    host_memory_budget: int
-    drain_timeout_s: float
+    server: Mapping[str, Any]
     grpc: bool
 
 
@@ -45,16 +39,7 @@ class Replica:
     options: ClassVar[ReplicaOptions]
 
     def __init__(self) -> None:
-        options = self.options
-        self._server = Server(
-            *options.repositories,
-            models=options.models,
-            state_dir=options.state_dir,
-            profile_s=options.profile_s,
-            gpu_memory_fraction=options.gpu_memory_fraction,
-            host_memory_budget=options.host_memory_budget,
-            drain_timeout_s=options.drain_timeout_s,
-        )
+        self._server = Server(*self.options.repositories, **self.options.server)
         self._models: dict[tuple[str, str], Model] = {}
         self._grpc_address = ""
         self._is_open = False

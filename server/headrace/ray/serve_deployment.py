@@ -56,16 +56,16 @@ def deployment(
     if not repositories:
         raise ValueError("no repository is given: name a folder of models, the folder of one model, or an ONNX file")
     max_replicas = min_replicas if max_replicas is None else max_replicas
-    replica_options = ReplicaOptions(
-        repositories=tuple(_location(os.fspath(path)) for path in repositories),
-        models=None if models is None else tuple(models),
-        state_dir=os.path.expanduser(state_dir),
-        profile_s=profile_s,
-        gpu_memory_fraction=gpu_memory_fraction,
-        host_memory_budget=host_memory_budget,
-        drain_timeout_s=drain_timeout_s,
-        grpc=grpc,
-    )
+    server = {
+        "models": None if models is None else tuple(models),
+        "state_dir": os.path.expanduser(state_dir),
+        "profile_s": profile_s,
+        "gpu_memory_fraction": gpu_memory_fraction,
+        "host_memory_budget": host_memory_budget,
+        "drain_timeout_s": drain_timeout_s,
+    }
+    locations = tuple(_location(os.fspath(path)) for path in repositories)
+    replica_options = ReplicaOptions(locations, server, grpc)
     options.setdefault("name", "headrace")
     options.setdefault("max_ongoing_requests", MAX_ONGOING_REQUESTS)
     options.setdefault("graceful_shutdown_timeout_s", drain_timeout_s + _SHUTDOWN_MARGIN_S)
