@@ -248,16 +248,11 @@ class Principal:
             allowed = self._models[model] = any(fnmatchcase(model, pattern) for pattern in grant.models)
         return allowed
 
-    def filter_models(self, rows: Iterable[Row], field: str = "name") -> list[Row]:
-        """Return the rows of a list whose model is allowed.
-
-        Args:
-            rows: of the list.
-            field: of a row, with the name of its model.
-        """
+    def filter_models(self, rows: Iterable[Row]) -> list[Row]:
+        """Return the rows of a list whose model is allowed; each has the name of its model as "name"."""
         if self.grant is not None and not self.grant.models:
             return list(rows)
-        return [row for row in rows if self.allows_model(str(row[field]))]
+        return [row for row in rows if self.allows_model(str(row["name"]))]
 
 
 class AccessControl(Protocol):

@@ -84,11 +84,6 @@ def process_name(number: int) -> str:
 _decode_start = msgspec.msgpack.Decoder(Start, dec_hook=lambda kind, value: kind(value)).decode
 
 
-def channel_pair() -> tuple[socket.socket, socket.socket]:
-    """Create both ends of a channel."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
 def send_start(sock: socket.socket, start: Start) -> None:
     """Send the first message; raises OSError."""
     sock.send(_encode(start))

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
-from headrace.front_ends.channel import Start, SupervisorChannel, channel_pair, close_all, process_name, send_start
+from headrace.front_ends.channel import Start, SupervisorChannel, close_all, process_name, send_start
 from headrace.processes.child_process import killed_by
 
 logger = logging.getLogger("headrace")
@@ -94,7 +95,7 @@ class Child:
     def start(self) -> None:
         """Start the process; raises OSError if the system starts none."""
         self._restart_timer = None
-        ours, theirs = channel_pair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             send_start(ours, self._start)
             self._process = subprocess.Popen(

@@ -90,7 +90,7 @@ class EngineProcess:
         self._page = SharedPage.create(epoch=self._arrays.own.starts)
         figures = None if self._settings.orca == "never" else wiring.load_meter.figures
         self._writer = PageWriter(self._page, loop, self._arrays.arrays, server_figures=figures)
-        charge = _nothing_to_charge if wiring.keys is None else wiring.keys.charge
+        charge = (lambda _name: None) if wiring.keys is None else wiring.keys.charge
         regions, writer = wiring.services.regions, self._writer
         self._requests = EngineRequests(registry, writer.touch, self._pin, regions, charge, writer.answered)
         self._records = RecordSink(wiring.observer, partial(_recorder, registry))
@@ -275,10 +275,6 @@ class EngineProcess:
             log_announcement(addresses, self._wiring.data_plane.registry)
         else:
             announce(addresses, self._wiring.data_plane.registry, self._start.first_model)
-
-
-def _nothing_to_charge(_name: str) -> None:
-    """A server without keys has no quotas."""
 
 
 def _recorder(registry: Registry, name: str, number: str) -> Recorder | None:

@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -223,7 +223,7 @@ class ServerSupervisor:
         for child in self._front_ends:
             child.insist("drain")
         limit_s = self._settings.drain_timeout_s + _GRACE_S
-        self._time_limits.append(asyncio.get_running_loop().call_later(limit_s, self._kill_front_ends))
+        self._time_limits.append(asyncio.get_running_loop().call_later(limit_s, self._kill, self._front_ends))
         self._continue_stop()
 
     def _continue_stop(self, child: Child | None = None, status: int = 0) -> None:
@@ -237,21 +237,15 @@ class ServerSupervisor:
         if child is not self._engine:
             self._engine.insist("stop")
             limit_s = self._settings.drain_timeout_s + _GRACE_S
-            self._time_limits.append(asyncio.get_running_loop().call_later(limit_s, self._kill_engine))
+            self._time_limits.append(asyncio.get_running_loop().call_later(limit_s, self._kill, [self._engine]))
 
-    def _kill_front_ends(self) -> None:
-        for child in self._front_ends:
+    def _kill(self, children: Sequence[Child]) -> None:
+        """Kill those that still run."""
+        for child in children:
             if child.is_running:
-                self._kill(child)
-
-    def _kill_engine(self) -> None:
-        if self._engine.is_running:
-            self._kill(self._engine)
-
-    def _kill(self, child: Child) -> None:
-        logger.error("the process '%s' has not ended in time and is killed", child.name)
-        self._exit_status = 1
-        child.kill()
+                logger.error("the process '%s' has not ended in time and is killed", child.name)
+                self._exit_status = 1
+                child.kill()
 
 
 def _address(host: str, port: int) -> str:

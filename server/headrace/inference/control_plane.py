@@ -40,7 +40,7 @@ class ControlPlane:
     def __init__(self, services: Services) -> None:
         self.services = services
         models = services.models
-        self._list = SharedRuns(lambda _: self._list_all())
+        self._list = SharedRuns(lambda _: self._listed(self.services.models.index()))
         self._index = SharedRuns(lambda _: models.index())
         self._statistics = SharedRuns(lambda _: models.statistics("", ""))
 
@@ -106,9 +106,6 @@ class ControlPlane:
         page = [row for row in rows if not last or row["name"] <= last]
         models = await asyncio.to_thread(self._listed, page)
         return {"models": models, "next": last} if last else {"models": models}
-
-    def _list_all(self) -> list[responses.ListedModel]:
-        return self._listed(self.services.models.index())
 
     def _listed(self, rows: Iterable[responses.IndexRow]) -> list[responses.ListedModel]:
         models: dict[str, responses.ListedModel] = {}

@@ -130,7 +130,7 @@ def from_json(spec: TensorSpec, shape: tuple[int, ...], elements: int, data: obj
     flat, kinds = _flatten(data)
     if len(flat) != elements:
         raise BadRequest(f"input '{spec.name}': {len(flat)} elements came for shape {list(shape)}, expected {elements}")
-    return _convert(spec, flat, kinds).reshape(shape)
+    return from_values(spec, flat, kinds).reshape(shape)
 
 
 def to_json(array: Array, datatype: Datatype) -> object:
@@ -240,16 +240,12 @@ def _flatten(data: list[Any]) -> tuple[list[Any], set[type]]:
     return data, kinds
 
 
-def from_values(spec: TensorSpec, values: list[Any], kinds: set[type]) -> Array:
+def from_values(spec: TensorSpec, flat: list[Any], kinds: set[type]) -> Array:
     """Convert elements from JSON, and the types of them, to a tensor of one dimension.
 
     Raises:
         BadRequest: elements have another datatype, or are out of its range.
     """
-    return _convert(spec, values, kinds)
-
-
-def _convert(spec: TensorSpec, flat: list[Any], kinds: set[type]) -> Array:
     datatype = spec.datatype
     allowed, expected = _JSON_TYPES[datatype.name]
     if not kinds <= allowed:

@@ -181,10 +181,6 @@ def _pair(value: Any) -> tuple[int, int]:
     return _pixels(height), _pixels(width)
 
 
-def _pair_or_none(value: Any) -> tuple[int, int] | None:
-    return None if value is None else _pair(value)
-
-
 def _numbers(value: Any) -> tuple[float, ...]:
     numbers = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers):
@@ -209,7 +205,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "std": _numbers,
     "layout": _word("nchw", "nhwc"),
     "by": _word("client", "server"),
-    "source": _pair_or_none,
+    "source": lambda value: None if value is None else _pair(value),
 }
 
 

@@ -301,10 +301,6 @@ class ModelCall:
         self.end = START
 
 
-def _no_batch() -> RunningBatch | None:
-    return None
-
-
 class CallConnection:
     """Calls of one process; implements `CallSocket`. On the event loop only, but for its construction, `post` and the members of
     `CallSocket`.
@@ -365,9 +361,8 @@ class CallConnection:
         if self._is_closed:
             return
         self._is_closed = True
-        self._running_batch = (
-            _no_batch  # else this object and the process's connection would keep each other, and its memory
-        )
+        # Else this object and the process's connection would keep each other, and its memory.
+        self._running_batch = lambda: None
         if self in self._calls.connections:
             self._calls.connections.remove(self)
         loop, descriptor = self._calls.loop, self._end.fileno()
@@ -381,7 +376,11 @@ class CallConnection:
 
     def _abandon(self) -> None:
         for call in list(self.calls.values()):
-            if call.parents and call.completion is not None and _all_settled(call.parents):
+            if (
+                call.parents
+                and call.completion is not None
+                and all(parent.completion.is_settled for parent in call.parents)
+            ):
                 call.completion.settle(Cancelled(_PARENTS_SETTLED))
 
     @property
@@ -688,10 +687,6 @@ _MAX_TEXT = 4096
 def _chain(parent: BatchMember) -> tuple[str, ...]:
     call = parent.call
     return call.chain if isinstance(call, ModelCall) else ()
-
-
-def _all_settled(members: Sequence[BatchMember]) -> bool:
-    return all(member.completion.is_settled for member in members)
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

@@ -438,7 +438,8 @@ class AdmissionController:
             announced: rows that will be queued before it and are not there yet.
             rows: rows of the request.
         """
-        if not (announced or self.queue.waiting_rows) and self._has_idle_instance():
+        is_empty = not (announced or self.queue.waiting_rows)
+        if is_empty and any(not work.batches for work in self.in_flight_work()):
             return 0  # before the costs are read: nothing else would rebuild them for a single caller
         costs = self.cost_model.current
         free_ns = self._free_ns(costs, now_ns) if costs is not None else ()
@@ -557,9 +558,6 @@ class AdmissionController:
         free_ns.sort()
         self._free, self._free_until_ns = free_ns, until_ns
         return free_ns
-
-    def _has_idle_instance(self) -> bool:
-        return any(not work.batches for work in self.in_flight_work())
 
     def _learn_errors(self, entries: Sequence[Entry], done_ns: int) -> None:
         costs = self.cost_model.current

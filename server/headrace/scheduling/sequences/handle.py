@@ -209,7 +209,7 @@ class SequenceHandle(ModelHandle):
             return correlation_id, fields.start, fields.end and not self._is_iterative
         if self._is_iterative and correlation_id in (0, ""):
             self._check_rows(request)
-            return self._new_id(), True, False
+            return self._scheduler.new_id(self._max_id or MAX_ID, is_text=not self._max_id), True, False
         for flag, value in (("sequence_start", fields.start), ("sequence_end", fields.end)):
             if not isinstance(value, bool):
                 raise BadRequest(f"parameter '{flag}' is {value!r:.64}, it must be true or false: correct the request")
@@ -247,10 +247,6 @@ class SequenceHandle(ModelHandle):
     def _client(self, request: InferRequest) -> str:
         """Return the client that the ids of a request belong to; "" for all clients."""
         return request.client if self._directory.by_client else ""
-
-    def _new_id(self) -> CorrelationId:
-        """Return an id for a request of an iterative model that came without one."""
-        return self._scheduler.new_id(self._max_id or MAX_ID, is_text=not self._max_id)
 
     def _replaced(self) -> Iterator[SequenceHandle]:
         """Yield the versions that are being replaced by this one."""
