@@ -16,10 +16,8 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import urlsplit
-
-from starlette.types import ASGIApp
 
 from headrace.access.control import KeyAccess
 from headrace.access.tokens import TokenVerifier
@@ -332,7 +330,7 @@ class Wiring:
             logger.error("--strict: model %s version %s requires a GPU: %s (%s)", name, number, reason, cure)
         return True
 
-    def http_applications(self, tls: ServerTls | None) -> dict[str, tuple[ASGIApp, ClientLimits]]:
+    def http_applications(self, tls: ServerTls | None) -> dict[str, tuple[Callable[..., Any], ClientLimits]]:
         """Create application and limits of the port "http", and of "metrics" if /metrics has a port of its own.
 
         Args:

@@ -1,12 +1,10 @@
-"""The process itself: its memory limit and its end. Used by the programs of models and of servers with front ends."""
+"""The process of a model itself: its memory limit and its end. Used by the programs of Python models and of isolated models."""
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import resource
-import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -14,19 +12,6 @@ from pathlib import Path
 
 # Score of oom(5) that is added to the process's own; 1000 would make it the first victim of all.
 _OOM_SCORE = "500"
-_PR_SET_PDEATHSIG = 1
-
-
-def ends_with_parent(parent: int) -> bool:
-    """Let the kernel kill this process together with the thread that has started it; False if that has ended already.
-
-    A process that hangs in native code would not notice that its sockets are closed.
-
-    Args:
-        parent: process id of the parent.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() == parent
 
 
 def limit_memory(size_bytes: int) -> None:

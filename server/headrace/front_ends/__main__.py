@@ -7,14 +7,13 @@ import signal
 import socket
 import sys
 
-from headrace_model.process import ends_with_parent
-
 from headrace import settings
 from headrace.__main__ import configure_logging
 from headrace.core.errors import Unavailable
 from headrace.core.heap import use_one_arena
 from headrace.front_ends.channel import receive_start
 from headrace.front_ends.names import set_process_name
+from headrace.processes.child_process import ends_with_parent
 
 
 def main() -> int:

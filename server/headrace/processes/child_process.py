@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import selectors
@@ -21,6 +22,7 @@ from headrace.core.clock import monotonic_ns
 
 Message = dict[str, Any]
 
+_PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 100  # enough for a dump of all threads, of which the failing one comes first
 # A longer line is passed on in parts of about this size.
 _MAX_LINE_BYTES = 8192
@@ -79,6 +81,18 @@ class ChildProcess:
         if self.blame:
             return self.blame
         return f"it ended with status {status}" if status >= 0 else killed_by(status)
+
+
+def ends_with_parent(parent: int) -> bool:
+    """Let the kernel kill this process together with the thread that has started it; False if that has ended already.
+
+    A process that hangs in native code would not notice that its sockets are closed.
+
+    Args:
+        parent: process id of the parent.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
 
 
 def killed_by(status: int) -> str:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 from headrace_model.channel import Frames, Messages
-from headrace_model.process import ends_with_parent, exit_process, limit_memory
+from headrace_model.process import exit_process, limit_memory
 from headrace_model.protocol import DONE, FAILED, HEADER, SPILL, SPILLED
 from headrace_model.slots import START, Slot, aligned
 
@@ -47,7 +47,7 @@ from headrace.backends.process.tensors import (
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed
 from headrace.core.ledger import Kind, Ledger, MemoryAccount, NoRoom, format_bytes
 from headrace.core.tensor import Array
-from headrace.processes.child_process import Message
+from headrace.processes.child_process import Message, ends_with_parent
 
 # Flag of a RUN frame: the batch may overlap with others.
 LAUNCH = 1 << 8
