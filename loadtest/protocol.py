@@ -13,17 +13,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from headrace.core.tensor import BY_NAME
 
 Array = npt.NDArray[Any]
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-DATATYPES: dict[str, np.dtype[Any]] = {
-    "FP32": np.dtype("<f4"),
-    "FP64": np.dtype("<f8"),
-    "INT32": np.dtype("<i4"),
-    "INT64": np.dtype("<i8"),
-    "UINT8": np.dtype("u1"),
-}
+DATATYPES = {name: BY_NAME[name].dtype for name in ("FP32", "FP64", "INT32", "INT64", "UINT8")}
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 
 
@@ -105,31 +100,26 @@ def decode_answer(headers: Mapping[str, str], body: bytes) -> dict[str, Array]:
 
 
 def send(host: str, port: int, request: HttpRequest, timeout_s: float = 30.0) -> tuple[int, dict[str, str], bytes]:
-    """POST once on a fresh connection: status, headers, body."""
+    """POST once on a fresh connection: status, headers, body; GET a request without a body."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
-        connection.request("POST", request.path, request.body, dict(request.headers))
+        method = "POST" if request.body else "GET"
+        connection.request(method, request.path, request.body or None, dict(request.headers))
         response = connection.getresponse()
         return response.status, dict(response.getheaders()), response.read()
     finally:
         connection.close()
 
 
-def send_json(host: str, port: int, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 30.0) -> Any:
+def send_json(host: str, port: int, path: str, body: Mapping[str, Any] | None = None) -> Any:
     """Return the answer of a control-plane path: GET without a body, POST with one; None if it is empty.
 
     Raises:
         Refused: the status is not 200.
     """
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-    try:
-        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
-        response = connection.getresponse()
-        text = response.read()
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise Refused(f"{path} was answered with {response.status}: {text[:300]!r}")
+    status, _, text = send(host, port, HttpRequest(path, b"" if body is None else json.dumps(body).encode()))
+    if status != 200:
+        raise Refused(f"{path} was answered with {status}: {text[:300]!r}")
     return json.loads(text) if text else None
 
 

@@ -23,3 +23,13 @@ class NoKernelError(BuildError):
     def __init__(self, text: str, nodes: tuple[str, ...] = ()) -> None:
         super().__init__(text)
         self.nodes = nodes
+
+
+def failure_text(error: Exception) -> str:
+    """Return the message of a failed build: for a full disk or memory, with the remedy."""
+    if isinstance(error, MemoryError):
+        return "there is not enough memory: close other programs, or use fewer calibration samples"
+    if not isinstance(error, OSError):
+        return str(error)
+    location = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{location}: make room, or check the permissions"

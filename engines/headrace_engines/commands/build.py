@@ -32,7 +32,7 @@ from rich.text import Text
 
 from headrace_engines.build import BuildResult, build_best_engine, build_engine, find_fp32_engine, make_stamp
 from headrace_engines.commands import add_cache, add_repository_and_target, add_state, add_version
-from headrace_engines.errors import BuildError, CallError
+from headrace_engines.errors import BuildError, CallError, failure_text
 from headrace_engines.precision.methods import REMARKS, stored_precision
 from headrace_engines.progress import PLUGIN_PHASES, Report, with_lines, with_progress_lines
 from headrace_engines.project import PLUGINS_BUDGET_S, Project, all_projects, open_project, read_spec
@@ -272,13 +272,8 @@ def build_model(
             advice=advice,
             state_folder=folder,
         )
-    except HeadraceError as raised:
-        error = str(raised)
-    except MemoryError:
-        error = "there is not enough memory: close other programs, or use fewer calibration samples"
-    except OSError as raised:
-        location = f" ({raised.filename})" if raised.filename else ""
-        error = f"{raised.strerror or raised}{location}: make room, or check the permissions"
+    except (HeadraceError, MemoryError, OSError) as raised:
+        error = failure_text(raised)
     without_engine = without_engine_text(expected) if error and expected is not None else ""
     seconds = time.monotonic() - started_s
     return replace(outcome, error=error, without_engine=without_engine, seconds=seconds)

@@ -38,7 +38,7 @@ from rich.text import Text
 from headrace_engines.accuracy import Accuracy
 from headrace_engines.build import BuildResult, build_engine, sample_batch
 from headrace_engines.commands import add_cache, add_model
-from headrace_engines.errors import BuildError, CallError
+from headrace_engines.errors import BuildError, CallError, failure_text
 from headrace_engines.layers.comparison import LayerComparison, compare_layers
 from headrace_engines.layers.report import layers_section, show_layers
 from headrace_engines.onnx_graph import read_onnx
@@ -235,7 +235,7 @@ def _build(
         built = build_engine(project, spec, target, store, report)
     except (MemoryError, OSError, BuildError) as error:
         report(1.0, "failed")
-        return ComparisonRow(spec.precision, _reason(error))
+        return ComparisonRow(spec.precision, failure_text(error))
     report(1.0, "from the store" if built.cached else "built")
     remarks = list(built.refusal)
     remarks += [REMARKS[built.spec.method]] if built.spec.method else []
@@ -247,13 +247,6 @@ def _build(
 
         remarks.append(FP16_REMARK)
     return ComparisonRow(spec.precision, built=built, remark="; ".join(remarks))
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"{error.strerror or error}: make room, or check the permissions"
-    no_memory = "there is not enough memory: close other programs, or use fewer samples"
-    return no_memory if isinstance(error, MemoryError) else str(error)
 
 
 def _measure(

@@ -14,7 +14,7 @@ from rich.console import Console
 from headrace_engines.build import BuildResult, build_engine, sample_batch
 from headrace_engines.commands import add_cache, add_repository, add_version
 from headrace_engines.errors import BuildError, CallError
-from headrace_engines.lab.overlap import HostStage, OverlapLab, OverlapResult, PixelStage, TensorStage
+from headrace_engines.lab.overlap import OverlapLab, OverlapResult, PixelStage, TensorStage
 from headrace_engines.lab.overlap_page import HEADINGS, overlap_advice, overlap_cells, overlap_page
 from headrace_engines.progress import part
 from headrace_engines.project import Project, open_data, open_project, read_spec
@@ -95,7 +95,7 @@ def _rows(option: int | None, project: Project, profile: tuple[int, int, int]) -
     return rows
 
 
-def host_stage(project: Project, batch: Mapping[str, Array]) -> HostStage:
+def host_stage(project: Project, batch: Mapping[str, Array]) -> TensorStage:
     """Return the work of the host: normalised pixels for a model with `preprocess`, else a copy of the inputs."""
     picture = project.config.preprocess
     name = (picture.input or next(iter(batch))) if picture is not None else ""
@@ -105,7 +105,7 @@ def host_stage(project: Project, batch: Mapping[str, Array]) -> HostStage:
     return PixelStage(batch, name, mean, std, channels_first=picture.layout == "nchw")
 
 
-def measure(built: BuildResult, batch: Mapping[str, Array], stage: HostStage, seconds: float) -> list[OverlapResult]:
+def measure(built: BuildResult, batch: Mapping[str, Array], stage: TensorStage, seconds: float) -> list[OverlapResult]:
     """Return the measurements without and with overlap.
 
     Raises:

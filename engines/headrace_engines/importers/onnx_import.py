@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from headrace.config.files import sync
-from headrace.config.model_folder import find_versions, read_model_folder
+from headrace.config.model_folder import CONFIG_FILES, find_versions, read_model_folder
 from headrace.config.onnx_model import external_files
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig, name_problem
@@ -23,13 +23,11 @@ from headrace.core.model_config import ModelConfig, name_problem
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.importers.onnx_batch import free_batch
 from headrace_engines.importers.onnx_proof import Proof, prove
+from headrace_engines.importers.publishing import CONFIG, MODEL
 from headrace_engines.onnx_graph import OnnxRunner, read_onnx, write_onnx
 from headrace_engines.progress import Report, part, silent
 from headrace_engines.quantization.samples import random_samples
 
-MODEL_FILE = "model.onnx"
-CONFIG_FILE = "config.yaml"
-_CONFIG_FILES = (CONFIG_FILE, "config.yml", "config.pbtxt")
 # ONNX checks shapes in memory, in one protobuf.
 _LARGEST_CHECKED_BYTES = 1 << 30
 # Rows of a batch of a freed model.
@@ -101,7 +99,7 @@ def import_onnx(
         repository.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".import.", dir=repository, ignore_cleanup_errors=True) as temporary:
             folder = Path(temporary, name)
-            file = folder / str(number) / MODEL_FILE
+            file = folder / str(number) / MODEL
             file.parent.mkdir(parents=True)
             if dynamic_batch:
                 write_onnx(model, file)
@@ -177,7 +175,7 @@ def _completed(folder: Path, max_batch_size: int | None) -> ModelConfig:
             lines.append(f"  - {{name: {json.dumps(tensor.name)}, data_type: {tensor.data_type}, dims: [{dims}]}}")
     if config.dynamic_batching is not None:
         lines.append("dynamic_batching: {}")
-    (folder / CONFIG_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return read_model_folder(folder, folder.parent).config
 
 
@@ -212,8 +210,8 @@ def _publish(folder: Path, target: Path, version: int) -> None:
         folder.rename(target)
         sync(target.parent)
         return
-    if not any((target / name).exists() for name in _CONFIG_FILES):
-        (folder / CONFIG_FILE).rename(target / CONFIG_FILE)
+    if not any((target / name).exists() for name in CONFIG_FILES):
+        (folder / CONFIG).rename(target / CONFIG)
     place = target / str(version)
     (folder / str(version)).rename(place)
     try:

@@ -18,13 +18,11 @@ import numpy.typing as npt
 
 from headrace_engines.errors import BuildError
 from headrace_engines.importers.faults import explain
-from headrace_engines.importers.programs.exchange import read_arrays, write_arrays
+from headrace_engines.importers.programs.exchange import REQUEST, read_arrays, write_arrays
 from headrace_engines.progress import Report, silent
 
 Array = npt.NDArray[Any]
 PROGRAM = Path(__file__).with_name("programs") / "__main__.py"
-REQUEST = "request.json"
-MODEL = "model.onnx"
 _LOG_LINES = 12
 # A dimension: the name of a free one or "", and the size of the example.
 Dimension = tuple[str, int]

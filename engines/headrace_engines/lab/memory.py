@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
+from headrace.core.command_line import plural
 from headrace.cuda import memory_pool
 from headrace.cuda.devices import Nvml
 from headrace.cuda.driver import CudaStream, DeviceError, current
@@ -38,36 +38,21 @@ _LOW_POWER = 0.5
 _MIN_REQUESTS = 3
 
 
-class RequestMemory(Protocol):
-    """Origin of the blocks of one instance.
+class AllocatedMemory:
+    """Blocks of cuMemAlloc.
 
     Attributes:
         waits_first: blocks are returned after the work is done, not after it is queued.
     """
 
-    waits_first: bool
-
-    def take(self, size_bytes: int) -> int:
-        """Return the address of a block."""
-
-    def give(self, address: int) -> None:
-        """Return a block; its work is done or queued."""
-
-    def close(self) -> None:
-        """Free everything."""
-
-
-class AllocatedMemory:
-    """Blocks of cuMemAlloc."""
-
     waits_first = True
 
     def take(self, size_bytes: int) -> int:
-        """Allocate a block."""
+        """Allocate a block and return its address."""
         return memory_pool.allocate(size_bytes)
 
     def give(self, address: int) -> None:
-        """Free a block."""
+        """Free a block; its work is done or queued."""
         memory_pool.free(address)
 
     def close(self) -> None:
@@ -123,6 +108,10 @@ class SlotMemory:
         """Free the blocks."""
         for buffer in self._buffers:
             buffer.free()
+
+
+RequestMemory = AllocatedMemory | PooledMemory | SlotMemory
+"""Origin of the blocks of one instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,21 +345,17 @@ def memory_advice(results: Sequence[MemoryResult], smaller: MemoryResult | None 
             if name != "slots"
         ]
         if parts:
-            lines.append(f"{_instances(instances)}: {'; '.join(parts)}.")
+            lines.append(f"{plural(instances, 'instance')}: {'; '.join(parts)}.")
     slot_results = sorted((r for r in measured if r.strategy == "slots"), key=lambda result: result.instances)
     if len(slot_results) > 1:
         best = max(result.requests_per_s for result in slot_results)
         enough = next(result for result in slot_results if result.requests_per_s >= _ENOUGH * best)
         verb = "reaches" if enough.instances == 1 else "reach"
         lines.append(
-            f"{_instances(enough.instances)} {verb} {enough.requests_per_s / best:.0%} of the best throughput with slots; "
-            "more instances of these Python loops hold memory and add latency only."
+            f"{plural(enough.instances, 'instance')} {verb} {enough.requests_per_s / best:.0%} of the best throughput with "
+            "slots; more instances of these Python loops hold memory and add latency only."
         )
     return [*lines, *_precision_advice(slot_results, smaller), *_gpu_advice(measured, slot_results)]
-
-
-def _instances(count: int) -> str:
-    return f"{count} instance{'s' if count > 1 else ''}"
 
 
 def _precision_advice(slots: Sequence[MemoryResult], smaller: MemoryResult | None) -> list[str]:
@@ -378,7 +363,9 @@ def _precision_advice(slots: Sequence[MemoryResult], smaller: MemoryResult | Non
     if smaller is None or smaller.reason or full is None:
         return []
     ratio = smaller.requests_per_s / full.requests_per_s
-    text = f"Precision: with 8-bit inputs in place of 32-bit ones, {_instances(smaller.instances)} of slots reach"
+    text = (
+        f"Precision: with 8-bit inputs in place of 32-bit ones, {plural(smaller.instances, 'instance')} of slots reach"
+    )
     text += f"{'es' if smaller.instances == 1 else ''} {ratio:.2f} times the requests"
     if ratio >= _WORTH:
         return [f"{text}: send pixels or 16-bit inputs where the model's accuracy allows it."]

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from headrace.cuda.devices import Nvml
@@ -42,18 +42,8 @@ _CLASSES = 5
 _PIXEL_THREADS = 16
 
 
-class HostStage(Protocol):
-    """Work of the host on a batch."""
-
-    def preprocess(self, inputs: Mapping[str, Array]) -> None:
-        """Write a batch to arrays in pinned memory, by input name."""
-
-    def postprocess(self, outputs: Mapping[str, Array]) -> Array:
-        """Return the result of a batch from arrays in pinned memory, by output name."""
-
-
 class TensorStage:
-    """Inputs are copied, outputs are reduced.
+    """Work of the host on a batch: inputs are copied, outputs are reduced.
 
     Args:
         batch: inputs by name.
@@ -63,7 +53,7 @@ class TensorStage:
         self._batch = dict(batch)
 
     def preprocess(self, inputs: Mapping[str, Array]) -> None:
-        """Copy the inputs."""
+        """Copy the inputs to arrays in pinned memory, by input name."""
         for name, target in inputs.items():
             np.copyto(target, self._batch[name].view(target.dtype), casting="same_kind")
 
@@ -238,7 +228,9 @@ class OverlapLab:
         nvml: reader of the GPU's state.
     """
 
-    def __init__(self, plan: PipelinedPlan, batch: Mapping[str, Array], stage: HostStage, gpu: int, nvml: Nvml) -> None:
+    def __init__(
+        self, plan: PipelinedPlan, batch: Mapping[str, Array], stage: TensorStage, gpu: int, nvml: Nvml
+    ) -> None:
         self._plan, self._stage, self._gpu, self._nvml = plan, stage, gpu, nvml
         self._rows = len(next(iter(batch.values())))
         with current(gpu):

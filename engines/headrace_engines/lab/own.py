@@ -92,13 +92,11 @@ class Opened:
     """Result of opening one algorithm.
 
     Attributes:
-        name: name of the algorithm.
         candidate: the fastest variant; None if none can be used.
         reason: reason why none can be used; "" if one can.
         tried: number of variants that were timed.
     """
 
-    name: str
     candidate: OwnCandidate | None
     reason: str = ""
     tried: int = 0
@@ -219,14 +217,13 @@ class OwnAlgorithms:
             operands: the same on the GPU.
             fixed: the only variant to open; None to time all.
         """
-        name = variants[0].name
         possible = [
             variant for variant in variants_for(variants, host.shape) if fixed is None or variant.variant == fixed
         ]
         reasons = self.refusals(possible, host.shape, host.dtype)
         usable = [variant for variant, reason in zip(possible, reasons, strict=True) if not reason]
         if not usable:
-            return Opened(name, None, next(iter(dict.fromkeys(reasons)), "no variant is left"))
+            return Opened(None, next(iter(dict.fromkeys(reasons)), "no variant is left"))
         results = list(self._threads.map(lambda variant: self._open(variant, host), usable))
         errors = [str(result) for result in results if isinstance(result, HeadraceError)]
         candidates = [
@@ -239,8 +236,8 @@ class OwnAlgorithms:
             if candidate is not best:
                 candidate.close()
         if best is None:
-            return Opened(name, None, errors[0])
-        return Opened(name, best, "", len(candidates))
+            return Opened(None, errors[0])
+        return Opened(best, "", len(candidates))
 
     def _fastest(self, candidates: Sequence[OwnCandidate], errors: list[str]) -> OwnCandidate | None:
         if len(candidates) == 1:

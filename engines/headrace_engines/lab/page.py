@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from headrace.core.svg_plot import colour, nth_colour, short, svg, text_element
@@ -11,7 +11,7 @@ from headrace.cuda.kernels.convolution.base import Epilogue
 from rich.console import Console
 
 from headrace_engines.lab.check import Errors
-from headrace_engines.lab.results import BASELINES, CandidateResult, Cell, ConvMap
+from headrace_engines.lab.results import BASELINES, CandidateResult, Cell, ConvMap, fastest
 from headrace_engines.report import Heading, narrow_table, page, table
 
 _HEADINGS = (
@@ -50,7 +50,7 @@ def show(console: Console, result: ConvMap) -> None:
 
 
 def _row(cell: Cell) -> list[str]:
-    best = _fastest(r for r in cell.results if r.is_own)
+    best = fastest(r for r in cell.results if r.is_own)
     timing = best.timing if best is not None else None
     return [
         cell.layer,
@@ -73,11 +73,6 @@ def _checks(cell: Cell) -> str:
     wrong = ", ".join(name for name, errors in checked if not errors.is_right)
     half = ", ".join(name for name, errors in checked if errors.is_right and errors.needs_half_bound)
     return "; ".join([*([f"WRONG: {wrong}"] if wrong else []), *([f"FP16 sums: {half}"] if half else [])])
-
-
-def _fastest(results: Iterable[CandidateResult]) -> CandidateResult | None:
-    timed = [r for r in results if r.timing is not None and (r.errors is None or r.errors.is_right)]
-    return min(timed, key=lambda r: r.timing.median_us if r.timing else 0.0, default=None)
 
 
 def map_page(result: ConvMap) -> str:
@@ -197,7 +192,7 @@ def _square(cell: Cell, names: Sequence[str], x: float, y: float) -> str:
     winner = cell.winner()
     if winner is None or winner.timing is None:
         return text_element("none", x + _SQUARE_WIDTH / 2, y + 20, "s", "middle")
-    own, cudnn = _fastest(r for r in cell.results if r.is_own), cell.time_us(*_CUDNN)
+    own, cudnn = fastest(r for r in cell.results if r.is_own), cell.time_us(*_CUDNN)
     ratio = f"ours {cudnn / own.timing.median_us:.2f}x" if own is not None and own.timing is not None and cudnn else ""
     ink = _ink(winner.name, names)
     label = f"{cell.layer}, n {cell.shape.n}: {winner.name} {winner.variant} {winner.timing.median_us:.2f} us"

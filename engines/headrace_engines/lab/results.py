@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -49,6 +49,12 @@ class CandidateResult:
         return self.name not in BASELINES
 
 
+def fastest(results: Iterable[CandidateResult]) -> CandidateResult | None:
+    """Return the fastest timed result that is not wrong."""
+    timed = [r for r in results if r.timing is not None and (r.errors is None or r.errors.is_right)]
+    return min(timed, key=lambda r: r.timing.median_us if r.timing else 0.0, default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """Results of one layer at one batch size, precision and epilogue.
@@ -84,17 +90,12 @@ class Cell:
 
     def time_us(self, *names: str) -> float | None:
         """Return the shortest median time of right results of the named candidates; None without any."""
-        times = [
-            result.timing.median_us
-            for result in self.results
-            if result.timing is not None and result.name in names and (result.errors is None or result.errors.is_right)
-        ]
-        return min(times, default=None)
+        best = fastest(result for result in self.results if result.name in names)
+        return None if best is None or best.timing is None else best.timing.median_us
 
     def winner(self) -> CandidateResult | None:
         """Return the fastest candidate with a right result; None without any."""
-        timed = [r for r in self.results if r.timing is not None and r.errors is not None and r.errors.is_right]
-        return min(timed, key=lambda result: result.timing.median_us if result.timing else 0.0, default=None)
+        return fastest(result for result in self.results if result.errors is not None)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with times in microseconds, rates in TFLOP/s and shares of the roofline."""

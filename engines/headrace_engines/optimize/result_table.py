@@ -10,6 +10,7 @@ from typing import Any
 from headrace.core.command_line import printable
 from rich.console import Console
 
+from headrace_engines.optimize.publishing import REPORT_FILE
 from headrace_engines.optimize.search import loss_text
 from headrace_engines.report import (
     Heading,
@@ -24,7 +25,6 @@ from headrace_engines.report import (
     table,
 )
 
-REPORT_FILE = "optimize.json"
 PAGE_FILE = "optimize.html"
 _FIELDS = ("accuracy", "agreement", "FLOPs", "parameters", "model.onnx", "engine", "joules per row")
 

@@ -143,11 +143,6 @@ class GrpcPool(Pool):
         for connection in self.connections:
             connection.expire(oldest_s)
 
-    def abort_all(self) -> None:
-        """See `Pool`."""
-        for connection in list(self.connections):
-            connection.abort()
-
 
 class _Call:
     """A call in flight: number of its request, times, message of the answer, windows of its request."""

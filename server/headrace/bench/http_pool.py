@@ -136,11 +136,6 @@ class HttpPool(Pool):
         for connection in [each for each in self.connections if each.is_busy and each.sent_s < oldest_s]:
             connection.fail(TIMEOUT, timeout_text(self.timeout_s))
 
-    def abort_all(self) -> None:
-        """See `Pool`."""
-        for connection in list(self.connections):
-            connection.abort()
-
 
 class HttpConnection(asyncio.BufferedProtocol):
     """A connection with one request in flight at most.

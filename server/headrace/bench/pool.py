@@ -11,8 +11,9 @@ import ssl
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 now_s = time.monotonic
 
@@ -93,9 +94,12 @@ class Pool(ABC):
         options: of the pool.
 
     Attributes:
+        connections: the open ones; each has `abort()`.
         opened: number of connections that were opened.
         buffer: receive buffer of all connections, uint8[RECEIVE_BYTES]. A read fills it and is parsed before the next read.
     """
+
+    connections: Collection[Any]
 
     def __init__(self, requests: Sequence[bytes], options: PoolOptions) -> None:
         self.requests = requests
@@ -145,7 +149,8 @@ class Pool(ABC):
         self.backlog.clear()
         for task in self._tasks:
             task.cancel()
-        self.abort_all()
+        for connection in list(self.connections):
+            connection.abort()
 
     # --- Of a protocol ---
 
@@ -160,10 +165,6 @@ class Pool(ABC):
     @abstractmethod
     def expire(self, oldest_s: float) -> None:
         """End requests that were sent before `oldest_s` with the status `TIMEOUT`."""
-
-    @abstractmethod
-    def abort_all(self) -> None:
-        """Close all connections at once."""
 
     # --- Called by connections ---
 

@@ -121,15 +121,15 @@ class HttpControl:
 
     def config(self) -> dict[str, Any]:
         """Return the model's configuration; empty from a server without that extension."""
-        return self._optional(self._path + "/config") or {}
+        return _optional(self._object, self._path + "/config") or {}
 
     def server(self) -> dict[str, Any]:
         """Return name and version of the server."""
-        return self._optional("/v2") or {}
+        return _optional(self._object, "/v2") or {}
 
     def statistics(self) -> dict[str, Any] | None:
         """Return the statistics of the model's version; None from a server without that extension."""
-        return one_version(self._optional(self._path + "/stats"))
+        return one_version(_optional(self._object, self._path + "/stats"))
 
     def register(self, name: str, key: str, size_bytes: int) -> None:
         """Register system shared memory."""
@@ -149,12 +149,6 @@ class HttpControl:
             names = []
         more = ", ..." if len(names) > 10 else ""
         return f": name one of {', '.join(names[:10])}{more}" if names else ": name a model that it serves"
-
-    def _optional(self, path: str) -> dict[str, Any] | None:
-        try:
-            return self._object(path)
-        except HeadraceError:
-            return None
 
     def _object(self, path: str) -> dict[str, Any]:
         body = self._call("GET", path)
@@ -231,21 +225,15 @@ class GrpcControl:
 
     def config(self) -> dict[str, Any]:
         """See `HttpControl`."""
-        return self._optional(self._client.config, self._model, self._version) or {}
+        return _optional(self._client.config, self._model, self._version) or {}
 
     def server(self) -> dict[str, Any]:
         """See `HttpControl`."""
-        return self._optional(self._client.server_metadata) or {}
+        return _optional(self._client.server_metadata) or {}
 
     def statistics(self) -> dict[str, Any] | None:
         """See `HttpControl`."""
-        return one_version(self._optional(self._client.statistics, self._model, self._version))
-
-    def _optional(self, call: Callable[..., dict[str, Any]], *words: str) -> dict[str, Any] | None:
-        try:
-            return call(*words)
-        except HeadraceError:
-            return None
+        return one_version(_optional(self._client.statistics, self._model, self._version))
 
     def register(self, name: str, key: str, size_bytes: int) -> None:
         """See `HttpControl`."""
@@ -257,6 +245,13 @@ class GrpcControl:
 
 
 Control = HttpControl | GrpcControl
+
+
+def _optional(call: Callable[..., dict[str, Any]], *words: str) -> dict[str, Any] | None:
+    try:
+        return call(*words)
+    except HeadraceError:
+        return None
 
 
 def one_version(document: dict[str, Any] | None) -> dict[str, Any] | None:
