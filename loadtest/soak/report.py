@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from html import escape
 
 import numpy as np
-from headrace.core.svg_plot import HEIGHT, WIDTH, nth_colour, short, svg, text_element, ticks
+from headrace.core.svg_plot import HEIGHT, WIDTH, PlotCurve, nth_colour, short, svg, text_element, ticks
 from headrace_engines.report import page, table
 
 from loadtest.soak.judge import Run, Verdict, phase_p99s
@@ -80,11 +80,11 @@ def plots(run: Run) -> list[str]:
     events = [(event.at_s - start_s, event.name) for event in run.events]
     at_s = [sample.at_s - start_s for sample in run.samples]
 
-    def held(name: str, values: Sequence[float]) -> list[Curve]:
-        return [Curve(name, at_s, values)]
+    def held(name: str, values: Sequence[float]) -> list[PlotCurve]:
+        return [PlotCurve(name, at_s, values)]
 
     quiet = ([phase.held.at_s - start_s for phase in run.phases], [p.held.memory_bytes / _MIB for p in run.phases])
-    memory = [*held("at work", [sample.memory_bytes / _MIB for sample in run.samples]), Curve("quiet", *quiet)]
+    memory = [*held("at work", [sample.memory_bytes / _MIB for sample in run.samples]), PlotCurve("quiet", *quiet)]
     return [
         time_plot("latency of undisturbed models", "ms", _latencies(run, start_s, length_s), length_s, events),
         time_plot("answers", "1/s", _rates(run, start_s, length_s), length_s, events),
@@ -113,7 +113,7 @@ def picture(run: Run, title: str) -> str:
     return svg("".join(parts), width, height, title) + "\n"
 
 
-def _latencies(run: Run, start_s: float, length_s: float) -> list[Curve]:
+def _latencies(run: Run, start_s: float, length_s: float) -> list[PlotCurve]:
     curves = []
     for way in ("HTTP", "gRPC"):
         lines = [line for line in run.lines if line.way == way and line.model in UNDISTURBED]
@@ -123,24 +123,24 @@ def _latencies(run: Run, start_s: float, length_s: float) -> list[Curve]:
                 times = times_between(lines, start_s + low_s, start_s + high_s)
                 middles.append((low_s + high_s) / 2)
                 values.append(float(np.percentile(times, quantile)) * 1e3 if len(times) else float("nan"))
-            curves.append(Curve(f"{way} p{quantile}", middles, values))
+            curves.append(PlotCurve(f"{way} p{quantile}", middles, values))
     return curves
 
 
-def _rates(run: Run, start_s: float, length_s: float) -> list[Curve]:
+def _rates(run: Run, start_s: float, length_s: float) -> list[PlotCurve]:
     curves = []
     for way in ("HTTP", "gRPC", "stream"):
         lines = [line for line in run.lines if line.way == way]
         spans = _spans(length_s)
         rates = [len(times_between(lines, start_s + low, start_s + high)) / (high - low) for low, high in spans]
-        curves.append(Curve(way, [(low + high) / 2 for low, high in spans], rates))
+        curves.append(PlotCurve(way, [(low + high) / 2 for low, high in spans], rates))
     return curves
 
 
-def _cores(run: Run, start_s: float) -> list[Curve]:
+def _cores(run: Run, start_s: float) -> list[PlotCurve]:
     pairs = list(zip(run.samples, run.samples[4:], strict=False))
     return [
-        Curve(
+        PlotCurve(
             "server",
             [(first.at_s + last.at_s) / 2 - start_s for first, last in pairs],
             [(last.cpu_s - first.cpu_s) / (last.at_s - first.at_s) for first, last in pairs],
@@ -192,17 +192,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 52, 46
 _EVENT_HEIGHT = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A name, and values by time in seconds; nan where there is none."""
-
-    name: str
-    at_s: Sequence[float]
-    values: Sequence[float]
-
-
 def time_plot(
-    title: str, unit: str, curves: Sequence[Curve], end_s: float, events: Sequence[tuple[float, str]] = ()
+    title: str, unit: str, curves: Sequence[PlotCurve], end_s: float, events: Sequence[tuple[float, str]] = ()
 ) -> str:
     """A whole picture.
 
@@ -213,7 +204,7 @@ def time_plot(
         end_s: where the axis of time ends, in seconds.
         events: when, and what was done; ticks along the bottom.
     """
-    highest = max((value for curve in curves for value in curve.values if math.isfinite(value)), default=0.0)
+    highest = max((value for curve in curves for value in curve.ys if math.isfinite(value)), default=0.0)
     up = ticks(highest)
     parts = [text_element(f"{title}, {unit}", _LEFT, 18, "t"), _legend(curves)]
     for tick in up:
@@ -234,10 +225,10 @@ def time_plot(
     return svg("".join(parts), WIDTH, HEIGHT, label)
 
 
-def _path(curve: Curve, end_s: float, top: float) -> str:
+def _path(curve: PlotCurve, end_s: float, top: float) -> str:
     """Interrupted where there is no value."""
     words, draws = [], False
-    for at_s, value in zip(curve.at_s, curve.values, strict=True):
+    for at_s, value in zip(curve.xs, curve.ys, strict=True):
         if not math.isfinite(value):
             draws = False
             continue
@@ -246,7 +237,7 @@ def _path(curve: Curve, end_s: float, top: float) -> str:
     return "".join(words)
 
 
-def _legend(curves: Sequence[Curve]) -> str:
+def _legend(curves: Sequence[PlotCurve]) -> str:
     parts, x = [], float(_LEFT)
     for number, curve in enumerate(curves):
         parts.append(f'<path d="M{x:.0f} 36h16" stroke="{nth_colour(number)}" stroke-width="3"/>')

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from headrace.core.svg_plot import PlotCurve
 
 from loadtest.soak.judge import Bounds, Run, phase_p99s, verdicts
 from loadtest.soak.ledger import Event, Ledger, Line, Outcome, times_between, total
 from loadtest.soak.models import APART, MODELS, PICTURES, SLOW, STEADY, SWAPPED, Case, Repository
 from loadtest.soak.operations import Operator
-from loadtest.soak.report import Curve, picture, plots, time_plot, to_html, to_json
+from loadtest.soak.report import picture, plots, time_plot, to_html, to_json
 from loadtest.soak.spoilers import grpc_calls, http_requests
 from loadtest.soak.watch import Counted, Held, Quiet
 
@@ -176,7 +177,7 @@ def test_bad_requests_are_distinguished() -> None:
 def test_a_plot_has_gaps_for_missing_values() -> None:
     nan = float("nan")
     picture = time_plot(
-        "a <title>", "ms", [Curve("HTTP & p99", [0, 1, 2, 3], [1.0, nan, 2.0, 3.0])], 4.0, [(1.0, "kill")]
+        "a <title>", "ms", [PlotCurve("HTTP & p99", [0, 1, 2, 3], [1.0, nan, 2.0, 3.0])], 4.0, [(1.0, "kill")]
     )
     ElementTree.fromstring(picture)
     assert "<title>kill, 1.0 s</title>" in picture
