@@ -96,15 +96,15 @@ def _check_shapes(location: str, shape: tuple[int, ...], shapes: tuple[tuple[int
     smallest, tuned, largest = shapes
     if not len(smallest) == len(tuned) == len(largest) == len(shape):
         raise BuildError(
-            f"{location}: the model's shape {_text(shape)} has {len(shape)} dimensions, the profile has others: {_CURE}"
+            f"{location}: the model's shape {list(shape)} has {len(shape)} dimensions, the profile has others: {_CURE}"
         )
     for size, a, b, c in zip(shape, smallest, tuned, largest, strict=True):
         if not 0 < a <= b <= c:
-            shapes_text = f"{_text(smallest)}, {_text(tuned)}, {_text(largest)}"
+            shapes_text = f"{list(smallest)}, {list(tuned)}, {list(largest)}"
             raise BuildError(f"{location}: {shapes_text} do not ascend from the smallest to the largest: {_CURE}")
         if size != -1 and (a != size or c != size):
-            shapes_text = f"{_text(smallest)} to {_text(largest)}"
-            raise BuildError(f"{location}: {shapes_text} do not fit the model's shape {_text(shape)}: {_CURE}")
+            shapes_text = f"{list(smallest)} to {list(largest)}"
+            raise BuildError(f"{location}: {shapes_text} do not fit the model's shape {list(shape)}: {_CURE}")
 
 
 def add_profiles(builder: Any, config: Any, inputs: Mapping[str, Any], profiles: Sequence[ShapeRange]) -> None:
@@ -127,10 +127,6 @@ def set_shape(profile: Any, name: str, shapes: tuple[tuple[int, ...], tuple[int,
         profile.set_shape(name, *shapes)
     except ValueError as error:
         raise BuildError(f"TensorRT does not take the shapes of input {name} ({error}): {_CURE}") from error
-
-
-def _text(shape: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def _gib(size_bytes: int) -> str:
