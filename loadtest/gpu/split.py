@@ -193,8 +193,7 @@ def _measure_process(options: argparse.Namespace) -> int:
 
 
 def _emit(**values: object) -> None:
-    rounded = {name: float(f"{v:.5g}") if isinstance(v, float) else v for name, v in values.items()}
-    print(json.dumps(rounded), flush=True)
+    print(json.dumps({name: _rounded(value) for name, value in values.items()}), flush=True)
 
 
 async def _sweep(options: argparse.Namespace, layout: str, name: str) -> None:

@@ -115,7 +115,8 @@ def import_model(
         BuildError: the model cannot be loaded, exported, configured or published.
     """
     target = options.repository / options.name
-    _check_name(options.name)
+    if not options.name or "/" in options.name or options.name.startswith("."):
+        raise BuildError(f"a model cannot be called '{options.name}': write --name with letters, digits, - and _")
     check_free(target, options.replace)
     labels = read_label_names(options.labels) if options.labels else ()
     python = framework_python(
@@ -154,11 +155,6 @@ def import_model(
             publish(staged, target, options.replace)
     report(1.0, "imported" if check.has_passed else "refused")
     return outcome
-
-
-def _check_name(name: str) -> None:
-    if not name or "/" in name or name.startswith("."):
-        raise BuildError(f"a model cannot be called '{name}': write --name with letters, digits, - and _")
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import onnx
@@ -201,11 +200,8 @@ def _rescaled(node: onnx.NodeProto, output: Array, values: dict[str, Array], wei
     for name in filter(None, (weight, bias)):
         weights[name] = values[name] = (weights[name] / scale).astype(weights[name].dtype)
     if bias and mean.size == weights[bias].size:
-        shift = (mean / scale).reshape(weights[bias].shape) / float(_attribute(node, "beta", 1.0))
+        beta = next((attribute.f for attribute in node.attribute if attribute.name == "beta"), 1.0)
+        shift = (mean / scale).reshape(weights[bias].shape) / beta
         weights[bias] = values[bias] = (weights[bias] - shift).astype(weights[bias].dtype)
         return np.asarray((output - mean) / scale, output.dtype)
     return np.asarray(output / scale, output.dtype)
-
-
-def _attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
-    return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)

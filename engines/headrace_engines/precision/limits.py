@@ -151,7 +151,7 @@ def signature(graph: OnnxGraph, node: onnx.NodeProto, element_type: int) -> Sign
         return None
     if any(name and not graph.element_type(name) for name in node.input):
         return None
-    type_text = _type_text(element_type)
+    type_text = f"tensor({TensorProto.DataType.Name(element_type).lower()})"
     allowed = {c.type_param_str: type_text in c.allowed_type_strs for c in schema.type_constraints}
     inputs = _fp32(graph, node.input, schema.inputs)
     outputs = _fp32(graph, node.output, schema.outputs)
@@ -186,10 +186,6 @@ def _fp32(graph: OnnxGraph, names: Any, formals: Any) -> dict[int, defs.OpSchema
         for i, name in enumerate(names)
         if name and graph.element_type(name) == TensorProto.FLOAT
     }
-
-
-def _type_text(element_type: int) -> str:
-    return f"tensor({TensorProto.DataType.Name(element_type).lower()})"
 
 
 # Number of measured samples; a few are enough for the order of magnitude.

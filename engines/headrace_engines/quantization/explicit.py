@@ -88,7 +88,8 @@ def without_qdq(model: onnx.ModelProto) -> onnx.ModelProto:
     dropped: set[str] = set()
     added: list[onnx.NodeProto] = []
     for node in graph.nodes:
-        if node.op_type == _Q and not _ends_as_output(graph, node.output[0]):
+        # 8-bit values that reach an output of the model stay as they are.
+        if node.op_type == _Q and not any(name in graph.outputs for name in _moved(graph, node.output[0])):
             bounded = _bounded(graph, node)
             added += bounded
             integers.add(node.output[0])
@@ -165,11 +166,6 @@ def _written(
     # Types of tensors that were 8-bit integers.
     del model.graph.value_info[:]
     return OnnxGraph(model).finish()
-
-
-def _ends_as_output(graph: OnnxGraph, tensor: str) -> bool:
-    """Return whether 8-bit values reach an output of the model."""
-    return any(name in graph.outputs for name in _moved(graph, tensor))
 
 
 def _moved(graph: OnnxGraph, tensor: str) -> Iterator[str]:

@@ -377,7 +377,8 @@ def _picture_tensors(
             element[:] = [_read(file)] * len(element)
             yield element.reshape(row_shape if -1 not in row_shape else (1,) * len(row_shape))
         return
-    if spec.datatype.name == "UINT8" and not _has_recipe(config):
+    has_recipe = any(name.startswith("headrace.preprocess.") for name in config.get("parameters") or {})
+    if spec.datatype.name == "UINT8" and not has_recipe:
         for file in files:
             yield _pixels(file, row_shape, spec)
         return
@@ -386,10 +387,6 @@ def _picture_tensors(
     task = PictureTask.of(config, metadata)
     for file in files:
         yield picture_tensor(str(file), task)[0]
-
-
-def _has_recipe(config: Mapping[str, Any]) -> bool:
-    return any(name.startswith("headrace.preprocess.") for name in config.get("parameters") or {})
 
 
 def _read(file: Path) -> bytes:

@@ -130,7 +130,7 @@ def build_failure(
         if match is None:
             continue
         nodes = mentioned_nodes(match[1], [node.name for node in model.graph.node])
-        layer = _shortened(match[1])
+        layer = match[1] if len(match[1]) <= 200 else f"{match[1][:200]}..."
         if match["workspace"] and workspace_bytes is not None:
             failure = f"TensorRT {version} finds no kernel for {layer} within a workspace{bound}"
             return BuildError(f"{failure}: raise optimization.workspace_mb")
@@ -174,10 +174,6 @@ def _quantized(model: onnx.ModelProto, names: Collection[str]) -> tuple[str, ...
     dequantized = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
     reading = [node for node in model.graph.node if node.op_type not in _QDQ and not dequantized.isdisjoint(node.input)]
     return tuple(node.name for node in reading if node.name in names)
-
-
-def _shortened(layer: str) -> str:
-    return layer if len(layer) <= 200 else f"{layer[:200]}..."
 
 
 def _last(errors: Collection[str]) -> str:
