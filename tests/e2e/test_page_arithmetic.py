@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pytest
 from headrace.pipelines.image import decode, prepare, to_pixels
-from headrace.pipelines.recipe import ImageRecipe, Resampling, axis, resample
+from headrace.pipelines.recipe import ImageRecipe, Resampling, axis
 from PIL import Image
 
 from tests.support.browser import Page, chromium
+from tests.support.kernel_reference import resample
 from tests.support.serving import Server
 
 pytestmark = pytest.mark.slow

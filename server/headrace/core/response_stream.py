@@ -9,11 +9,10 @@ responses were sent before that.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
-from headrace.core.completion import LoopCompletion, Mailbox
+from headrace.core.completion import Mailbox
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferResponse
 
@@ -95,25 +94,3 @@ class ResponseStream:
         on_consumed = self.on_consumed  # another thread removes it at the end of the request
         if on_consumed is not None:
             on_consumed(count, size_bytes)
-
-    async def until(self, completion: LoopCompletion) -> AsyncIterator[InferResponse | HeadraceError]:
-        """Iterate over the responses until the end of the request. Each one is consumed when the next is read.
-
-        The error that ends the request is not raised here: await the completion afterwards.
-
-        Args:
-            completion: of the request; nothing else may have called its `then`.
-        """
-        changed = asyncio.Event()
-        self.then(changed.set)
-        completion.then(changed.set)
-        while True:
-            response = self.take()
-            if response is not None:
-                yield response
-                self.consumed()
-            elif completion.woken:
-                return
-            else:
-                changed.clear()
-                await changed.wait()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import logging
 import os
 import socket
 import struct
@@ -21,8 +20,6 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.front_ends.channel import close_all
-
-logger = logging.getLogger("headrace.front_ends")
 
 BACKLOG = 4096
 # Pause before the next attempt to connect while the backlog is full.

@@ -7,7 +7,6 @@ forge them, and bytes that a client smuggles reach no request of another.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,8 +21,6 @@ from headrace.front_ends.meeting import Client, EngineFacts, Hello, connect, ope
 from headrace.front_ends.remote_models import EngineState, RemoteModels
 from headrace.http.event_stream import MEDIA_TYPE, encode_event, error_data
 from headrace.http.infer_endpoint import Connection, Receive, Scope, Send, send_error
-
-logger = logging.getLogger("headrace.front_ends")
 
 _ENGINE_GONE = "the engine process of the server has ended and is starting again: retry later"
 _RETRY_S = 0.05

@@ -128,14 +128,6 @@ class ModelVerifier:
         self.keys = keys
         self._store = _CopyStore(parents or [Path(tempfile.gettempdir())])
 
-    def verifies(self, path: Path) -> bool:
-        """True for a model whose files are checked before anything in them is used.
-
-        Args:
-            path: the model's folder.
-        """
-        return self.keys is not None or os.path.lexists(path / CHECKSUMS)
-
     def read(self, path: Path, repository: Path) -> tuple[bytes, str] | None:
         """Read the checksums of a model and check their signature.
 

@@ -318,44 +318,6 @@ class Resampling:
         return self.down.is_copy and self.across.is_copy
 
 
-def resample(pixels: npt.NDArray[np.uint8], tables: Resampling) -> npt.NDArray[np.uint8]:
-    """Resize and crop; the NumPy reference of the CUDA kernel.
-
-    Args:
-        pixels: uint8 (height, width, channels).
-        tables: for this height and width.
-
-    Returns:
-        uint8 (crop height, crop width, channels); a view if the crop is a part of the pixels, unchanged.
-    """
-    down, across = tables.down, tables.across
-    # Only the rows that the vertical pass reads.
-    top = int(np.min(down.first))
-    bottom = min(int(np.max(down.first)) + down.weights.shape[1], pixels.shape[0])
-    part = _along(pixels[top:bottom], across, 1)
-    return _along(part, Axis(down.first - top, down.weights), 0)
-
-
-def _along(pixels: npt.NDArray[np.uint8], table: Axis, dimension: int) -> npt.NDArray[np.uint8]:
-    """Run one pass along `dimension`, 0 (height) or 1 (width)."""
-    size, taps = table.weights.shape
-    if table.is_copy:
-        start = int(table.first[0])
-        return pixels[start : start + size] if dimension == 0 else pixels[:, start : start + size]
-    last = pixels.shape[dimension] - 1
-    spread = (size, 1, 1) if dimension == 0 else (1, size, 1)
-    shape = (size, *pixels.shape[1:]) if dimension == 0 else (pixels.shape[0], size, pixels.shape[2])
-    total = np.full(shape, 1 << (PRECISION_BITS - 1), np.int32)
-    term = np.empty(shape, np.int32)
-    for tap in range(taps):
-        # Taps beyond the edge have the weight 0.
-        indices = np.minimum(table.first + tap, last)
-        np.multiply(pixels.take(indices, axis=dimension), table.weights[:, tap].reshape(spread), out=term)
-        total += term
-    total >>= PRECISION_BITS
-    return np.clip(total, 0, 255, out=total).astype(np.uint8)
-
-
 def _bilinear(x: float) -> float:
     return max(1.0 - abs(x), 0.0)
 

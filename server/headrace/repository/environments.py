@@ -241,21 +241,6 @@ class Environments:
             return done.result()
         raise EnvironmentPending(source.subject, done)
 
-    def present(self, folder: ModelFolder, version: int) -> Interpreter | None:
-        """Return the interpreter of a version if its environment exists; makes none.
-
-        Args:
-            folder: the model's folder.
-            version: version number.
-        """
-        try:
-            source = environment_source(folder, version)
-            if source is None:
-                return self.python_for(folder, version)
-            return None if source.kind == "folder" else self._present(self._name(source))
-        except (ConfigError, OSError):
-            return None  # the load reports it
-
     def stop(self) -> None:
         """End all installations, and start no more."""
         with self._lock:

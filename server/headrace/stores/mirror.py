@@ -6,7 +6,6 @@ renames. So a version folder appears whole, and never while a model is loaded: t
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import threading
@@ -20,8 +19,6 @@ from headrace.stores.cache import PARTIAL, VERSIONS, make_room
 from headrace.stores.download import Downloader
 from headrace.stores.records import RECORD, UnitRecord, is_copy, matches, read_record, write_record
 from headrace.stores.units import MODEL_FILES, Unit, UnitName, split_units
-
-logger = logging.getLogger("headrace.stores")
 
 # Listings that differ from the one before, during downloads, before a repository counts as changing for ever.
 _ROUNDS = 5

@@ -11,13 +11,14 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import Array
 from headrace.pipelines.execution import PictureExecution, softmax, steps_of, top_k
 from headrace.pipelines.image import PixelSteps, prepare, to_pixels
-from headrace.pipelines.recipe import ImageRecipe, Resampling, axis, resample
+from headrace.pipelines.recipe import ImageRecipe, Resampling, axis
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 from tests.support.examples import examples
+from tests.support.kernel_reference import resample
 
 rng = np.random.default_rng(11)
 
