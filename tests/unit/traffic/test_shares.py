@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from headrace.core.traffic_config import ALL_SHARES
-from headrace.traffic.shares import ShareSelector, sticky_index
+from headrace.traffic.split import ShareSelector, sticky_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.backends.python.readiness import ReadinessProbes
+from headrace.backends.python.process import ReadinessProbes
 from headrace.core.clock import NS_PER_MS
 
 
