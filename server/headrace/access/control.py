@@ -69,6 +69,7 @@ class KeyAccess:
         self._buckets: dict[str, QuotaBucket] = {}
         self._callbacks: list[Callable[[], None]] = []
         self._watcher = None if path is None else _KeysWatcher(path, self._reload)
+        self._sources = [source for source in (self._watcher, tokens) if source is not None]
         if self._watcher is not None:
             self._apply(self._watcher.read())
 
@@ -81,17 +82,13 @@ class KeyAccess:
 
     def reload(self) -> None:
         """Read the keys file, and the keys of the token issuer, now; returns at once."""
-        if self._watcher is not None:
-            self._watcher.wake()
-        if self._tokens is not None:
-            self._tokens.wake()
+        for source in self._sources:
+            source.wake()
 
     def stop(self) -> None:
         """End the threads; keys do not change any more."""
-        if self._watcher is not None:
-            self._watcher.stop()
-        if self._tokens is not None:
-            self._tokens.stop()
+        for source in self._sources:
+            source.stop()
 
     def authenticate(self, authorization: str, api_key: str, peer: Principal | None) -> Principal:
         """See `AccessControl`. X-API-Key goes before Authorization, which may be for a proxy."""
