@@ -263,7 +263,7 @@ def _run_on_copies(command: Callable[[argparse.Namespace], int], args: argparse.
         text = f"--apply changes a local configuration, {args.model_repository} is in a store"
         errors.print(Text(f"headrace tune: {text}: leave it out, and write the change into the store"), soft_wrap=True)
         return 2
-    from headrace.stores.copies import local_copies
+    from headrace.stores.sync import local_copies
 
     cache, bound_bytes = settings.repository_cache(args), args.repository_cache_bytes
     try:

@@ -1,22 +1,30 @@
-"""Keeps the mirrors of all stores up to date: at start, at an interval, or when a client loads a model."""
+"""Keeps the mirrors of all stores up to date: at start, at an interval, or when a client loads a model.
+
+`local_copies` mirrors repositories once, for commands that read them without serving.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from headrace.config.documents import refuse
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Unavailable
+from headrace.core.store_url import StoreUrl
 from headrace.core.telemetry import StoreStatus
 from headrace.core.threads import start_thread
 from headrace.observability.labelled_counter import STORE_BYTES, STORE_SYNCS
 from headrace.stores.base import Stopped, StoreError
+from headrace.stores.cache import open_mirrors
 from headrace.stores.mirror import Mirror
+from headrace.stores.opening import open_store
 
 logger = logging.getLogger("headrace.stores")
 
@@ -164,3 +172,39 @@ class RepositoryStores:
             last = self._status[mirror.repository]
             compared_ns = last.compared_ns if error else monotonic_ns()
             self._status[mirror.repository] = StoreStatus(last.url, error, compared_ns)
+
+
+@contextmanager
+def local_copies(
+    locations: Sequence[Path | StoreUrl], cache: str, bound_bytes: int, hosts: Collection[str]
+) -> Iterator[list[Path]]:
+    """Return the local folder of each location, in their order. URLs are downloaded whole, as a server does.
+
+    The copies are held until the context ends, and stay in the cache for the next server or command.
+
+    Args:
+        locations: folders and URLs.
+        cache: folder of all copies; "" for none.
+        bound_bytes: largest size of all copies.
+        hosts: see `open_store`.
+
+    Raises:
+        ConfigError: a store cannot be read, a package is missing, or the cache cannot be used.
+    """
+    stop = threading.Event()
+    urls = [location for location in locations if isinstance(location, StoreUrl)]
+    with open_mirrors(urls, cache) as folders:
+        copies: dict[StoreUrl, Path] = {}
+        try:
+            for folder, url in folders.items():
+                assert url is not None
+                mirror = Mirror(url, folder, bound_bytes, stop, partial(open_store, hosts=hosts))
+                try:
+                    mirror.sync()
+                except StoreError as error:
+                    raise refuse(str(url), None, str(error)) from None
+                mirror.apply()
+                copies[url] = folder
+            yield [copies[location] if isinstance(location, StoreUrl) else location for location in locations]
+        finally:
+            stop.set()
