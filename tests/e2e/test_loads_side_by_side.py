@@ -118,10 +118,10 @@ def test_a_load_that_hangs_leaves_its_place_and_ends_with_an_unload(tmp_path: Pa
         assert repository.call("load", "quick") == 200
         second = repository.start("load", "slow")
         assert repository.call("unload", "slow") == 200
-        assert slow.result(10) == 409
+        assert slow.result(60) == 409
         until(lambda: second.done() or repository.begun == 2)  # it may have come after the unload
         assert repository.call("unload", "slow") == 200
-        assert second.result(10) == 409
+        assert second.result(60) == 409
         assert repository.index()["slow"] == ("UNAVAILABLE", "unloaded")
         until(lambda: not children(repository.server.process.pid))
         repository.go()
@@ -144,8 +144,8 @@ def test_the_load_that_an_unload_has_ended_is_aborted_over_grpc(tmp_path: Path) 
         thread.start()
         until(lambda: repository.begun == 1)
         assert repository.call("unload", "slow") == 200
-        thread.join(10)
-        assert ended.result(10) == "StatusCode.ABORTED"
+        thread.join(60)
+        assert ended.result(60) == "StatusCode.ABORTED"
 
 
 def test_a_server_that_stops_within_a_load_ends_soon_and_leaves_no_process(tmp_path: Path) -> None:

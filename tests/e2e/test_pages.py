@@ -271,7 +271,7 @@ def test_compute_times_and_layers_are_loaded_on_demand(page: Page) -> None:
         page.wait("document.querySelector('#view details .ranking')")
         texts[name] = page.evaluate("document.querySelector('#view details').innerText")
         assert "What limits it now" in texts[name]
-        assert "4 rows" in texts[name]
+        assert "A batch computes for\n1 row\n" in texts[name]  # a busy machine has no time for larger ones
     layers = texts["plain"].partition("Layers\n")[2]
     assert "model.onnx, 4 rows" in layers
     shares = [float(share) for share in re.findall(r" ([0-9.]+) %", layers)]

@@ -200,7 +200,7 @@ def test_a_server_stops_in_the_middle_of_a_listing_without_an_end(tmp_path: Path
         server = start("s3://bucket/models", tmp_path / "log", *options, env=s3_environment(port))
         until(lambda: len(paths) > 3)
         server.signal()
-        assert server.wait(10) == 0
+        assert server.wait(60) == 0
     assert "Traceback" not in server.text
 
 

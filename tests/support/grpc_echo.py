@@ -179,7 +179,7 @@ def echo_server(
     handler.emit = lambda record: wrong.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("headrace.http2").addHandler(handler)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     try:
         yield server
     finally:

@@ -88,7 +88,7 @@ def over_grpc(receiver: Receiver, port: int = 0) -> Iterator[int]:
     try:
         yield chosen
     finally:
-        server.stop(None).wait(5)
+        server.stop(None).wait(60)
 
 
 @contextmanager

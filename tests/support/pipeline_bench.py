@@ -47,7 +47,7 @@ class Caller(RecordedCompletion):
         self.notified.set()
 
     def answer(self) -> InferResponse | Exception:
-        assert self.notified.wait(10), "no answer came"
+        assert self.notified.wait(60), "no answer came"
         assert self.outcome is not None
         assert len(self.outcomes) == 1
         return self.outcome
@@ -92,7 +92,7 @@ class Bench:
         self.exits: list[BaseException | None] = []
         self.instance = Instance("bench", lambda: model, self._runner, self._ended)
         self.instance.start()
-        self.instance.opened.result(10)
+        self.instance.opened.result(60)
 
     def _ended(self, cause: BaseException | None) -> None:
         self.exits.append(cause)
@@ -148,7 +148,7 @@ class Bench:
         """End it; whatever was wrong with how the model was treated comes out now."""
         self.scheduler.close()
         self.model.let_go()
-        assert self.instance.join(10)
+        assert self.instance.join(60)
         assert not self.model.violations
         assert self.model.log.count("close") == 1
         assert not any(thread.name.startswith("bench") for thread in threading.enumerate())

@@ -57,7 +57,7 @@ class RedisServer:
     def kill(self) -> None:
         """End the process at once."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def values(self) -> dict[bytes, bytes]:
         """All responses by key."""
@@ -95,7 +95,7 @@ def redis_server(
         client.close()
         process.send_signal(signal.SIGCONT)
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def _tls_words(port: int, certificates: Certificates) -> list[str]:

@@ -245,14 +245,14 @@ void Large(GRPCInferenceService::Stub* stub) {
 void Pings() {
   grpc::ChannelArguments arguments;
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 1000);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 1000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 4000);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   auto channel = Connect(arguments);
   auto stub = GRPCInferenceService::NewStub(channel);
   Check(Infer(stub.get(), Request("before", 1, 1.0f, false)), "keepalive");
-  const auto end = std::chrono::system_clock::now() + std::chrono::seconds(5);
+  const auto end = std::chrono::system_clock::now() + std::chrono::seconds(9);
   Require(!channel->WaitForStateChange(GRPC_CHANNEL_READY, end), "keepalive", "the connection was closed");
   Check(Infer(stub.get(), Request("after", 1, 1.0f, false)), "keepalive");
 }

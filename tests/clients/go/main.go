@@ -206,13 +206,13 @@ func large(ctx context.Context, client pb.GRPCInferenceServiceClient) {
 
 // Calls on a connection that is silent, but for pings, for longer than their interval and timeout together.
 func pings(ctx context.Context, options []grpc.DialOption, done chan<- bool) {
-	parameters := keepalive.ClientParameters{Time: 10 * time.Second, Timeout: time.Second, PermitWithoutStream: true}
+	parameters := keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 4 * time.Second, PermitWithoutStream: true}
 	connection := connect(append(options, grpc.WithKeepaliveParams(parameters)))
 	defer connection.Close()
 	client := pb.NewGRPCInferenceServiceClient(connection)
 	_, err := client.ServerLive(ctx, &pb.ServerLiveRequest{})
 	check(err, "keepalive")
-	limited, stop := context.WithTimeout(ctx, 12*time.Second)
+	limited, stop := context.WithTimeout(ctx, 15*time.Second)
 	defer stop()
 	require(!connection.WaitForStateChange(limited, connectivity.Ready), "keepalive", connection.GetState())
 	_, err = client.ServerLive(ctx, &pb.ServerLiveRequest{})

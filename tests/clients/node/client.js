@@ -155,12 +155,12 @@ async function large(client) {
 async function pings() {
   const client = connect({
     "grpc.keepalive_time_ms": 1000,
-    "grpc.keepalive_timeout_ms": 1000,
+    "grpc.keepalive_timeout_ms": 4000,
     "grpc.keepalive_permit_without_calls": 1,
     "grpc.use_local_subchannel_pool": 1,
   });
   await invoke(client, "ServerLive", {});
-  await sleep(5000);
+  await sleep(9000);
   assert.equal(client.getChannel().getConnectivityState(false), grpc.connectivityState.READY);
   await invoke(client, "ServerLive", {});
   client.close();

@@ -21,11 +21,11 @@ def test_a_lock_excludes_threads_and_reports_waiting(tmp_path: Path) -> None:
     with locked(path):
         thread = threading.Thread(target=second)
         thread.start()
-        assert waited.wait(10)
+        assert waited.wait(60)
         assert not entered.is_set()
         with pytest.raises(BlockingIOError), locked(path, block=False):
             pass
-    thread.join(10)
+    thread.join(60)
     assert entered.is_set()
 
 
@@ -41,9 +41,9 @@ def test_a_waiter_for_a_removed_lock_file_locks_the_new_one(tmp_path: Path) -> N
     with locked(path):
         thread = threading.Thread(target=second)
         thread.start()
-        assert waited.wait(10)
+        assert waited.wait(60)
         path.unlink()
-    thread.join(10)
+    thread.join(60)
     assert seen == [True]
 
 
@@ -59,7 +59,7 @@ def test_a_folder_is_locked_without_a_trace(tmp_path: Path) -> None:
         thread.start()
         assert not entered.wait(0.05)
         assert list(tmp_path.iterdir()) == []
-    thread.join(10)
+    thread.join(60)
     assert entered.is_set()
 
 

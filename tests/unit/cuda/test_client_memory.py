@@ -56,7 +56,7 @@ def test_the_driver_thread_unpins_it_after_the_last_reference(cuda: LateCuda, me
     held = [pinned(memory, file, 0, 100)]
     dropping = threading.Thread(target=held.clear)
     dropping.start()
-    dropping.join(10)
+    dropping.join(60)
     finished(memory)
     assert not cuda.registered
 

@@ -193,9 +193,9 @@ def test_a_second_builder_waits_and_reuses_the_entry_of_the_first(store: Store) 
     with store.building(KEY):
         thread = threading.Thread(target=second)
         thread.start()
-        assert waits.wait(10)
+        assert waits.wait(60)
         entry = _add(store)
-    thread.join(10)
+    thread.join(60)
     assert result == [entry]
     assert notes == [f"waits for another builder of the same engine (process {os.getpid()})"]
     assert _nothing_but(store, KEY)

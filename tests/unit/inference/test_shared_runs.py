@@ -22,7 +22,7 @@ class Gate:
         self.threads.add(threading.get_ident())
         number = len(self.keys)
         self.called.set()
-        assert self.open.wait(10)
+        assert self.open.wait(60)
         return number
 
 

@@ -62,7 +62,7 @@ def test_items_over_capacity_are_counted_and_do_not_block() -> None:
     release, seen, before = threading.Event(), list[int](), dropped()
 
     def slow(items: list[int]) -> None:
-        assert release.wait(10)
+        assert release.wait(60)
         seen.extend(items)
 
     background = BackgroundWorker("test-slow", KIND, slow, capacity=10, gather_s=0)

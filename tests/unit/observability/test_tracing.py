@@ -349,7 +349,7 @@ def test_the_file_is_json_after_every_trace(tracer: Tracer, path: Path) -> None:
 def wait_until_failed(tracer: Tracer) -> None:
     thread = tracer._writer._thread
     assert thread is not None
-    thread.join(10)
+    thread.join(60)
     assert tracer._writer.failed
 
 
@@ -414,7 +414,7 @@ def test_a_slow_disk_drops_traces_and_does_not_block(
     write = tracing.TraceWriter._write
 
     def slow(self: tracing.TraceWriter, record: tracing.TraceRecord) -> None:
-        assert release.wait(10)
+        assert release.wait(60)
         write(self, record)
 
     monkeypatch.setattr(tracing.TraceWriter, "_write", slow)

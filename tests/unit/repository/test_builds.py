@@ -67,14 +67,14 @@ def test_an_engine_is_built_once_at_low_priority(orders: Path, repository: Path)
     with building(command(orders)) as (engine_builds, ends):
         engine_builds.set_orders("a", [requested])
         assert engine_builds.failure(requested) is None
-        assert ends.get(timeout=10) == (requested, "")
+        assert ends.get(timeout=60) == (requested, "")
         assert engine_builds.failure(requested) == ""
         engine_builds.set_orders("a", [requested])
         assert [path.suffix for path in (repository / "a" / "1").glob("model.*.onnx")] == [".onnx"]
         assert calls(orders) == ["started a 1 onnxruntime 10"]
         engine_builds.set_orders("a", [])
         engine_builds.set_orders("a", [requested])
-        assert ends.get(timeout=10) == (requested, ""), "a model that was forgotten may be tried again"
+        assert ends.get(timeout=60) == (requested, ""), "a model that was forgotten may be tried again"
 
 
 def test_nothing_is_built_before_the_start(orders: Path, repository: Path) -> None:
@@ -100,7 +100,7 @@ def test_one_at_a_time(orders: Path, repository: Path) -> None:
         until(lambda: len(calls(orders)) == 1)
         assert ends.empty()
         (orders / "hold").unlink()
-        assert [ends.get(timeout=10)[0] for _ in range(2)] == [first, second]
+        assert [ends.get(timeout=60)[0] for _ in range(2)] == [first, second]
 
 
 def test_a_failure_is_reported_without_paths_of_this_machine(orders: Path, repository: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_failure_is_reported_without_paths_of_this_machine(orders: Path, repos
     (orders / "fail").write_text("\n".join(text))
     with building(command(orders)) as (engine_builds, ends):
         engine_builds.set_orders("a", [order(repository)])
-        _, failure = ends.get(timeout=10)
+        _, failure = ends.get(timeout=60)
     assert failure.startswith("a: node '")
     assert failure.endswith(" remove it [31m")
     for word in (str(repository), "/usr/lib", "users", "early", "\u2501", "\x1b"):
@@ -124,7 +124,7 @@ def test_a_failure_is_reported_without_paths_of_this_machine(orders: Path, repos
     (orders / "fail").write_text("x" * 5000)
     with building(command(orders)) as (engine_builds, ends):
         engine_builds.set_orders("a", [order(repository)])
-        assert ends.get(timeout=10)[1] == "..." + "x" * 400
+        assert ends.get(timeout=60)[1] == "..." + "x" * 400
 
 
 @pytest.mark.parametrize(
@@ -143,11 +143,11 @@ def test_a_builder_without_output(repository: Path, words: tuple[str, ...], fail
     with building(words) as (engine_builds, ends):
         requested = order(repository)
         engine_builds.set_orders("a", [requested])
-        assert ends.get(timeout=10) == (requested, failure)
+        assert ends.get(timeout=60) == (requested, failure)
         assert engine_builds.failure(requested) == failure
         other = order(repository, digest="2")
         engine_builds.set_orders("a", [requested, other])
-        assert ends.get(timeout=10) == (other, failure), "what has failed is not tried again, something else is"
+        assert ends.get(timeout=60) == (other, failure), "what has failed is not tried again, something else is"
         engine_builds.set_orders("a", [other])
         assert engine_builds.failure(requested) is None, "and the first one is forgotten"
 
@@ -164,7 +164,7 @@ def test_builds_that_are_no_longer_needed_are_cancelled(orders: Path, repository
         until(lambda: len(calls(orders)) == 3)
         assert [line.split()[0] for line in calls(orders)] == ["started", "stopped", "started"]
         (orders / "hold").unlink()
-        assert ends.get(timeout=10) == (second, "")
+        assert ends.get(timeout=60) == (second, "")
         assert ends.empty()
 
 
@@ -194,6 +194,6 @@ def test_the_end_of_the_thread_is_reported(repository: Path, monkeypatch: pytest
     with building(("true",)) as (engine_builds, ends):
         first, second = order(repository), order(repository, "b")
         engine_builds.set_orders("a", [first])
-        assert ends.get(timeout=10) == (first, builds._STOPPED)
+        assert ends.get(timeout=60) == (first, builds._STOPPED)
         engine_builds.set_orders("b", [second])
         assert engine_builds.failure(second) == builds._STOPPED

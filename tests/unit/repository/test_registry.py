@@ -305,7 +305,7 @@ def test_an_unused_version_is_closed_at_once_unless_another_process_uses_it() ->
         closer.begin(held)
         assert len(closed) == 1
         held.end_hold()
-        assert closer.wait(10)
+        assert closer.wait(60)
         assert closed[1:] == ["drain fake/1"]
 
 

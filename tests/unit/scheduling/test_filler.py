@@ -37,7 +37,7 @@ def filler() -> Iterator[Filler]:
     yield created
     created.close()
     for thread in helpers():
-        thread.join(10)
+        thread.join(60)
     assert not helpers()
 
 
@@ -183,5 +183,5 @@ async def test_an_instance_hires_them_for_its_large_batches_and_ends_them_with_i
     assert len(mine) == 2
     assert await asyncio.to_thread(handle.close, 10)
     for thread in mine:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()

@@ -172,7 +172,7 @@ def test_a_fatal_error_in_the_caller_ends_the_instance(benches: Make, how: dict[
     )
     with pytest.raises(Unavailable):
         bench.submit(1)
-    assert bench.instance.join(10), "the thread wakes up and ends"
+    assert bench.instance.join(60), "the thread wakes up and ends"
 
 
 def test_a_request_cancelled_while_filling_is_not_launched(benches: Make) -> None:
@@ -204,5 +204,5 @@ def test_a_wake_up_during_a_dispatch_is_not_lost(benches: Make, end: str) -> Non
 
     model.during_fill = meanwhile
     caller = one(bench, 1)
-    assert bench.instance.join(10), "it did not wake up"
-    assert caller.notified.wait(10)
+    assert bench.instance.join(60), "it did not wake up"
+    assert caller.notified.wait(60)

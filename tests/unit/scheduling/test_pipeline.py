@@ -185,7 +185,7 @@ def test_a_batch_of_cancelled_requests_is_not_launched(benches: Make) -> None:
     ready = threading.Event()
 
     def leave() -> None:
-        assert ready.wait(10)
+        assert ready.wait(60)
         for caller in callers:
             caller.abandon()
 
@@ -249,7 +249,7 @@ def test_the_death_of_the_thread_fails_batches_in_flight_at_once(
     )
     assert "close" not in model.log, "the batch still uses its memory"
     model.let_go()
-    assert bench.instance.join(10)
+    assert bench.instance.join(60)
     assert len(bench.exits) == 1
     assert model.log[-2:] == ["finish 0", "close"]
 
@@ -265,7 +265,7 @@ def test_the_finisher_s_death_ends_the_instance(benches: Make, how: dict[str, fl
     model.land()
     for caller in (*deadly, *in_the_air):
         assert isinstance(caller.answer(), ModelFailed)
-    assert bench.instance.join(10)
+    assert bench.instance.join(60)
     assert len(bench.exits) == 1
     assert "finishing 1" not in model.log
 
@@ -277,7 +277,7 @@ def test_a_sleeping_thread_ends_with_its_finisher_and_others_serve_the_queue(ben
     model.wait_for("finishing 0")
     model.land()
     assert isinstance(deadly.answer(), ModelFailed)
-    assert bench.instance.join(10)
+    assert bench.instance.join(60)
     (waits,) = bench.submit(1)
     assert bench.scheduler.depth == 1
     assert not waits.is_settled
@@ -323,7 +323,7 @@ def test_close_waits_for_batches_in_flight_and_retries(benches: Make) -> None:
     model.land(3)
     assert rows_of(spoilt[0]) == doubled(1)
     assert isinstance(spoilt[1].answer(), ModelFailed)
-    assert bench.instance.join(10)
+    assert bench.instance.join(60)
     assert bench.exits == [None]
     assert model.log[-1] == "close"
 

@@ -35,7 +35,7 @@ class Puller:
         self.scheduler.interrupt(self.sleeper)
 
     def result(self) -> Batch | None:
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         return self.batch
 

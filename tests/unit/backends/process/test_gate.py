@@ -42,7 +42,7 @@ def test_batches_wait_for_a_process_and_enter_the_next_one() -> None:
     assert gate.enter("a", wait=False) is None
     thread, result = in_thread(lambda: gate.enter("a", wait=True))
     gate.open("second")
-    thread.join(10)
+    thread.join(60)
     assert result == ["second"]
 
 
@@ -59,11 +59,11 @@ def test_suspected_batches_run_alone_and_first() -> None:
     assert gate.enter("b", wait=False) is None, "alone means alone"
     thread, result = in_thread(lambda: gate.enter("b", wait=True))
     gate.leave("a")
-    thread.join(10)
+    thread.join(60)
     assert result == ["second"]
     thread, result = in_thread(lambda: gate.enter("c", wait=True))
     gate.leave("b")
-    thread.join(10)
+    thread.join(60)
     assert result == ["second"]
     gate.leave("c")
 
@@ -98,7 +98,7 @@ def test_a_suspect_waits_until_the_process_is_empty() -> None:
 def test_refusals_end_with_the_next_process() -> None:
     gate = opened()
     thread, result = in_thread(lambda: (gate.shut("gone for long"), gate.enter("a", wait=True)))
-    thread.join(10)
+    thread.join(60)
     assert isinstance(result[0], Unavailable)
     assert gate.refusal == "gone for long"
     with pytest.raises(Unavailable, match="gone for long"):
@@ -112,11 +112,11 @@ def test_waiting_batches_get_refusals_and_the_shutdown() -> None:
     waiting = [in_thread(lambda name=name: gate.enter(name, wait=True)) for name in "ab"]  # type: ignore[misc]
     gate.shut("not soon")
     for thread, result in waiting:
-        thread.join(10)
+        thread.join(60)
         assert isinstance(result[0], Unavailable)
     thread, result = in_thread(lambda: (gate.shut(""), gate.enter("c", wait=True)))
     gate.lose("never more")
-    thread.join(10)
+    thread.join(60)
     assert isinstance(result[0], ExecutionLost)
 
 

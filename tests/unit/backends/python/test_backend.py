@@ -391,7 +391,7 @@ class TritonPythonModel:
         worker.start()
         time.sleep(0.3)
         worker.terminate()
-        worker.join(10)
+        worker.join(60)
         x = np.full((1, 4), worker.exitcode, np.float32)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)])]
 """

@@ -259,7 +259,7 @@ public final class Client {
     ManagedChannel channel =
         builder()
             .keepAliveTime(10, TimeUnit.SECONDS)
-            .keepAliveTimeout(1, TimeUnit.SECONDS)
+            .keepAliveTimeout(4, TimeUnit.SECONDS)
             .keepAliveWithoutCalls(true)
             .build();
     GRPCInferenceServiceBlockingStub stub = GRPCInferenceServiceGrpc.newBlockingStub(channel);
@@ -267,7 +267,7 @@ public final class Client {
     CountDownLatch changed = new CountDownLatch(1);
     channel.notifyWhenStateChanged(ConnectivityState.READY, changed::countDown);
     try {
-      require(!changed.await(12, TimeUnit.SECONDS), "keepalive", "the connection was closed");
+      require(!changed.await(15, TimeUnit.SECONDS), "keepalive", "the connection was closed");
     } catch (InterruptedException error) {
       throw new AssertionError(error);
     }
