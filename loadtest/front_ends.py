@@ -40,7 +40,7 @@ from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.tensor import ModelSpec
 from headrace.front_ends import frames
 from headrace.front_ends.arena import Arena
-from headrace.front_ends.channel import Ports, Start, SupervisorChannel, channel_pair, close_all, send_start
+from headrace.front_ends.channel import Ports, Start, SupervisorChannel, close_all, send_start
 from headrace.front_ends.control_state import create_control_state
 from headrace.front_ends.counter_array import CounterArray
 from headrace.front_ends.meeting import Hello, connect, engine_listener
@@ -338,7 +338,7 @@ class EngineAlone:
             arrays=descriptors,
             control_state=create_control_state(),
         )
-        ours, theirs = channel_pair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         send_start(ours, self._start)
         inherited = (theirs.fileno(), self._listener.fileno(), self._start.control_state, *descriptors)
         command = [*pinned(self._cpus), *_PROGRAM, str(theirs.fileno())]

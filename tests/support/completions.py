@@ -1,10 +1,15 @@
-"""Completions and requests for tests that need no event loop."""
+"""Completions, streams of responses and requests for tests."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
 import numpy as np
-from headrace.core.completion import Completion, Outcome
+from headrace.core.completion import Completion, LoopCompletion, Outcome
 from headrace.core.request import InferRequest
+from headrace.core.response_stream import ResponseStream
 from headrace.scheduling.queue import Entry
 
 
@@ -30,3 +35,20 @@ def request(rows: int = 1, shape_key: object = None, value: float = 0.0, **field
 def entry(rows: int = 1, shape_key: object = None, level: int = 0, enqueued_ns: int = 0) -> Entry:
     """A queue entry with a `RecordedCompletion`."""
     return Entry(request(rows, shape_key), RecordedCompletion(), level, enqueued_ns)
+
+
+async def responses_of(stream: ResponseStream, completion: LoopCompletion) -> AsyncIterator[Any]:
+    """Iterate over the responses until the end of the request. Each one is consumed when the next is read."""
+    changed = asyncio.Event()
+    stream.then(changed.set)
+    completion.then(changed.set)
+    while True:
+        response = stream.take()
+        if response is not None:
+            yield response
+            stream.consumed()
+        elif completion.woken:
+            return
+        else:
+            changed.clear()
+            await changed.wait()

@@ -11,6 +11,8 @@ from headrace.core.errors import ModelFailed
 from headrace.core.request import InferResponse
 from headrace.core.response_stream import ResponseStream
 
+from tests.support.completions import responses_of
+
 
 def response(value: int) -> InferResponse:
     return InferResponse({"y": np.array([value])})
@@ -32,7 +34,7 @@ async def test_responses_of_another_thread_arrive_in_order_and_before_the_end() 
 
     thread = threading.Thread(target=send)
     thread.start()
-    assert [value(answer) async for answer in stream.until(completion)] == list(range(1000))
+    assert [value(answer) async for answer in responses_of(stream, completion)] == list(range(1000))
     assert (await completion).outputs == {}
     assert stream.sent == 1000
     thread.join()
@@ -43,7 +45,7 @@ async def test_an_error_ends_the_stream_after_the_responses_before_it() -> None:
     stream, completion = ResponseStream(mailbox), LoopCompletion(mailbox)
     stream.send(response(1))
     completion.settle(ModelFailed("the second token"))
-    assert [value(answer) async for answer in stream.until(completion)] == [1]
+    assert [value(answer) async for answer in responses_of(stream, completion)] == [1]
     assert isinstance(completion.outcome, ModelFailed)
 
 
@@ -51,7 +53,7 @@ async def test_a_stream_without_responses_ends_with_its_request() -> None:
     mailbox = Mailbox(asyncio.get_running_loop())
     stream, completion = ResponseStream(mailbox), LoopCompletion(mailbox)
     asyncio.get_running_loop().call_soon(completion.settle, response(7))
-    assert [value(answer) async for answer in stream.until(completion)] == []
+    assert [value(answer) async for answer in responses_of(stream, completion)] == []
     assert value(await completion) == 7
 
 

@@ -33,6 +33,7 @@ from headrace.core.tensor import ModelSpec
 from headrace.scheduling.handle import ModelHandle
 from headrace_model import protocol
 
+from tests.support.completions import responses_of
 from tests.support.decoupled_models import (
     ACTIONS,
     REPEAT,
@@ -83,7 +84,7 @@ class Client:
     async def state(self) -> tuple[list[int], str]:
         """Return responses that the model has sent, cancellations that it has seen, errors of `send` and their texts."""
         completion, stream = self.start(7, 0)
-        (response,) = [response async for response in stream.until(completion)]
+        (response,) = [response async for response in responses_of(stream, completion)]
         assert isinstance(response, InferResponse)
         assert response.parameters is not None
         return response.outputs["OUT"].tolist(), str(response.parameters["errors"])  # type: ignore[attr-defined]
@@ -95,7 +96,7 @@ async def settled(completion: LoopCompletion) -> None:
 
 
 async def read(completion: LoopCompletion, stream: ResponseStream) -> tuple[Answers, InferResponse | HeadraceError]:
-    return [shown(response) async for response in stream.until(completion)], await ended(completion)
+    return [shown(response) async for response in responses_of(stream, completion)], await ended(completion)
 
 
 def shown(response: InferResponse | HeadraceError | None) -> Any:
@@ -157,7 +158,7 @@ async def test_requests_interleave_and_keep_their_order(tmp_path: Path) -> None:
             streams.append((client.handle.infer(request), stream))
         client.leases: list[Any] = []
         for (completion, stream), values in zip(streams, ([4, 2, 0, 1], [7], []), strict=True):
-            responses: list[Any] = [response async for response in stream.until(completion)]
+            responses: list[Any] = [response async for response in responses_of(stream, completion)]
             assert [response.outputs["OUT"].tolist() for response in responses] == [[element] for element in values]
             assert [response.outputs["IDX"].tolist() for response in responses] == counted(len(values))
             await completion
@@ -166,7 +167,7 @@ async def test_requests_interleave_and_keep_their_order(tmp_path: Path) -> None:
 async def test_the_final_flag_may_come_with_a_response(tmp_path: Path) -> None:
     async with serving(tmp_path) as client:
         completion, stream = client.start(2, 3)
-        responses: list[Any] = [response async for response in stream.until(completion)]
+        responses: list[Any] = [response async for response in responses_of(stream, completion)]
         assert [response.parameters for response in responses] == [None, None, {"last": True}]
         assert [response.final for response in responses] == [False, False, True]
         assert isinstance(await ended(completion), InferResponse)
