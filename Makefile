@@ -68,8 +68,6 @@ $(VENV)/.manifests: requirements/manifests.lock $(VENV)/.dev | $(BIN)/python
 	@touch $@
 
 # Only files with tests that measure time are collected for the second run.
-# They use half of the processor time that they take: foreign programs are started, and limits waited for.
-test-slow: WORKERS := $(shell $(PYTHON) -c 'import os; print(5 * os.cpu_count() // 2)')
 test-slow: $(VENV)/.dev $(VENV)/.kserve $(VENV)/.manifests models ## tests marked slow, then those marked timing, alone
 	@status=0; $(BIN)/python -m pytest $(PARALLEL) -m "slow and not timing" || status=$$?; \
 	  $(BIN)/python -m pytest -n 0 -m timing $$(grep -rlF mark.timing --include="test_*.py" tests) || status=$$?; exit $$status

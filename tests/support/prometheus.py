@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.serving import HOST, ROOT, free_port
 from tests.support.tools import tool
+from tests.support.waiting import until
 
 FOLDER = ROOT / "deploy" / "prometheus"
 READY_TIMEOUT_S = 30.0
@@ -64,11 +65,13 @@ class Prometheus:
         url: of its HTTP API.
         log: what it prints.
         targets: how many it scrapes.
+        at: Unix time of all queries, seconds; empty for now.
     """
 
     url: str
     log: Path
     targets: int
+    at: str = ""
 
     def get(self, path: str, **parameters: str) -> Any:
         """Return the response of the API; an error raises an AssertionError with its text."""
@@ -80,8 +83,8 @@ class Prometheus:
             raise AssertionError(f"{path} {parameters}: {error.read().decode()}") from error
 
     def query(self, expr: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of each series now."""
-        data = self.get("query", query=expr)
+        """Labels and value of each series at `at`."""
+        data = self.get("query", query=expr, **({"time": self.at} if self.at else {}))
         if data["resultType"] == "scalar":
             return [({}, float(data["result"][1]))]
         return [(series["metric"], float(series["value"][1])) for series in data["result"] if "value" in series]
@@ -90,6 +93,19 @@ class Prometheus:
         """Of the one series that there is."""
         ((_, value),) = self.query(expr)
         return value
+
+    def stop_time(self) -> None:
+        """Wait until the last four scrapes of every target succeeded; all queries are of this moment from now on.
+
+        A scrape that takes over a second, on a busy machine, fails: its target has no series until the next one.
+        """
+
+        def succeeded() -> bool:
+            self.at = f"{time.time():.3f}"
+            up = self.query('min_over_time(up{job="headrace"}[4s])')
+            return [value for _, value in up] == [1.0] * self.targets
+
+        until(succeeded)
 
     def scrapes(self) -> int:
         """Return the smallest number of successful scrapes of a target since the start."""
