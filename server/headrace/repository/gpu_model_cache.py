@@ -218,7 +218,7 @@ class GpuModelCache:
 
     @contextmanager
     def _turn(self) -> Iterator[Callable[[NoRoom], None]]:
-        """Yield what waits for the turn of a load after its first reservation that fails; the turn ends with the block."""
+        """Yield a function that takes the turn of loads that lack memory, once; the turn ends with the block."""
         with ExitStack() as stack:
             has_turn = False
 
