@@ -51,7 +51,7 @@ async def test_requests_that_would_miss_the_objective_are_refused_before_queuein
     first = served.infer(now(1))
     await wait_started(model)
     waiting = [served.infer(now(value)) for value in range(8)]
-    with pytest.raises(WouldMiss, match="due in 600 ms") as refused:
+    with pytest.raises(WouldMiss, match=r"due in \d+ ms") as refused:
         served.infer(now(99))
     assert 0.25 < refused.value.retry_after_s <= 0.5, "the running batch and the queued ones"
     with pytest.raises(WouldMiss):
