@@ -108,7 +108,9 @@ def test_models_share_the_gpu_in_turn_with_correct_responses(repository: Path, n
     gpu_model_cache = GpuModelCache()
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert index(registry) == {("a", "1"): EVICTED, ("b", "1"): READY, ("c", "1"): READY}
+        states = index(registry)  # loads run side by side: any one may be the last that finds room
+        assert states.keys() == {(name, "1") for name in "abc"}
+        assert sorted(states.values()) == sorted([EVICTED, READY, READY])
 
         async def caller(name: str, seed: int) -> int:
             count, end = 0, time.monotonic() + 8

@@ -25,6 +25,7 @@ import tritonclient.http as triton
 from headrace.backends.onnxruntime_cuda import provider_problem
 from headrace.config.serving_plan import CUDA_RUNTIME
 from headrace.core.tensor import Array
+from headrace.cuda import devices
 
 from tests.support.gpu_marks import gpu_marks
 from tests.support.serving import ROOT, Server, serving
@@ -236,9 +237,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
+def every_gpu() -> str:
+    """The device of a model without `gpus`: it has instances on each GPU."""
+    return "GPU " + ",".join(str(gpu) for gpu in range(devices.count()))
+
+
 def test_it_serves_on_the_cpu_at_once_and_reports_the_build(job: Job) -> None:
     # With onnxruntime-gpu installed, the second GPU runtime serves until the engine is built.
-    runtime, device = ("onnxruntime", "CPU") if provider_problem() else (CUDA_RUNTIME, "GPU 0")
+    runtime, device = ("onnxruntime", "CPU") if provider_problem() else (CUDA_RUNTIME, every_gpu())
     assert job.first["headrace.runtime"] == runtime
     assert job.first["headrace.device"] == device
     meanwhile = f"{device} serves meanwhile"  # "the CPU serves meanwhile"
@@ -247,7 +253,7 @@ def test_it_serves_on_the_cpu_at_once_and_reports_the_build(job: Job) -> None:
 
 def test_the_engine_is_swapped_in_without_a_lost_request(job: Job) -> None:
     assert job.last["headrace.runtime"] == "tensorrt"
-    assert job.last["headrace.device"] == "GPU 0"
+    assert job.last["headrace.device"] == every_gpu()
     assert job.last["headrace.precision"] == "fp16"
     assert job.requests > 10
     assert job.failures == []
