@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.core.clock import NS_PER_MS, monotonic_ns
+from headrace.core.clock import NS_PER_MS
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import (
     BadRequest,
@@ -28,8 +28,9 @@ from headrace.pipelines.yaml_steps import build_yaml_graph
 from headrace.scheduling.policy import HandlePolicy
 
 from tests.support.fake_versions import spec_of
+from tests.support.virtual_time import in_virtual_time
 from tests.unit.pipelines.test_graph import config, step
-from tests.unit.pipelines.test_run import Case, turns
+from tests.unit.pipelines.test_run import NOW_NS, Case, turns
 from tests.unit.pipelines.test_run_branches import DESCRIBE, DETECT, YamlCase
 
 # x -> before -> ticks (decoupled) -> after -> y; `after` also reads what `before` has computed.
@@ -49,7 +50,7 @@ class StreamCase(Case):
         plain = self.handle
         self.handle = PipelineHandle(
             replace(plain.spec, decoupled=True), plain.graph, self.members, HandlePolicy(), self.mailbox, self.recorder,
-            check=plain._check, decoupled=decoupled_step(plain.member_specs()),
+            check=plain._check, clock=lambda: self.now_ns, decoupled=decoupled_step(plain.member_specs()),
         )  # fmt: skip
 
     def open(self, value: float = 1, **more: Any) -> tuple[LoopCompletion, ResponseStream]:
@@ -235,9 +236,10 @@ async def test_a_client_that_leaves_cancels_the_step_and_the_parts() -> None:
         assert (case.leases, case.handle.in_flight) == (0, 0)
 
 
+@in_virtual_time
 async def test_the_deadline_ends_the_stream() -> None:
     case = StreamCase([TICKS | {"input_map": {"X": "x"}}, AFTER])
-    waiting, stream = case.open(deadline_ns=monotonic_ns() + 30 * NS_PER_MS)
+    waiting, stream = case.open(deadline_ns=NOW_NS + 30 * NS_PER_MS)
     case.tick(1)
     await turns()
     case.after.answer()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
+from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.errors import (
     BadRequest,
     Cancelled,
@@ -24,7 +24,7 @@ from headrace.pipelines.row_runs import MAX_RUNNING_ROWS, join_rows
 from headrace.scheduling.version_handle import Prediction
 
 from tests.support.fake_versions import FakeVersion
-from tests.unit.pipelines.test_run import turns
+from tests.unit.pipelines.test_run import NOW_NS, turns
 from tests.unit.pipelines.test_run_branches import DESCRIBE, DETECT, YamlCase, answer
 
 STEPS = {"detect": DETECT, "describe": {**DESCRIBE, "each": "found"}}
@@ -159,7 +159,7 @@ async def test_a_cancelled_request_leaves_the_queues_of_all_rows() -> None:
 
 async def test_the_deadline_ends_all_rows_and_is_that_of_every_step() -> None:
     case = each_case()
-    deadline_ns = monotonic_ns() + 20 * NS_PER_MS
+    deadline_ns = NOW_NS + 20 * NS_PER_MS
     waiting = case.send(rows=2, deadline_ns=deadline_ns)
     assert {request.deadline_ns for request, _ in case.detect.requests} == {deadline_ns}
     with pytest.raises(DeadlineExceeded, match="deadline passed after"):
@@ -176,13 +176,12 @@ async def test_a_model_without_batches_is_predicted_to_run_once_for_each_row() -
         "detect", "1", "test", {"X": TensorSpec("X", FP32, (2,))}, {"Y": TensorSpec("Y", FP32, (-1, 2))}, 0
     )
     case.detect.prediction = Prediction(0, 10 * NS_PER_MS)
-    now_ns = monotonic_ns()
-    assert case.handle.predict_ns(1, 0, now_ns).compute_ns == 10 * NS_PER_MS
-    assert case.handle.predict_ns(4, 0, now_ns).compute_ns == 40 * NS_PER_MS
-    case.send(rows=4, deadline_ns=monotonic_ns() + NS_PER_S)
-    case.send(rows=4, deadline_ns=monotonic_ns() + 30 * NS_PER_MS)  # one request a second is tried
+    assert case.handle.predict_ns(1, 0, NOW_NS).compute_ns == 10 * NS_PER_MS
+    assert case.handle.predict_ns(4, 0, NOW_NS).compute_ns == 40 * NS_PER_MS
+    case.send(rows=4, deadline_ns=NOW_NS + NS_PER_S)
+    case.send(rows=4, deadline_ns=NOW_NS + 30 * NS_PER_MS)  # one request a second is tried
     with pytest.raises(WouldMiss):
-        case.send(rows=4, deadline_ns=monotonic_ns() + 30 * NS_PER_MS)
+        case.send(rows=4, deadline_ns=NOW_NS + 30 * NS_PER_MS)
 
 
 async def test_many_rows_start_as_others_end() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
+from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import (
     BadRequest,
@@ -30,7 +30,7 @@ from headrace.scheduling.policy import HandlePolicy
 from headrace.scheduling.version_handle import Prediction
 
 from tests.support.fake_versions import FakeMembers, FakeVersion, spec_of
-from tests.unit.pipelines.test_run import first, turns
+from tests.unit.pipelines.test_run import NOW_NS, first, turns
 
 DETECT = {"model": "detect", "inputs": {"X": "x"}, "outputs": {"Y": "found"}}
 DESCRIBE = {"model": "describe", "inputs": {"X": "found"}, "outputs": {"Y": "y"}}
@@ -55,7 +55,7 @@ class YamlCase:
         names = [step["model"] for step in steps.values()] + [step.get("fallback", "") for step in steps.values()]
         self.versions = {name: FakeVersion(spec_of(name, dtype=dtype), self.mailbox) for name in filter(None, names)}
         self.members = FakeMembers(*self.versions.values())
-        self.config = given
+        self.config, self.now_ns = given, NOW_NS
         graph = build_yaml_graph(given)
         shapes = ((-1, 2), (-1, *dims)) if rows else ((2,), tuple(dims))
         spec = ModelSpec(
@@ -68,7 +68,7 @@ class YamlCase:
         )
         self.handle = PipelineHandle(
             spec, graph, self.members, HandlePolicy(), self.mailbox, Recorder(),
-            check=lambda specs: check_members(graph, given, specs),
+            check=lambda specs: check_members(graph, given, specs), clock=lambda: self.now_ns,
         )  # fmt: skip
 
     def __getattr__(self, name: str) -> FakeVersion:
@@ -76,9 +76,7 @@ class YamlCase:
 
     def send(self, value: float = 1, rows: int = 1, **more: Any) -> LoopCompletion:
         x = np.full((rows, 2) if self.handle.spec.max_batch_size else (2,), value, np.float32)
-        return self.handle.infer(
-            InferRequest(inputs={"x": x}, rows=rows, shape_key=None, received_ns=monotonic_ns(), **more)
-        )
+        return self.handle.infer(InferRequest(inputs={"x": x}, rows=rows, shape_key=None, received_ns=NOW_NS, **more))
 
     @property
     def leases(self) -> int:
@@ -220,7 +218,7 @@ async def test_without_its_fallback_a_step_fails_with_its_own_error() -> None:
 async def test_a_step_that_would_be_late_is_replaced_at_once() -> None:
     case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "fallback": "simple"}}, dims=(2,))
     case.describe.prediction = Prediction(0, 20 * NS_PER_MS)
-    waiting = case.send(deadline_ns=monotonic_ns() + NS_PER_S)
+    waiting = case.send(deadline_ns=NOW_NS + NS_PER_S)
     # The queue of the second step grows while the first one runs.
     case.describe.prediction = Prediction(2 * NS_PER_S, 20 * NS_PER_MS)
     case.detect.answer()
@@ -231,7 +229,7 @@ async def test_a_step_that_would_be_late_is_replaced_at_once() -> None:
     assert [times.outcome for times in response.steps] == ["ok", "fallback"]
     # In time, the model itself runs.
     case.describe.prediction = Prediction(0, 20 * NS_PER_MS)
-    waiting = case.send(deadline_ns=monotonic_ns() + NS_PER_S)
+    waiting = case.send(deadline_ns=NOW_NS + NS_PER_S)
     case.detect.answer(-1)
     await turns()
     assert (len(case.describe.requests), len(case.simple.requests)) == (1, 1)
@@ -258,7 +256,7 @@ async def test_a_fallback_that_is_in_time_admits_a_request_that_the_model_would_
     case.detect.prediction = Prediction(0, 10 * NS_PER_MS)
     case.describe.prediction = Prediction(5 * NS_PER_S, NS_PER_S)
     case.simple.prediction = Prediction(0, 20 * NS_PER_MS)
-    deadline_ns = monotonic_ns() + NS_PER_S
+    deadline_ns = NOW_NS + NS_PER_S
     waiting = case.send(deadline_ns=deadline_ns)
     assert case.detect.requests[0][0].due_ns == deadline_ns - 20 * NS_PER_MS  # the fallback runs behind it
     case.detect.answer()
@@ -268,7 +266,7 @@ async def test_a_fallback_that_is_in_time_admits_a_request_that_the_model_would_
     assert [times.outcome for times in (await waiting).steps] == ["ok", "fallback"]
     case.simple.prediction = Prediction(5 * NS_PER_S, NS_PER_S)
     with pytest.raises(WouldMiss, match="step 'describe'"):
-        case.send(deadline_ns=monotonic_ns() + NS_PER_S)
+        case.send(deadline_ns=NOW_NS + NS_PER_S)
     assert case.leases == 0
 
 
