@@ -41,6 +41,11 @@ ENGINES_COMMANDS = {
 }
 
 
+def run() -> NoReturn:
+    """Run the command of this process, and end the process with its status."""
+    end_process(main())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -70,9 +75,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         _print_usage_error(str(error), words)
         return 2
-    run = args.run
-    status: int = run(args)
+    status: int = args.run(args)
     return status
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process with an exit status.
+
+    Threads of obstore run until the process ends. One that takes the interpreter while that shuts down calls `abort` (PyO3, pull
+    request 4874), so a process that has loaded obstore ends right after its exit handlers.
+    """
+    if "obstore" in sys.modules:
+        from headrace_model.process import exit_process, run_exit_handlers
+
+        run_exit_handlers()
+        exit_process(status)
+    sys.exit(status)
 
 
 class _Parser(Parser):
@@ -347,4 +365,4 @@ def _dropped_lines(lines: int) -> logging.LogRecord:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

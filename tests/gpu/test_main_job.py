@@ -25,9 +25,8 @@ import tritonclient.http as triton
 from headrace.backends.onnxruntime_cuda import provider_problem
 from headrace.config.serving_plan import CUDA_RUNTIME
 from headrace.core.tensor import Array
-from headrace.cuda import devices
 
-from tests.support.gpu_marks import gpu_marks
+from tests.support.gpu_marks import every_gpu, gpu_marks
 from tests.support.serving import ROOT, Server, serving
 
 pytestmark = [*gpu_marks(560, "fastapi", "uvicorn"), pytest.mark.whole_gpu]
@@ -235,11 +234,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     if report:
         Path(report).write_text(json.dumps(job.figures, indent=2))
     return job
-
-
-def every_gpu() -> str:
-    """The device of a model without `gpus`: it has instances on each GPU."""
-    return "GPU " + ",".join(str(gpu) for gpu in range(devices.count()))
 
 
 def test_it_serves_on_the_cpu_at_once_and_reports_the_build(job: Job) -> None:

@@ -39,7 +39,7 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from tests.support import shared_memory_cases as cases
 from tests.support.cuda_provider import answers, features, launched, opened, saved
 from tests.support.exported_memory import Owner, export
-from tests.support.gpu_marks import gpu_marks
+from tests.support.gpu_marks import every_gpu, gpu_marks
 from tests.support.models import affine, integer_matrix, optional_bias, pictures, ramp, sum_difference
 from tests.support.random_models import sample
 from tests.support.serving import Server, serving
@@ -288,7 +288,7 @@ def right() -> tuple[Array, Array]:
 
 def test_a_server_serves_what_tensorrt_refuses_and_explains_why(server: Server) -> None:
     parameters = document(server, "n")["parameters"]
-    assert (parameters["headrace.runtime"], parameters["headrace.device"]) == (CUDA_RUNTIME, "GPU 0"), server.text
+    assert (parameters["headrace.runtime"], parameters["headrace.device"]) == (CUDA_RUNTIME, every_gpu()), server.text
     x = np.random.default_rng(0).integers(-100, 100, (3, 16)).astype(np.int8)
     weights = onnx.numpy_helper.to_array(integer_matrix().graph.initializer[0]).astype(np.int32)
     request = {"inputs": [{"name": "X", "shape": [3, 16], "datatype": "INT8", "data": x.reshape(-1).tolist()}]}

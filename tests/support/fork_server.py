@@ -300,7 +300,7 @@ def main() -> int:
         children.subprocess = SimpleNamespace(Popen=ForkedChild, DEVNULL=subprocess.DEVNULL)
         program = importlib.import_module("headrace.__main__")
         sys.argv = [str(program.__file__), *words[1:]]
-        return int(program.main())
+        program.run()
     sys.argv[1:] = words[1:]
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+from headrace.cuda import devices
 
 
 def gpu_marks(timeout_s: int, *packages: str) -> list[pytest.MarkDecorator]:
@@ -21,3 +22,8 @@ def gpu_marks(timeout_s: int, *packages: str) -> list[pytest.MarkDecorator]:
         pytest.mark.timeout(timeout_s),
         pytest.mark.skipif(bool(missing), reason=f"needs an NVIDIA GPU, {needed}"),
     ]
+
+
+def every_gpu() -> str:
+    """Return the device of a model without `gpus`, which has instances on each: such as "GPU 0,1"."""
+    return "GPU " + ",".join(str(gpu) for gpu in range(devices.count()))

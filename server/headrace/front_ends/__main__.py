@@ -8,7 +8,7 @@ import socket
 import sys
 
 from headrace import settings
-from headrace.__main__ import configure_logging
+from headrace.__main__ import configure_logging, end_process
 from headrace.core.errors import Unavailable
 from headrace.core.heap import use_one_arena
 from headrace.front_ends.channel import receive_start
@@ -48,4 +48,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())
