@@ -395,7 +395,8 @@ class GpuModelCache:
         finally:
             model.retry_load_ns = load_ns or model.retry_load_ns
             model.is_loading = False
-            if load_ns:
+            # `load_requested` skips versions that load: a request that came after the refusal of a failed load is queued here.
+            if load_ns or (model.handle.evicted and model.handle.depth):
                 self.request(model.handle)
 
     def _reload(self, model: CachedModel) -> int:

@@ -271,6 +271,29 @@ def test_a_failed_load_is_reported_and_retried_with_backoff() -> None:
     assert world.gpu_model_cache.describe(a) == "evicted: loaded on demand"  # type: ignore[arg-type]
 
 
+def test_a_retry_that_comes_before_a_failed_load_has_ended_is_served() -> None:
+    world = World(gpu0=10)
+    a = world.load("a")
+    world.load("b")
+    a.failure = ConfigError([Finding("a", None, "is gone")])
+    refuse = a.refuse
+
+    def retry(error: Exception) -> None:
+        refuse(error)
+        a.refuse, a.failure = refuse, None  # type: ignore[method-assign]
+        a.add_request()
+        assert world.gpu_model_cache.load_requested() is None, "the first load still runs"
+
+    a.refuse = retry  # type: ignore[method-assign]
+    a.add_request()
+    assert world.serve() is None
+    due_ns = world.serve()
+    assert due_ns is not None
+    world.now_ns = due_ns
+    assert world.serve() is None
+    assert not a.evicted
+
+
 def test_a_model_larger_than_the_gpu_is_refused_and_evicts_nothing() -> None:
     world = World(gpu0=20)
     a = world.load("a", 20)
