@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -42,6 +43,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time_ns(self) -> int:
         """`time` in nanoseconds; see `headrace.core.clock.Clock`."""
         return round(self._clock.now_s * NS_PER_S)
+
+
+def advance_timers(seconds: float) -> None:
+    """Make the running event loop's timers of the next seconds due at once.
+
+    A test sets timeouts of many seconds, which no pause of the process uses up, and lets them pass when its state is reached.
+    Headrace's clock keeps the real time.
+    """
+    loop = asyncio.get_running_loop()
+    ahead_s = loop.time() - time.monotonic() + seconds
+    loop.time = lambda: time.monotonic() + ahead_s  # type: ignore[method-assign]
 
 
 def run_in_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> None:

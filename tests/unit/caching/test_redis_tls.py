@@ -120,14 +120,14 @@ def test_the_largest_value_is_read_over_tls_and_a_larger_one_ends_the_connection
         connection.disconnect()  # type: ignore[no-untyped-call]
 
 
-def failure(port: int, certificates: Certificates) -> str:
+def failure(port: int, certificates: Certificates, timeout_ms: int = 30_000) -> str:
     """The reason why a connection is not opened, which takes the time to connect at most."""
-    chosen = options(port, certificates, connect_timeout_ms=300)
+    chosen = options(port, certificates, connect_timeout_ms=timeout_ms)
     connection = _BoundedConnection(chosen)
     begun = time.monotonic()
     with pytest.raises((redis.RedisError, OSError)) as caught:
         connection.run([("PING",)])
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20
     connection.disconnect()  # type: ignore[no-untyped-call]
     return tls_problem(caught.value, chosen) or str(caught.value)
 
@@ -150,7 +150,7 @@ ANSWERS: dict[str, tuple[Reply, str]] = {
 def test_an_answer_that_is_no_handshake_ends_the_connection(answer: str, certificates: Certificates) -> None:
     reply, problem = ANSWERS[answer]
     with false_redis(reply) as port:
-        assert failure(port, certificates).startswith(problem)
+        assert failure(port, certificates, 300 if answer == "nothing" else 30_000).startswith(problem)
 
 
 def test_a_handshake_in_single_bytes_has_the_time_to_connect(certificates: Certificates) -> None:
@@ -164,7 +164,9 @@ def test_a_handshake_in_single_bytes_has_the_time_to_connect(certificates: Certi
 
     thread = threading.Thread(target=drip, daemon=True)
     thread.start()
-    assert failure(listener.getsockname()[1], certificates).startswith("the handshake of TLS takes longer than 300 ms")
+    assert failure(listener.getsockname()[1], certificates, 300).startswith(
+        "the handshake of TLS takes longer than 300 ms"
+    )
     end.set()
     thread.join(60)
     listener.close()

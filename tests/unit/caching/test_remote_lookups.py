@@ -16,7 +16,7 @@ from headrace.caching.response_cache import RemoteEntries, ResponseCaches, Versi
 from headrace.caching.values import Lookup, RemoteWrite, StoredResponse
 from headrace.core.cache_config import ResponseCache
 from headrace.core.cache_options import CacheOptions, RedisOptions
-from headrace.core.clock import NS_PER_MS, monotonic_ns
+from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.errors import Cancelled, ConfigError, QuotaExceeded
 from headrace.core.model_config import ModelConfig
@@ -162,10 +162,10 @@ async def test_a_hit_of_redis_is_charged_to_the_quota() -> None:
 async def test_the_remaining_time_to_live_of_redis_counts_here() -> None:
     async with serving() as (served, cache, _model, store):
         waiting = served.infer(infer_request(4))
-        store.lookups[0].resume(STORED._replace(expires_ms=int(time.time() * 1000) + 200))
+        store.lookups[0].resume(STORED._replace(expires_ms=int(time.time() * 1000) + 200_000))
         await waiting
         (entry,) = cache._entries._store._entries.values()
-        assert 0 < entry.expires_ns - monotonic_ns() <= 200 * NS_PER_MS
+        assert 0 < entry.expires_ns - monotonic_ns() <= 200 * NS_PER_S
 
 
 @pytest.mark.parametrize(

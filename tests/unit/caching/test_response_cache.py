@@ -26,6 +26,7 @@ from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, QueueLimits, RateLimits
 
 from tests.support.fakes import POISON, FakeModel, error_of, handle, infer_request, wait_started
+from tests.support.virtual_time import advance_timers
 from tests.support.waiting import until_async
 
 
@@ -196,10 +197,11 @@ async def test_a_leader_past_its_deadline_leaves_its_followers_to_the_next() -> 
     async with serving() as (served, cache, model):
         blocker = await run_blocker(served, model)
         now_ns = monotonic_ns()
-        leader = served.infer(infer_request(5, deadline_ns=now_ns + 30_000_000, received_ns=now_ns))
+        leader = served.infer(infer_request(5, deadline_ns=now_ns + 30 * NS_PER_S, received_ns=now_ns))
         follower = served.infer(infer_request(5))
         assert cache.merged == 0
         assert served.depth == 1
+        advance_timers(30)
         assert isinstance(await error_of(leader), DeadlineExceeded)
         model.gate.set()
         assert (await follower).outputs["y"].tolist() == [[10, 10]]
@@ -210,11 +212,12 @@ async def test_a_follower_has_its_own_deadline() -> None:
     async with serving() as (served, _cache, model):
         blocker = await run_blocker(served, model)  # runs, so nothing is queued
         now_ns = monotonic_ns()
-        follower = served.infer(infer_request(77, deadline_ns=now_ns + 30_000_000, received_ns=now_ns))
+        follower = served.infer(infer_request(77, deadline_ns=now_ns + 30 * NS_PER_S, received_ns=now_ns))
         assert served.depth == 0
+        advance_timers(30)
         error = await error_of(follower)
         assert isinstance(error, DeadlineExceeded)
-        assert "30000 us" in str(error)
+        assert "30000000 us" in str(error)
         model.gate.set()
         assert not (await blocker).cached
 

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tests.support.control_thread import X, index, infer_values, running, same
 from tests.support.fake_streams import LateCuda
 from tests.support.models import add_model, affine
+from tests.support.virtual_time import advance_timers
 from tests.support.waiting import until_async
 from tests.unit.repository.test_gpu_backend import plan_of
 
@@ -219,10 +220,11 @@ async def test_deadlines_apply_to_waiting_requests_and_shutdown_answers_them(rep
         handle = registry.lease("a", "")
         assert handle.evict(5)
         now = time.monotonic_ns()
-        for deadline_ns in (now + NS_PER_S // 20, 0):
+        for deadline_ns in (now + 30 * NS_PER_S, 0):
             request = InferRequest(inputs={"X": X}, rows=1, shape_key=(16,), received_ns=now, deadline_ns=deadline_ns)
             handle._restore_requested = True  # no callback is called
             waiting.append(handle.infer(request))
+        advance_timers(30)
         with pytest.raises(DeadlineExceeded):
             await waiting[0]
         handle.release()

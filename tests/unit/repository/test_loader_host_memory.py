@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.support.control_thread import EXPLICIT, X, index, infer_values, put, running, same
 from tests.support.models import add_model, affine
+from tests.support.virtual_time import advance_timers
 from tests.support.waiting import until_async
 
 ALL, POLL = ControlPolicy("none"), ControlPolicy("poll", poll_interval_s=0.05, settle_s=0.05)
@@ -130,10 +131,12 @@ async def test_a_first_request_waits_no_longer_than_its_deadline(
         handle = registry.lease("a", "")
         now_ns = time.monotonic_ns()
         request = InferRequest(
-            inputs={"X": X}, rows=1, shape_key=(16,), received_ns=now_ns, deadline_ns=now_ns + NS_PER_S // 20
+            inputs={"X": X}, rows=1, shape_key=(16,), received_ns=now_ns, deadline_ns=now_ns + 30 * NS_PER_S
         )
+        waiting = handle.infer(request)
+        advance_timers(30)
         with pytest.raises(DeadlineExceeded):
-            await handle.infer(request)
+            await waiting
         handle.release()
         assert handle.evicted
         may_load.set()

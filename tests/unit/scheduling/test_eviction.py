@@ -18,6 +18,7 @@ from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import FakePipeline
 from tests.support.fakes import DEATH, SPEC, FakeModel, error_of, infer_request, wait_started
+from tests.support.virtual_time import advance_timers
 from tests.support.waiting import until_async
 
 
@@ -207,7 +208,8 @@ async def test_deadlines_and_limits_hold_while_it_is_evicted(mailbox: Mailbox) -
     served = Served(mailbox, FakeModel())
     assert await served.evict()
     now = time.monotonic_ns()
-    waiting = served.handle.infer(infer_request(1, received_ns=now, deadline_ns=now + NS_PER_S // 50))
+    waiting = served.handle.infer(infer_request(1, received_ns=now, deadline_ns=now + 30 * NS_PER_S))
+    advance_timers(30)
     assert isinstance(await error_of(waiting), DeadlineExceeded)
     assert served.handle.depth == 0
     cancelled = served.handle.infer(infer_request(2))

@@ -9,8 +9,9 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
+from headrace.core.clock import NS_PER_S
 from headrace.core.completion import GroupCompletion, Mailbox
-from headrace.core.errors import ModelFailed, Overloaded
+from headrace.core.errors import ModelFailed, Overloaded, QueueTimeout
 from headrace.core.request import GroupMembers, InferRequest, InferResponse
 from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.executor import OutputMismatch
@@ -19,6 +20,7 @@ from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits, Ra
 from headrace.scheduling.queue import Entry
 
 from tests.support.fakes import POISON, FakeModel, handle, infer_request, wait_started
+from tests.support.virtual_time import advance_timers
 
 Answer = list[list[float]] | Exception
 
@@ -157,13 +159,14 @@ async def test_cancelled_groups_leave_the_queue(mailbox: Mailbox, model: FakeMod
 
 
 async def test_a_queue_timeout_refuses_the_members_that_still_wait(mailbox: Mailbox, model: FakeModel) -> None:
-    served = handle(mailbox, model, queue_policy=LevelPolicy(queue_timeout_ns=500_000_000))
+    served = handle(mailbox, model, queue_policy=LevelPolicy(queue_timeout_ns=30 * NS_PER_S))
     model.gate.clear()
     first = served.infer(infer_request(100))
     await wait_started(model)
     answers = Answers(served, [(1, 1), (2, 1)])
+    advance_timers(30)
     await answers.wait()
-    assert all(isinstance(answer, Exception) for answer in answers.of.values())
+    assert all(isinstance(answer, QueueTimeout) for answer in answers.of.values())
     model.gate.set()
     await first
     assert model.batches == [[100]]

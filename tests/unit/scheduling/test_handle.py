@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from headrace.core.clock import NS_PER_S
 from headrace.core.completion import Mailbox
 from headrace.core.errors import (
     BadRequest,
@@ -24,6 +25,7 @@ from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits
 from headrace.scheduling.scheduler import Scheduler
 
 from tests.support.fakes import DEATH, POISON, FakeModel, error_of, handle, infer_request, wait_started
+from tests.support.virtual_time import advance_timers
 from tests.support.waiting import record_calls, until_async
 
 
@@ -142,9 +144,10 @@ async def test_a_deadline_does_not_wait_for_a_stalled_backend(mailbox: Mailbox, 
     served = handle(mailbox, model)
     model.gate.clear()
     now_ns = time.monotonic_ns()
-    running = served.infer(infer_request(1, received_ns=now_ns, deadline_ns=now_ns + 30_000_000))
+    running = served.infer(infer_request(1, received_ns=now_ns, deadline_ns=now_ns + 30 * NS_PER_S))
     await wait_started(model)
-    queued = served.infer(infer_request(2, received_ns=now_ns, deadline_ns=now_ns + 30_000_000))
+    queued = served.infer(infer_request(2, received_ns=now_ns, deadline_ns=now_ns + 30 * NS_PER_S))
+    advance_timers(30)
     assert isinstance(await error_of(running), DeadlineExceeded)
     assert isinstance(await error_of(queued), DeadlineExceeded)
     assert served.depth == 0, "the queued one gave its place back"
@@ -153,11 +156,12 @@ async def test_a_deadline_does_not_wait_for_a_stalled_backend(mailbox: Mailbox, 
 
 
 async def test_the_queue_policy_s_timeout_is_not_the_deadline(mailbox: Mailbox, model: FakeModel) -> None:
-    served = handle(mailbox, model, queue_policy=LevelPolicy(queue_timeout_ns=20_000_000))
+    served = handle(mailbox, model, queue_policy=LevelPolicy(queue_timeout_ns=30 * NS_PER_S))
     model.gate.clear()
     running = served.infer(infer_request(1))
     await wait_started(model)
     queued = served.infer(infer_request(2))
+    advance_timers(30)
     assert isinstance(await error_of(queued), QueueTimeout)
     model.gate.set()
     assert (await running).outputs["y"].tolist() == [[2, 2]], "what runs is not touched by it"
