@@ -22,7 +22,7 @@ import tritonclient.http as triton
 from onnx import TensorProto, helper
 
 from tests.support import models
-from tests.support.serving import ROOT, Server, serving
+from tests.support.serving import ROOT, Server, run_headrace, serving
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -32,8 +32,7 @@ CLASSES = 4
 
 
 def headrace(*words: str, cache: Path, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headrace", *words, "--target", "onnxruntime", "--cache", str(cache)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    return run_headrace(*words, "--target", "onnxruntime", "--cache", cache, timeout_s=timeout_s)
 
 
 def write_model(

@@ -74,8 +74,7 @@ def test_health_needs_no_key(guarded: Guarded) -> None:
     """Container health checks: with TLS by the server's own certificate, without a key."""
     client, pair = guarded.certificates.client, guarded.certificates.server
     variables = {"HEADRACE_HTTP_PORT": str(guarded.server.port), "HEADRACE_TLS_CERT": str(pair.certificate)}
-    line = [sys.executable, "-m", "headrace", "health", "--cert", str(client.certificate), "--key", str(client.key)]
-    done = subprocess.run(line, env=os.environ | variables, capture_output=True, text=True, timeout=60)
+    done = run_headrace("health", "--cert", client.certificate, "--key", client.key, env=os.environ | variables)
     assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr
     assert guarded.run("health", *guarded.tls) == (0, "ready\n")
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import skimage
 
-from tests.support.serving import COMMAND, ROOT, Server, serving
+from tests.support.serving import ROOT, Server, run_headrace, serving
 
 PICTURES = Path(skimage.__file__).parent / "data"
 DEMO = ROOT / "model_repository"
@@ -42,7 +41,7 @@ def test_the_command_for_a_photograph_works_as_it_is_printed(demo: Server) -> No
     program, *words = shlex.split(line.removeprefix("or:"))
     assert program == "headrace"
     words[words.index("photo.jpg")] = str(PICTURES / "coffee.png")
-    done = subprocess.run([*COMMAND, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = run_headrace(*words)
     assert (done.returncode, done.stderr) == (0, "")
     assert "espresso" in done.stdout
 
@@ -51,14 +50,7 @@ def test_the_command_for_a_photograph_works_as_it_is_printed(demo: Server) -> No
     ("picture", "label", "at_least"), [("coffee.png", "espresso", 90), ("camera.png", "tripod", 90)]
 )
 def test_a_photograph_is_named(demo: Server, picture: str, label: str, at_least: float) -> None:
-    done = subprocess.run(
-        [*COMMAND, "infer", "efficientnet_lite0", str(PICTURES / picture), "--url", demo.grpc_address],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_headrace("infer", "efficientnet_lite0", PICTURES / picture, "--url", demo.grpc_address)
     assert (done.returncode, done.stderr) == (0, "")
     _, first, *rest = done.stdout.splitlines()
     assert first.split()[0] == label
@@ -67,14 +59,7 @@ def test_a_photograph_is_named(demo: Server, picture: str, label: str, at_least:
 
 
 def test_a_photograph_for_a_model_that_is_not_there(demo: Server) -> None:
-    done = subprocess.run(
-        [*COMMAND, "infer", "nothing", str(PICTURES / "coffee.png"), "--url", demo.grpc_address],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_headrace("infer", "nothing", PICTURES / "coffee.png", "--url", demo.grpc_address)
     assert done.returncode == 1
     assert "Request for unknown model: 'nothing' is not found" in done.stderr
     assert "Traceback" not in done.stderr

@@ -17,7 +17,7 @@ import yaml
 from tests.support.grpc_requests import fail_count
 from tests.support.models import affine
 from tests.support.python_models import NAPPING, NAPPING_CONFIG, add_python_model
-from tests.support.serving import COMMAND, HOST, ROOT, Server, free_port, serving
+from tests.support.serving import COMMAND, HOST, ROOT, Server, free_port, serving, start_process
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,7 @@ def mounted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "HEADRACE_STATE_DIR": str(folder / "state"),
     }
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([*COMMAND, *words], env=inherited | variables, stdout=log, stderr=subprocess.STDOUT)
+        process = start_process([*COMMAND, *words], inherited | variables, log, log)
     server = Server(process, folder / "log")
     try:
         server.wait_until_ready()

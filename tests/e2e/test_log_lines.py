@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException
 from tests.e2e.conftest import CONTRADICTING
 from tests.support.models import add_model, affine, row_sums
 from tests.support.processes import isolated_children
-from tests.support.serving import COMMAND, HOST, ROOT, Server, front_ends, run_headrace, serving
+from tests.support.serving import COMMAND, HOST, ROOT, Server, front_ends, run_headrace, serving, start_process
 from tests.support.waiting import until
 
 BODY = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1.0] * 16}]}).encode()
@@ -42,7 +42,7 @@ def json_server(repository: Path, folder: Path, *options: str) -> Iterator[tuple
     words = [*COMMAND, "serve", "--model-repository", str(repository), "--host", HOST, "--http-port", "0"]
     words += ["--grpc-port", "0", "--log-format", "json", *options]
     with out.open("wb") as stdout, err.open("wb") as stderr:
-        process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=stdout, stderr=stderr)
+        process = start_process(words, environment(), stdout, stderr)
     server = Server(process, err)
     try:
         server.wait_until_ready()

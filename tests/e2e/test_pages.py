@@ -16,7 +16,7 @@ from headrace.http.routes import page_routes
 
 from tests.support import models
 from tests.support.browser import PHONE, Browser, Page
-from tests.support.serving import COMMAND, ROOT, Server, serving
+from tests.support.serving import ROOT, Server, run_headrace, serving
 
 pytestmark = pytest.mark.slow
 
@@ -168,9 +168,10 @@ def test_figures_follow_the_traffic(page: Page, server: Server) -> None:
 
 
 def ranked_by_the_client(server: Server, model: str, picture: Path) -> list[tuple[str, float]]:
-    words = [*COMMAND, "infer", model, str(picture), "--url", server.grpc_address, "--json"]
-    output = subprocess.run(words, cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
-    return [(ranking_row["label"], ranking_row["score"]) for ranking_row in json.loads(output)["results"][0]["classes"]]
+    done = run_headrace("infer", model, picture, "--url", server.grpc_address, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["results"][0]["classes"]
+    return [(ranking_row["label"], ranking_row["score"]) for ranking_row in rows]
 
 
 def labels(page: Page) -> list[list[str]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,7 @@ from tests.e2e.test_response_cache import CACHED, body, explained, post, statist
 from tests.support import models
 from tests.support.certificates import Certificates, Pair
 from tests.support.redis_servers import RedisServer, redis_server, wait_for
-from tests.support.serving import ROOT, Server, serving
+from tests.support.serving import Server, run_headrace, serving
 
 pytestmark = pytest.mark.slow
 
@@ -150,9 +148,7 @@ def test_a_server_without_redis_serves(tmp_path: Path) -> None:
             post(server, "m", body(value))
         assert time.monotonic() - begun < 10
         assert remote(server)["skipped"] == 20
-        command = [sys.executable, "-m", "headrace", "explain", "m", "--url", server.url]
-        printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        assert "Redis at 127.0.0.1:1 is not used: Error 111" in " ".join(printed.split())
+        assert "Redis at 127.0.0.1:1 is not used: Error 111" in printed_explanation(server)
         assert statistics(server, "m")["execution_count"] == 20
 
 
@@ -167,9 +163,9 @@ def certificates(tmp_path: Path) -> Certificates:
 
 
 def printed_explanation(server: Server) -> str:
-    command = [sys.executable, "-m", "headrace", "explain", "m", "--url", server.url]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return " ".join(printed.split())
+    done = run_headrace("explain", "m", "--url", server.url)
+    assert done.returncode == 0, done.stderr
+    return " ".join(done.stdout.split())
 
 
 def pair_option(pair: Pair) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from headrace.pipelines.image import decode, prepare, to_pixels
 from headrace.pipelines.recipe import ImageRecipe
 
 from tests.support import models
-from tests.support.serving import COMMAND, ROOT, Server, serving
+from tests.support.serving import Server, run_headrace, serving
 
 PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
 FILES = [PHOTOGRAPHS / name for name in ("chelsea.png", "coffee.png", "camera.png", "rocket.jpg")]
@@ -131,8 +130,7 @@ def test_the_configuration_as_shown_can_be_loaded_again(client: triton.Inference
 def test_the_command_line_sends_photographs_to_each(server: Server) -> None:
     seen = []
     for model in ("plain", "pixels", "ranked"):
-        command = [*COMMAND, "infer", model, *map(str, FILES), "--url", server.grpc_address, "--json", "--top", "3"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        done = run_headrace("infer", model, *FILES, "--url", server.grpc_address, "--json", "--top", "3")
         assert (done.returncode, done.stderr) == (0, "")
         results = json.loads(done.stdout)["results"]
         seen.append([[(c["index"], c["label"]) for c in result["classes"]] for result in results])

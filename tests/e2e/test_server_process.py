@@ -24,7 +24,7 @@ from tests.e2e.conftest import CONTRADICTING
 from tests.support import models
 from tests.support.keys import Keys
 from tests.support.processes import children
-from tests.support.serving import COMMAND, HOST, ROOT, Server, free_port, run_headrace, serving, start
+from tests.support.serving import COMMAND, HOST, ROOT, Server, free_port, run_headrace, serving, start, start_process
 from tests.support.waiting import until
 
 
@@ -121,13 +121,7 @@ def test_the_environment_sets_every_option_and_the_command_line_beats_it(
         "HEADRACE_STRICT": "true",
     }
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*COMMAND, "serve", "--max-body-bytes", "600"],
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        process = start_process([*COMMAND, "serve", "--max-body-bytes", "600"], {**os.environ, **environment}, log, log)
     server = Server(process, tmp_path / "log")
     try:
         server.wait_until_ready()
@@ -323,13 +317,8 @@ def serve_paths(folder: Path, *words: str, cwd: Path = ROOT) -> Server:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     options = ["--host", HOST, "--http-port", "0", "--grpc-port", "0", "--state-dir", str(folder / "state")]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*COMMAND, "serve", *options, *words],
-            cwd=cwd,
-            env={**inherited, "COLUMNS": "400", "PYTHONPATH": str(ROOT)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        env = {**inherited, "COLUMNS": "400", "PYTHONPATH": str(ROOT)}
+        process = start_process([*COMMAND, "serve", *options, *words], env, log, log, cwd)
     return Server(process, folder / "log")
 
 

@@ -16,7 +16,7 @@ import onnx
 import pytest
 
 from tests.support import models
-from tests.support.serving import COMMAND, Server, ServerFailed, serving, start
+from tests.support.serving import Server, ServerFailed, run_headrace, serving, start
 from tests.support.store_servers import (
     SECRET,
     FaultyProxy,
@@ -288,10 +288,8 @@ def test_front_end_processes_mirror_in_the_engine(bucket: Bucket, tmp_path: Path
 
 def run(bucket: Bucket, tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a command with its copies in a folder of the test."""
-    command = [*COMMAND, *words, "--repository-cache-dir", str(tmp_path / "cache")]
-    return subprocess.run(
-        command, env=os.environ | bucket.env, capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False
-    )
+    line = [*words, "--repository-cache-dir", tmp_path / "cache"]
+    return run_headrace(*line, env=os.environ | bucket.env, cwd=tmp_path, timeout_s=100)
 
 
 def test_validate_tune_and_simulate_read_a_bucket(bucket: Bucket, tmp_path: Path) -> None:

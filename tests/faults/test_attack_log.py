@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.attacks import OPTIONS, Attacked, build, grpc_request, http_body, watched
-from tests.support.serving import COMMAND, HOST, ROOT, Server
+from tests.support.serving import COMMAND, HOST, ROOT, Server, start_process
 from tests.support.waiting import until
 
 LINES = 3_000
@@ -66,10 +66,8 @@ def piped(folder: Path, *options: str) -> Iterator[tuple[Attacked, Pipe]]:
     words = [*COMMAND, "serve", "--model-repository", str(repository), "--host", HOST, "--http-port", "0"]
     words += ["--grpc-port", "0", *OPTIONS, *options]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-    process = subprocess.Popen(
-        words, cwd=ROOT, env={**inherited, "HEADRACE_STATE_DIR": ""}, stdout=pipe.writer, stderr=pipe.writer
-    )
-    os.close(pipe.writer)
+    with open(pipe.writer, "wb") as stream:
+        process = start_process(words, {**inherited, "HEADRACE_STATE_DIR": ""}, stream, stream)
     until(pipe.path.exists)
     server = Server(process, pipe.path)
     try:

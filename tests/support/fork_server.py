@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -290,6 +291,9 @@ def main() -> int:
     settings.disable_ort_telemetry()  # as `headrace` does before it imports ONNX Runtime
     for module in MODULES:
         importlib.import_module(module)
+    # Its children neither collect nor, at their end, free one by one what the modules hold: that took longer than most commands.
+    gc.collect()
+    gc.freeze()
     requests = socket.socket(fileno=int(sys.argv[1]))
     words = _serve(requests)
     requests.detach()

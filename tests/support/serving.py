@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 from headrace.scheduling.latency_table import WINDOW
 
@@ -217,10 +218,23 @@ def start(
     words = [*command, "serve", "--model-repository", str(repository), *ports, *front_ends(), *options]
     whole = {**inherited, "COLUMNS": "200", **(env or {})}
     with log.open("wb") as stream:
-        if sys.platform == "linux" and _fork_server().can_start(command, whole):
-            return Server(_fork_server().start(words, ROOT, whole, stream, stream), log)
-        process = subprocess.Popen(words, cwd=ROOT, env=whole, stdout=stream, stderr=subprocess.STDOUT)
-    return Server(process, log)
+        return Server(start_process(words, whole, stream, stream), log)
+
+
+def start_process(
+    words: Sequence[str], env: Mapping[str, str], output: IO[bytes], errors: IO[bytes], cwd: Path = ROOT
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """Start a command with an empty standard input, by a fork where it runs alike.
+
+    Args:
+        words: program and arguments, such as `COMMAND` and a command of `headrace`.
+        env: the whole environment.
+        output, errors: files for standard output and standard error.
+        cwd: current folder of the command.
+    """
+    if sys.platform == "linux" and _fork_server().can_start(words[:3], env):
+        return _fork_server().start(words, cwd, env, output, errors)
+    return subprocess.Popen(words, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
 
 
 def run_headrace(
@@ -240,14 +254,13 @@ def run_headrace(
     if env is None:
         env = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     line = [*COMMAND, *map(str, words)]
-    if sys.platform != "linux" or not _fork_server().can_start(COMMAND, env):
-        return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = _fork_server().start(line, cwd, env, output, errors)
+        process = start_process(line, env, output, errors, cwd)
         try:
             status = process.wait(timeout_s)
         finally:
             process.kill()
+            process.wait()
         output.seek(0)
         errors.seek(0)
         return subprocess.CompletedProcess(line, status, output.read().decode(), errors.read().decode())

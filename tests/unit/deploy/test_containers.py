@@ -29,7 +29,7 @@ from headrace.tls import TlsFiles
 from deploy.make_keys import KEYS, KEYS_FILE
 from tests.support.certificates import Certificates
 from tests.support.models import add_model, affine
-from tests.support.serving import ROOT, serving
+from tests.support.serving import ROOT, run_headrace, serving
 from tests.support.tools import tool
 
 DEPLOY = ROOT / "deploy"
@@ -395,8 +395,7 @@ def test_a_server_with_these_keys_gives_each_its_scope(key_folder: Path, tmp_pat
                 server.request(method, path, b"" if method == "POST" else None, headers)[0] for method, path in routes
             ]
             assert statuses == expected, name
-        health = [sys.executable, "-m", "headrace", "health", "--url", server.url]
-        done = subprocess.run(health, capture_output=True, text=True, timeout=60)
+        done = run_headrace("health", "--url", server.url)
         assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr
 
 
