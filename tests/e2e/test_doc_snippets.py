@@ -34,7 +34,8 @@ from PIL import Image
 
 from loadtest.onnx_models import transformer
 from tests.support.models import read_config_text
-from tests.support.serving import HOST, ROOT, Server, free_port, serving
+from tests.support.serving import COMMAND as COMMAND_LINE
+from tests.support.serving import HOST, ROOT, Server, free_port, run_headrace, serving, start_process
 from tests.support.tools import tool
 
 PAGES = (
@@ -179,12 +180,33 @@ class Shell:
         if re.match(r"(\.venv/bin/)?headrace explain ", command):
             command += f" --url {self.server.url}"
         command = shorter(command)
-        words = ["bash", "-c", command]
-        done = subprocess.run(
-            words, cwd=self.folder, env=environment, capture_output=True, text=True, errors="replace", timeout=timeout_s
-        )
+        if arguments := self._arguments(command):
+            done = run_headrace(*arguments, env=environment, cwd=self.folder, timeout_s=timeout_s)
+        else:
+            words = ["bash", "-c", command]
+            done = subprocess.run(
+                words,
+                cwd=self.folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+            )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         return done.stdout + done.stderr
+
+    def _arguments(self, command: str) -> list[str]:
+        """Arguments of `headrace` as bash expands them; empty for a command that needs bash, or another program.
+
+        Such a command runs in a fork. Those of the README run as the installed program.
+        """
+        if not command.startswith("headrace ") or re.search(r"[|&;<>$`]", command):
+            return []
+        words = ["bash", "-c", f"headrace() {{ printf '%s\\0' \"$@\"; }}; {command}"]
+        return subprocess.run(words, cwd=self.folder, capture_output=True, text=True, check=True).stdout.split("\0")[
+            :-1
+        ]
 
     def serve(self, command: str, environment: dict[str, str]) -> None:
         """Start a server by a command, wait until it is ready, end it by SIGTERM."""
@@ -197,10 +219,9 @@ class Shell:
         }
         log = self.folder / "serve.log"
         with log.open("wb") as stream:
-            words = ["bash", "-c", f"exec {shorter(command)}"]
-            process = subprocess.Popen(
-                words, cwd=self.folder, env=environment | settings, stdout=stream, stderr=subprocess.STDOUT
-            )
+            arguments = self._arguments(shorter(command))
+            words = [*COMMAND_LINE, *arguments] if arguments else ["bash", "-c", f"exec {shorter(command)}"]
+            process = start_process(words, environment | settings, stream, stream, self.folder)
         try:
             end = time.monotonic() + COMMAND_TIMEOUT_S
             while not _is_ready(port):
