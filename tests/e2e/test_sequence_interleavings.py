@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tritonclient.http as triton
 
+from tests.support.examples import examples
 from tests.support.sequence_clients import KINDS, SequenceClient, running
 from tests.support.sequence_models import add_accumulator
 from tests.support.serving import Server, serving
@@ -66,7 +67,7 @@ def test_random_interleavings(tmp_path: Path, front_ends: tuple[str, ...]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(3, min_count=1)))
 def test_long_random_interleavings(tmp_path: Path, seed: int) -> None:
     counts = interleave(tmp_path, 24, 300, 1000 * seed)
     assert counts["answered"] > 2000, counts

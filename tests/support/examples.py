@@ -7,6 +7,6 @@ import os
 SHARE = float(os.environ.get("EXAMPLES_SHARE", "1"))
 
 
-def examples(count: int) -> int:
-    """Return the number of examples for a property test that draws `count` in a whole run."""
-    return max(5, round(count * SHARE))
+def examples(count: int, min_count: int = 5) -> int:
+    """Return the number of examples for a property test that draws `count` in a whole run, `min_count` or more."""
+    return max(min_count, round(count * SHARE))

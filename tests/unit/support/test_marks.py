@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,11 @@ def test_at_most_a_tenth_of_the_tests_is_slow(request: pytest.FixtureRequest) ->
     files = set((ROOT / "tests").rglob("test_*.py"))
     if files != {item.path for item in items}:
         pytest.skip("only a part of the tests was collected")
-    assert too_many_slow([item.get_closest_marker("slow") is not None for item in items]) == ""
+    slow = [item.get_closest_marker("slow") is not None for item in items]
+    assert too_many_slow(slow) == ""
+    # `make test-slow` collects no other files.
+    collected = {item.path for item, is_slow in zip(items, slow, strict=True) if is_slow}
+    assert [path for path in collected if not re.search(r"mark\.slow|\bDEEP\b", path.read_text())] == []
 
 
 @pytest.mark.parametrize(("slow", "fast", "message"), [(0, 9, ""), (1, 9, ""), (1, 8, "1 of 9 tests are marked slow")])
