@@ -604,8 +604,8 @@ def measure_lone(options: argparse.Namespace, scratch: Path) -> LoneLatencies:
     with ExitStack() as stack:
         servers = []
         for front_ends in (0, 1):
-            name, words = f"{front_ends} front ends", ("--front-ends", str(front_ends))
-            command = headrace(options.repository, name=name, models=(options.model,), options=words, cpus=cpus)
+            name, count = f"{front_ends} front ends", ("--front-ends", str(front_ends))
+            command = headrace(options.repository, name=name, models=(options.model,), options=count, cpus=cpus)
             servers.append(stack.enter_context(running(command, scratch)))
         words = ("--concurrency", "1", "--processes", "1", "--warm-up", "0.3")
         for _ in range(options.rounds):

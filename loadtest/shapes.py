@@ -26,5 +26,6 @@ class Shape(LoadTestShape):
         """Number of users now, and users started or stopped a second; None at the end."""
         assert self.runner is not None
         options = self.runner.environment.parsed_options
+        assert options is not None
         time = self.get_run_time() / options.seconds
         return None if time >= 1 else (users_at(options.shape, time, options.peak_users), float(options.peak_users))

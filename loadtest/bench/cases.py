@@ -308,7 +308,8 @@ class ModelThroughput(Case):
                 return completion_rate(costs[-1].completions_s[self.callers :])
 
             alone = partial(self._alone, bench, best, bench.seconds(self.sample_s))
-            rates = interleave({HEADRACE: images_per_s, "in process": alone}, bench.rounds)
+            contenders: dict[str, Callable[[], float]] = {HEADRACE: images_per_s, "in process": alone}
+            rates = interleave(contenders, bench.rounds)
         figures = (
             Figure(HEADRACE, "images/s", Spread.of(rates[HEADRACE])),
             Figure(f"ONNX Runtime in process, batches of {best}", "images/s", Spread.of(rates["in process"])),

@@ -49,7 +49,8 @@ async def measure(repository: Path, name: str, callers: int, seconds: float) -> 
             await asyncio.sleep(seconds)
             return time.process_time() - before_s
 
-        cpu_s, *_ = await asyncio.gather(processor_time(), *[caller() for _ in range(callers)])
+        calls = asyncio.gather(*[caller() for _ in range(callers)])
+        cpu_s, _ = await asyncio.gather(processor_time(), calls)
         cuts = statistics.quantiles(latencies_us, n=100)
         return {
             "requests": len(latencies_us),

@@ -63,7 +63,7 @@ def callers(options: argparse.Namespace, pixels: Array, region: str) -> list[Sen
         inputs, offset = {INPUT: pixels[which]}, which * pixels[which].nbytes
         if options.transport == "grpc":
             channel = grpc.insecure_channel(f"{HOST}:{options.grpc_port}", options=_OWN_CONNECTION)
-            call = channel.unary_unary(MODEL_INFER)
+            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(MODEL_INFER)
             message = shared_memory_message(options.model, inputs, region, offset)
             sends.append(lambda call=call, message=message: call(message, timeout=_TIMEOUT_S))  # type: ignore[misc]
             continue

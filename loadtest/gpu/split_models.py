@@ -207,7 +207,9 @@ def _resnet50(*, small: bool) -> onnx.ModelProto:
         return convolution((16, 16, 16, 16), side=16)
     from headrace_engines.demo.networks import build_resnet50_seeded
 
-    return cast_model(simplify(build_resnet50_seeded(silent).model), "fp16")
+    model = build_resnet50_seeded(silent).model
+    assert isinstance(model, onnx.ModelProto)
+    return cast_model(simplify(model), "fp16")
 
 
 def write_transformer(path: Path, layers: int, width: int, length: int) -> int:

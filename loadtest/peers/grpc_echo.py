@@ -24,7 +24,7 @@ async def serve(answer: bytes, port: int) -> None:
         return answer
 
     _, service, name = MODEL_INFER.split("/")
-    method = grpc.unary_unary_rpc_method_handler(infer)
+    method: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(infer)
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: method}),))
     server.add_insecure_port(f"127.0.0.1:{port}")

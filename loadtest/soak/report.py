@@ -55,7 +55,12 @@ def to_html(run: Run, verdicts: Sequence[Verdict], title: str, about: Sequence[s
 def to_json(run: Run, verdicts: Sequence[Verdict], about: Sequence[str]) -> str:
     """Verdicts, phases and counts, for programs."""
     lines = [
-        {"way": line.way, "model": line.model, "counts": dict(line.counts), "ms": _percentiles_ms([line])}
+        {
+            "way": line.way,
+            "model": line.model,
+            "counts": {str(outcome): count for outcome, count in line.counts.items()},
+            "ms": _percentiles_ms([line]),
+        }
         for line in run.lines
     ]
     whole = {
