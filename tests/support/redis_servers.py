@@ -137,6 +137,7 @@ def false_redis(reply: Reply) -> Iterator[int]:
     """
     listener = socket.create_server((HOST, 0))
     connections: list[socket.socket] = []
+    threads: list[threading.Thread] = []
 
     def serve(connection: socket.socket) -> None:
         with contextlib.suppress(OSError), connection:
@@ -151,12 +152,21 @@ def false_redis(reply: Reply) -> Iterator[int]:
             while True:
                 connection, _ = listener.accept()
                 connections.append(connection)
-                threading.Thread(target=serve, args=(connection,), daemon=True).start()
+                start(serve, connection)
 
-    threading.Thread(target=accept, daemon=True).start()
+    def start(target: Callable[..., None], *args: socket.socket) -> None:
+        threads.append(threading.Thread(target=target, args=args, daemon=True))
+        threads[-1].start()
+
+    start(accept)
     try:
         yield int(listener.getsockname()[1])
     finally:
-        listener.close()
-        for connection in connections:
-            connection.close()
+        # A close alone ends no call: one that a signal interrupts goes on with the next socket of the same number.
+        for each in (listener, *connections):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(60)
+        for each in (listener, *connections):
+            each.close()

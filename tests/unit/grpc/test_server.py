@@ -128,6 +128,7 @@ def test_resets_of_calls_that_the_client_waited_for_cost_nothing(
         wire.connection.data_received(
             request(1, end=False, fields=fields) + data(1, message(b"x" * 2000), end=not is_stream)
         )
+        await until_async(lambda: wire.connection.streams)  # after a pause it opens no stream at once
         if is_stream:
             before = wire.connection.frame_budget.available + 3  # the message has added to it
         now_ns += int(age_ms * NS_PER_MS)
