@@ -23,16 +23,23 @@ from headrace.bench.loads import (
 from headrace.bench.pool import NO_CONNECTION, Address, PoolOptions
 
 from tests.support.stub_server import Talk, listening, read_request
+from tests.support.waiting import until_async
 
 OK_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 REQUESTS = [b"POST / HTTP/1.1\r\ncontent-length: 1\r\n\r\n%d" % number for number in range(4)]
 
 
-def run(talk: Talk, load: Load, connections: int) -> Record:
+def run(talk: Talk, load: Load, connections: int, stop_after: int = 0) -> Record:
+    """Run a load against a server to its end, or stop it once it has so many responses."""
+
     async def task() -> Record:
         async with listening(talk) as port:
             load.pool = HttpPool(REQUESTS, PoolOptions(Address("127.0.0.1", port), connections, 60.0, load.finished))
-            await load.run()
+            running = asyncio.create_task(load.run())
+            if stop_after:
+                await until_async(lambda: len(load.record) >= stop_after)
+                load.stop()
+            await running
             load.pool.close()
         return load.record
 
@@ -93,7 +100,7 @@ def test_an_open_loop_sends_on_while_answers_are_missing() -> None:
 
 def test_a_closed_loop_has_as_many_requests_in_flight_as_callers() -> None:
     server = Server(together=3)
-    record = run(server.talk, ClosedLoop(4, 0, time.monotonic() + 0.5, 3), connections=3)
+    record = run(server.talk, ClosedLoop(4, 0, time.monotonic() + 3600, 3), connections=3, stop_after=12)
     assert server.most_in_flight == 3
     assert len(record) == server.bodies.total() > 3
     # Requests are sent in turn.
@@ -111,24 +118,12 @@ def test_requests_begin_at_the_given_number() -> None:
 def test_a_load_can_be_stopped(loop: str) -> None:
     server = Server()
     far_s = time.monotonic() + 3600
-
-    async def task() -> Load:
-        load: Load = ClosedLoop(4, 0, far_s, 2)
-        if loop == "open":
-            load = OpenLoop(4, 0, np.concatenate([np.full(5, time.monotonic()), [far_s]]))
-        async with listening(server.talk) as port:
-            load.pool = HttpPool(REQUESTS, PoolOptions(Address("127.0.0.1", port), 2, 60.0, load.finished))
-            running = asyncio.create_task(load.run())
-            while len(load.record) < 5:
-                await asyncio.wait({running}, timeout=0.005)
-            load.stop()
-            await running
-            load.pool.close()
-        return load
-
-    load = asyncio.run(task())
+    load: Load = ClosedLoop(4, 0, far_s, 2)
+    if loop == "open":
+        load = OpenLoop(4, 0, np.concatenate([np.full(5, time.monotonic()), [far_s]]))
+    record = run(server.talk, load, connections=2, stop_after=5)
     assert load.end_s < far_s
-    assert len(load.record) >= 5
+    assert len(record) >= 5
 
 
 def test_a_server_that_is_gone_is_an_error_of_each_request() -> None:
