@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable
 
 import numpy as np
+from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
@@ -70,11 +71,12 @@ def handle(
     model: FakeModel,
     on_dead: Callable[[int], None] = lambda _left: None,
     batch: BatchPolicy | None = None,
+    clock: Clock = monotonic_ns,
     **policy: object,
 ) -> ModelHandle:
     """A started handle on a fake model."""
     chosen = HandlePolicy(batch=batch or BatchPolicy(8), **policy)  # type: ignore[arg-type]
-    created = ModelHandle(SPEC, chosen, model, mailbox, Recorder(), on_dead)
+    created = ModelHandle(SPEC, chosen, model, mailbox, Recorder(), on_dead, clock)
     created.start()
     model.handles.append(created)
     return created
