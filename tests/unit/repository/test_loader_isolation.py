@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from headrace.backends.process.backend import IsolatedBackend
 from headrace.core.model_config import ModelConfig
 from headrace.core.request import InferRequest
+from headrace.processes.supervisor import ProcessGate
 from headrace.repository import loader as loader_module
 from headrace.repository.reconciler import ControlPolicy
 
@@ -44,8 +46,16 @@ async def test_readiness_is_false_without_a_process(tmp_path: Path, monkeypatch:
 
     async with running(repository, ALL) as (_, registry):
         (child,) = isolated_children_of_this_process()
+        seen, serve = threading.Event(), ProcessGate.open
+
+        def serve_once_seen(gate: ProcessGate[Any], process: Any) -> None:
+            assert seen.wait(60)
+            serve(gate, process)
+
+        monkeypatch.setattr(ProcessGate, "open", serve_once_seen)
         os.kill(child, signal.SIGKILL)
         await until_async(lambda: not registry.ready())
+        seen.set()
         assert same(await infer_values(registry), 1), "it waits for the next process"
         assert registry.ready()
         assert isolated_children_of_this_process() != [child]

@@ -194,7 +194,7 @@ def all_at_once(measuring: LatencyMeasurement, model: Shared, count: int) -> lis
 
 def test_several_instances_are_measured_alone_and_together(config: ModelConfig) -> None:
     model, profile = Shared(), LatencyTable()
-    measuring = LatencyMeasurement(config, model, 3, profile, NS_PER_S)
+    measuring = LatencyMeasurement(config, model, 3, profile, 60 * NS_PER_S)
     assert all_at_once(measuring, model, 3) == [None] * 3
     last = model.runs[0][0]
     assert model.runs[:16] == [(last, rows, 1) for rows in [1, 2, 4, 8] * 4]
@@ -226,7 +226,7 @@ def test_an_instance_that_does_not_open_does_not_block_the_others(config: ModelC
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_an_instance_that_dies_meanwhile_stops_the_others(config: ModelConfig, broken: int) -> None:
     model, profile = Shared(broken), LatencyTable()
-    ends = all_at_once(LatencyMeasurement(config, model, 3, profile, NS_PER_S), model, 3)
+    ends = all_at_once(LatencyMeasurement(config, model, 3, profile, 60 * NS_PER_S), model, 3)
     for index, error in enumerate(ends):
         assert isinstance(error, ExecutionLost) == (index == broken), "and it was soon: see all_at_once"
 
