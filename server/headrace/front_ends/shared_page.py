@@ -317,13 +317,15 @@ class _Served:
     margin_kind: int = -1  # urgency class whose margin causes rejections by the last record; -1 for none
     rejected: int = field(default=0)
     depth: int = 0  # by the last record
+    wait_ns: int = 0  # by the last record
 
 
 class PageWriter:
     """Writes the records of versions: at most once a millisecond, and not at all while nothing is in flight.
 
-    A record that is due is written before an answer is sent. So an answer has load figures of its own time: a single request
-    never finds itself in the queue.
+    A record that is due is written before an answer is sent, if there is a queue or a wait now or by the last record: an answer
+    has load figures of its own time, and a single request never finds itself in the queue. Otherwise it is written after the
+    answer, within a millisecond: a lone request does not wait for it.
 
     Ownership: `touch` and `answered` are called on the event loop, `add` and `remove` on any thread. `_lock` guards the slots and
     all writes.
@@ -388,14 +390,19 @@ class PageWriter:
     def answered(self, handle: VersionHandle, members: int) -> None:
         """Write the record of a version before an answer is sent, if it is due or has a queue that is empty now; else soon.
 
+        It waits while neither the version nor its record has a queue or a wait.
+
         Args:
             handle: of the version.
             members: requests that the answer is for; they are in flight still.
         """
         self.touch(handle)
         served = self._served.get(handle.serial)
-        has_queued = served is not None and served.depth > 0 and handle.in_flight <= members
-        if has_queued or self._clock() - self._flushed_ns >= _INTERVAL_NS:
+        if served is None:
+            return
+        is_emptied = served.depth > 0 and handle.in_flight <= members
+        is_due = self._clock() - self._flushed_ns >= _INTERVAL_NS
+        if is_emptied or (is_due and (served.depth or served.wait_ns or handle.depth)):
             self._flush()
 
     def _flush(self) -> None:
@@ -429,7 +436,7 @@ class PageWriter:
         served.rejected = rejected
         load, figures = handle.load(by_level=False), handle.overload(now_ns)
         record = version_record(load, figures, now_ns)
-        served.margin_kind, served.depth = -1, record.depth
+        served.margin_kind, served.depth, served.wait_ns = -1, record.depth, record.wait_ns
         error = record.rejection(now_ns)
         if figures is not None and figures.forecast is not None and error is not None:
             forecast = figures.forecast

@@ -233,6 +233,7 @@ class Handle:
         self.serial = serial
         self.recorder = Recorder()
         self.in_flight = self.depth = 0
+        self.wait_ns = LOAD.wait_ns
         self.figures: OverloadFigures | None = None
         self.loads = 0
         self.learned: list[tuple[int, int]] = []
@@ -240,7 +241,7 @@ class Handle:
     def load(self, by_level: bool = True) -> ModelLoad:
         assert not by_level
         self.loads += 1
-        return LOAD._replace(depth=self.depth, running_rows=0, in_flight=self.in_flight)
+        return LOAD._replace(depth=self.depth, running_rows=0, in_flight=self.in_flight, wait_ns=self.wait_ns)
 
     def overload(self, _now_ns: int) -> OverloadFigures | None:
         return self.figures
@@ -316,6 +317,29 @@ async def test_a_due_record_is_written_before_the_answer() -> None:
     assert page.load(0, 4).depth == 2
     writer.answered(handle, 3)
     assert page.load(0, 4).depth == 0, "a request is not in the queue when it is answered"
+    writer.close()
+
+
+async def test_a_lone_answer_does_not_wait_for_the_record() -> None:
+    page, handle = SharedPage.create(1), Handle(4)
+    handle.wait_ns = 0
+    now_ns = NOW
+    writer = PageWriter(page, asyncio.get_running_loop(), clock=lambda: now_ns)
+    writer.add(handle)
+    handle.in_flight = 1
+    writer.touch(handle)
+    now_ns += 2 * MS
+    writer.answered(handle, 1)
+    assert (page.load(0, 4).in_flight, handle.loads) == (0, 1)
+    await until_async(lambda: page.load(0, 4).in_flight == 1)
+    handle.in_flight = 5
+    writes = []
+    for depth, wait_ns in ((3, 0), (0, 2), (0, 0), (0, 0)):  # a queue, one by the record, a wait by the record, neither
+        handle.depth, handle.wait_ns = depth, wait_ns
+        count, now_ns = handle.loads, now_ns + 2 * MS
+        writer.answered(handle, 1)
+        writes.append(handle.loads - count)
+    assert writes == [1, 1, 1, 0]
     writer.close()
 
 
