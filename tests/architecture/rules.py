@@ -135,7 +135,8 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn uvloop"},
     "server/headrace/accept.py": {"ours": "headrace.core headrace.tls"},
     "server/headrace/tls.py": {"ours": "headrace.core"},
-    "server/headrace/__main__.py": {"ours": "* headrace_model.process", "third": "rich uvloop"},
+    "server/headrace/__main__.py": {"ours": "*", "third": "rich uvloop"},
+    "server/headrace/program.py": {"ours": "headrace.observability headrace_model.process", "third": "rich"},
     "server/headrace/banner.py": {
         "ours": "headrace.core headrace.observability headrace.repository.registry headrace.settings",
         "third": "orjson rich",

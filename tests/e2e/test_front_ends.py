@@ -47,6 +47,12 @@ def children(server: Server) -> dict[str, int]:
     return result
 
 
+def own_memory(pid: int) -> int:
+    """Return the bytes of a process that it shares with no other."""
+    rows = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+    return sum(int(words[1]) for words in rows if words[0] in ("Private_Clean:", "Private_Dirty:")) << 10
+
+
 def row(columns: int = 3) -> bytes:
     tensor = {"name": "X", "datatype": "FP32", "shape": [1, columns], "data": [1] * columns}
     return json.dumps({"inputs": [tensor]}).encode()
@@ -54,6 +60,12 @@ def row(columns: int = 3) -> bytes:
 
 def test_processes_have_names(server: Server) -> None:
     assert set(children(server)) == {"headrace: engine", "headrace: front end 1", "headrace: front end 2"}
+
+
+def test_front_ends_share_the_modules_of_the_supervisor(server: Server) -> None:
+    sizes = {name: own_memory(pid) for name, pid in children(server).items() if "front end" in name}
+    assert len(sizes) == 2
+    assert max(sizes.values()) < 40 << 20, sizes  # 60 MB when each has imported them; see docs/scaling.md
 
 
 def test_the_banner_is_printed_once(server: Server) -> None:

@@ -1,13 +1,14 @@
 """`python -m tests.support.fake_gpu_server serve ...`: a real server in a process whose GPU and TensorRT are fakes.
 
-The GPU fetches rows where they lie, and clients share its memory by handles that name files. With front ends, each child process
-is this program again, with `CHILD` before the arguments of `headrace.front_ends`.
+The GPU fetches rows where they lie, and clients share its memory by handles that name files. Child processes of a server with
+front ends are forks, with the same fakes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import struct
 import sys
 from functools import partial
@@ -22,7 +23,6 @@ from headrace.backends.tensorrt import buffers
 from headrace.core.tensor import Array
 from headrace.cuda import devices
 from headrace.front_ends import __main__ as child_program
-from headrace.front_ends import children
 
 from tests.support import fake_builder, fake_nvml
 from tests.support.fake_gpu import install_gpu
@@ -30,7 +30,6 @@ from tests.support.fake_streams import LateCuda
 
 ORDERS = "FAKE_BUILDER_ORDERS"
 GPUS = "FAKE_GPUS"  # number of GPUs
-CHILD = "child"
 HANDLE_BYTES = 64
 SHARED = "/dev/shm"
 
@@ -51,6 +50,10 @@ class Memory:
     """This process's memory as a GPU reads it: what is not there any more is no signal, but zeros."""
 
     def __init__(self) -> None:
+        self.open()
+
+    def open(self) -> None:
+        """Read this process's memory from now on; in a fork, not that of its parent."""
         self._file = os.open("/proc/self/mem", os.O_RDONLY)
 
     def read(self, address: int, size_bytes: int) -> bytes:
@@ -86,6 +89,13 @@ class FakeGather:
         pass
 
 
+def report_copies(cuda: LateCuda) -> None:
+    """Print the copies between GPUs to standard error, if there are several."""
+    if cuda.devices > 1:
+        pairs = sorted({f"{source} to {target}" for source, target, _ in cuda.peer_copies})
+        sys.stderr.write(f"copies between GPUs: {', '.join(pairs)}\n")
+
+
 if __name__ == "__main__":
     patch = pytest.MonkeyPatch()
     if ORDERS in os.environ:  # a builder for tests, since the real one has no GPU
@@ -101,13 +111,16 @@ if __name__ == "__main__":
     patch.setattr(buffers, "RowGather", lambda device: FakeGather(cuda, memory, device))
     fake_nvml.install(patch, fake_nvml.FakeNvml())
     patch.setattr(devices, "pci_addresses", lambda: [f"0000:0{gpu}:00.0" for gpu in range(1, cuda.devices + 1)])
-    patch.setattr(children, "_PROGRAM", (sys.executable, "-m", "tests.support.fake_gpu_server", CHILD))
-    if sys.argv[1] == CHILD:
-        del sys.argv[1]
-        status = child_program.main()
-    else:
-        status = main()
-    if cuda.devices > 1:
-        pairs = sorted({f"{source} to {target}" for source, target, _ in cuda.peer_copies})
-        sys.stderr.write(f"copies between GPUs: {', '.join(pairs)}\n")
+    run_child = child_program.run
+
+    def run(sock: socket.socket) -> int:
+        memory.open()
+        try:
+            return run_child(sock)
+        finally:
+            report_copies(cuda)
+
+    patch.setattr(child_program, "run", run)
+    status = main()
+    report_copies(cuda)
     sys.exit(status)

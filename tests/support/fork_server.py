@@ -2,7 +2,7 @@
 
 `ForkServer` is the end of the tests. The process behind it (`python -m tests.support.fork_server`) imports the modules, has no
 thread and no event loop, and forks for each request. The child gets a folder, environment and standard streams of its own, closes
-everything else, and runs the program as the interpreter would. A server that starts front ends and an engine process forks too.
+everything else, and runs the program as the interpreter would.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -237,53 +235,6 @@ def _forget_random_state() -> None:
     importlib.import_module("numpy").random.seed()
 
 
-class ForkedChild:
-    """An engine or front-end process that a supervisor forks, with the part of `subprocess.Popen` that `Child` uses.
-
-    Args:
-        words: interpreter, its options, and the descriptor of the channel.
-        stdin: ignored: it is empty already.
-        pass_fds: all that it inherits, beside the standard streams.
-
-    Attributes:
-        pid: process id.
-        returncode: set by `Child`.
-    """
-
-    def __init__(self, words: Sequence[str], stdin: int, pass_fds: Sequence[int]) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                status = _run_child(words[-1], pass_fds)
-            finally:
-                os._exit(status)  # never back into the event loop of the supervisor
-
-
-def _run_child(channel: str, kept: Sequence[int]) -> int:
-    """Run the program of an engine or front-end process in a fork of a supervisor; returns its exit status."""
-    first = 3
-    for descriptor in sorted({*kept, 1 << 16}):
-        os.closerange(first, descriptor)
-        first = descriptor + 1
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    _forget_random_state()
-    importlib.import_module("headrace.observability.output")._queue = None  # its thread is the supervisor's
-    atexit._clear()
-    sys.argv[1:] = [channel]
-    try:
-        return int(importlib.import_module("headrace.front_ends.__main__").main())
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    finally:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-
-
 def main() -> int:
     """Import the modules, fork, and run a program in each child."""
     from headrace import settings
@@ -300,8 +251,6 @@ def main() -> int:
     if words is None:
         return 0
     if words[0] == "headrace":
-        children = importlib.import_module("headrace.front_ends.children")
-        children.subprocess = SimpleNamespace(Popen=ForkedChild, DEVNULL=subprocess.DEVNULL)
         program = importlib.import_module("headrace.__main__")
         sys.argv = [str(program.__file__), *words[1:]]
         program.run()

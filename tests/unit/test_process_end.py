@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import atexit, sys, types
-from headrace.__main__ import end_process
+from headrace.program import end_process
 
 class Kept:
     def __del__(self):

@@ -1,4 +1,4 @@
-"""Program of the child processes: `python -m headrace.front_ends DESCRIPTOR`, started by the supervisor only."""
+"""Program of the child processes, which the supervisor forks; alone, `python -m headrace.front_ends DESCRIPTOR`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ import socket
 import sys
 
 from headrace import settings
-from headrace.__main__ import configure_logging, end_process
 from headrace.core.errors import Unavailable
 from headrace.core.heap import use_one_arena
 from headrace.front_ends.channel import receive_start
 from headrace.front_ends.names import set_process_name
 from headrace.processes.child_process import ends_with_parent
+from headrace.program import configure_logging, end_process
 
 
-def main() -> int:
-    """Run the process that the first message on the channel describes; returns the exit status."""
+def run(sock: socket.socket) -> int:
+    """Run the process that the first message on the channel describes.
+
+    Args:
+        sock: end of the channel.
+
+    Returns:
+        The exit status.
+    """
     # Ctrl-C and the stop of a service reach all processes of the group: the supervisor stops this one. Handlers, unlike ignored
     # signals, are not inherited by the processes of models.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
-    sock = socket.socket(fileno=int(sys.argv[1]))
     try:
         start = receive_start(sock)
     except EOFError:
@@ -48,4 +54,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(run(socket.socket(fileno=int(sys.argv[1]))))

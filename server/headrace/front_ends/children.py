@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import gc
+import importlib
 import logging
 import os
+import random
 import signal
 import socket
-import subprocess
 import sys
+import threading
+import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.front_ends import __main__ as program
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all, process_name, send_start
 from headrace.processes.child_process import killed_by
 
@@ -25,7 +34,13 @@ PING_S = 0.5
 # Pause before the next process, by the number of ends in a row within `_SETTLED_S` after "ready", or before it.
 _PAUSES_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _SETTLED_S = 1.0
-_PROGRAM = (sys.executable, "-P", "-m", "headrace.front_ends")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# What the programs of all children import: they share the memory, and start in milliseconds.
+_MODULES = (
+    "headrace.front_ends.engine",
+    "headrace.front_ends.front_end",
+    "headrace.grpc.service",
+)
 
 
 class Child:
@@ -38,13 +53,13 @@ class Child:
         descriptors: that the process inherits.
         hang_timeout_s: time without an answer after which the process is killed.
         on_message: called with the child, name and content of each message.
-        on_ended: called with the child, its exit status, as of `subprocess.Popen`, and its processor time, nanoseconds, once for
+        on_ended: called with the child, its exit status, negative for a signal, and its processor time in nanoseconds, once for
             each process.
 
     Attributes:
         number: of the front end, from 1; 0 for the engine.
         is_ready: the process has reported "ready".
-        is_running: there is a process.
+        pid: process id; 0 without a process.
     """
 
     def __init__(
@@ -63,7 +78,7 @@ class Child:
         self._on_message = on_message
         self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
-        self._process: subprocess.Popen[bytes] | None = None
+        self.pid = 0
         self._channel: SupervisorChannel | None = None
         self._watched = -1
         self._unanswered = 0
@@ -80,17 +95,12 @@ class Child:
     @property
     def is_running(self) -> bool:
         """True while there is a process."""
-        return self._process is not None
+        return self.pid != 0
 
     @property
     def is_late(self) -> bool:
         """True if the process has missed a heartbeat."""
         return self._unanswered > 1
-
-    @property
-    def pid(self) -> int:
-        """Process id; 0 without a process."""
-        return 0 if self._process is None else self._process.pid
 
     def start(self) -> None:
         """Start the process; raises OSError if the system starts none."""
@@ -98,11 +108,7 @@ class Child:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             send_start(ours, self._start)
-            self._process = subprocess.Popen(
-                [*_PROGRAM, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *self._descriptors),
-            )
+            self.pid = _fork(theirs.fileno(), self._descriptors)
         except BaseException:
             ours.close()
             raise
@@ -112,7 +118,7 @@ class Child:
         self._unanswered = 0
         self._ready_ns = 0
         self._channel = SupervisorChannel(ours, self._receive, self._channel_closed)
-        self._watched = os.pidfd_open(self._process.pid)
+        self._watched = os.pidfd_open(self.pid)
         self._loop.add_reader(self._watched, self._reap)
 
     def send(self, name: str, content: object = None, descriptors: Sequence[int] = ()) -> bool:
@@ -135,8 +141,7 @@ class Child:
         self._kill()
 
     def _kill(self) -> None:
-        """Send SIGKILL. `Popen.kill` would wait for a process that has just ended, before `_reap` does."""
-        if self._process is not None:
+        if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._watched, signal.SIGKILL)
 
@@ -179,7 +184,7 @@ class Child:
     def _ping(self) -> None:
         """Send a heartbeat. It counts those without an answer, not time: a machine or a supervisor may be suspended."""
         self._ping_timer = None
-        if self._process is None:
+        if not self.is_running:
             return
         if self._unanswered >= self._max_unanswered and self._is_hung():
             seconds = self._unanswered * PING_S
@@ -204,10 +209,7 @@ class Child:
         """The process is about to end: `_reap` follows."""
 
     def _reap(self) -> None:
-        process = self._process
-        assert process is not None
-        _, wait_status, usage = os.wait4(process.pid, 0)
-        status = process.returncode = os.waitstatus_to_exitcode(wait_status)
+        _, wait_status, usage = os.wait4(self.pid, 0)
         self._loop.remove_reader(self._watched)
         os.close(self._watched)
         if self._ping_timer is not None:
@@ -215,11 +217,70 @@ class Child:
             self._ping_timer = None
         if self._channel is not None:
             self._channel.close()
-        self._channel = self._process = None
+        self._channel, self.pid = None, 0
         self.is_ready = False
+        status = os.waitstatus_to_exitcode(wait_status)
         self._on_ended(self, status, round((usage.ru_utime + usage.ru_stime) * NS_PER_S))
 
 
 def describe_end(status: int) -> str:
-    """Return how a process has ended, from the status of `subprocess.Popen`."""
+    """Return how a process has ended, from its exit status, negative for a signal."""
     return f"ended with status {status}" if status >= 0 else f"was {killed_by(status)}"
+
+
+def prepare_forks() -> None:
+    """Import what all children need, before the first of them starts."""
+    for name in _MODULES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # collections in a child would copy the pages that it shares
+
+
+def _fork(channel: int, descriptors: Sequence[int]) -> int:
+    """Fork a process that runs the program of the children; returns its process id, raises OSError.
+
+    Args:
+        channel: descriptor of its end of the channel.
+        descriptors: that it inherits beside the standard streams.
+    """
+    waiting = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a child's signals are not the supervisor's
+    try:
+        pid = os.fork()
+    except OSError:
+        signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
+        raise
+    if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
+        return pid
+    status = 1
+    try:
+        status = _run_forked(channel, descriptors)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)  # never back into the event loop of the supervisor
+
+
+def _run_forked(channel: int, descriptors: Sequence[int]) -> int:
+    """Run the program in a fork of the supervisor: nothing of its event loop, files, signals and exit handlers is left."""
+    gc.freeze()  # objects of the supervisor are never collected here: they own numbers of descriptors that are free now
+    signal.set_wakeup_fd(-1)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    kept = {0, 1, 2, channel, *descriptors}
+    close_all([number for number in map(int, os.listdir("/proc/self/fd")) if number not in kept])
+    random.seed()
+    np.random.seed()
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    try:
+        return program.run(socket.socket(fileno=channel))
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()

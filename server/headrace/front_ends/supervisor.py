@@ -22,7 +22,7 @@ import uvloop
 from headrace.accept import bind
 from headrace.front_ends.acceptor import Acceptor
 from headrace.front_ends.channel import Ports, Start
-from headrace.front_ends.children import Child, describe_end
+from headrace.front_ends.children import Child, describe_end, prepare_forks
 from headrace.front_ends.control_state import create_control_state
 from headrace.front_ends.counter_array import CounterArray
 from headrace.front_ends.meeting import engine_listener
@@ -77,6 +77,7 @@ class ServerSupervisor:
             cure = "choose another --host, --http-port, --grpc-port or --metrics-port"
             logger.error("cannot listen: %s (%s)", error.strerror or error, cure)
             return 1
+        prepare_forks()
         loop.add_signal_handler(signal.SIGTERM, self._stop)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGHUP, self._reload)

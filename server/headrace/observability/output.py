@@ -246,6 +246,8 @@ class OutputQueue:
         )
 
     def _after_fork(self) -> None:
+        global _queue
+        _queue = None
         for stream in self._streams:  # the parent writes the queued lines
             stream._entries.clear()
             stream._partial, stream._pending_bytes, stream._failed_lines = "", 0, 0
