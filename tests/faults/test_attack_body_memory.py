@@ -355,11 +355,13 @@ def open_stream(peer: RawPeer, stream_id: int, path: str) -> None:
 def test_messages_without_content_count_with_their_memory(bounded: Attacked) -> None:
     """An empty message has 5 bytes on the wire and some 64 in memory: 240 streams were counted as 28 MB and held 500."""
     with watched(bounded, "S28 messages without content that are not read") as watch, ExitStack() as stack:
+        counted = []
         for _ in range(4):
             peer = stack.enter_context(RawPeer(bounded.server.grpc_port))
             for stream_id in range(1, 121, 2):
                 open_stream(peer, stream_id, STREAM)
-        until(lambda: bounded.samples("headrace_body_bytes")[0] > TOTAL_BYTES // 2)
+            counted += bounded.samples("headrace_body_bytes")  # later, slow streams have given way
+        until(lambda: max(counted + bounded.samples("headrace_body_bytes")) > TOTAL_BYTES // 2)
         at_rest(bounded.peak_bytes)
         assert bounded.infer(http_body()) == (200, "")
     watch.check(room_bytes=ROOM_BYTES)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +19,25 @@ from headrace.settings import Settings
 from tests.support.waiting import until as wait_until
 from tests.support.waiting import until_async
 
-PROGRAM = "headrace.front_ends.__main__.run"
+ENDS_AT_ONCE = (sys.executable, "-S", "-c", "raise SystemExit(3)")
+# Reports "ready" and ends when it is drained.
+SERVES = (
+    *(sys.executable, "-c"),
+    "import socket, sys\nsock = socket.socket(fileno=int(sys.argv[1]))\nsock.recv(1 << 20)\n"
+    "sock.send(b'\\x92\\xa5ready\\xc0')\nwhile (data := sock.recv(100)) and b'drain' not in data: pass\nsys.exit(4)",
+)
 PAUSES_S = (0.0, 0.01, 0.02, 0.05)
 
 
-def ends_at_once(_sock: socket.socket) -> int:
-    return 3
+def run(patch: pytest.MonkeyPatch, program: Sequence[str]) -> None:
+    """Start a program in place of a fork: a process that has run gRPC, as that of the tests may have, is none to fork from."""
 
+    def start(channel: int, descriptors: Sequence[int]) -> int:
+        process = subprocess.Popen([*program, str(channel)], pass_fds=(channel, *descriptors))
+        process.returncode = 0  # the child waits for it
+        return process.pid
 
-def serves(sock: socket.socket) -> int:
-    """Report "ready", and end once it is drained."""
-    sock.recv(1 << 20)
-    sock.send(b"\x92\xa5ready\xc0")
-    while (data := sock.recv(100)) and b"drain" not in data:
-        pass
-    return 4
+    patch.setattr(children, "_fork", start)
 
 
 class Watched:
@@ -54,7 +60,7 @@ class Watched:
 
 
 async def test_pauses_grow_until_the_process_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PROGRAM, ends_at_once)
+    run(monkeypatch, ENDS_AT_ONCE)
     monkeypatch.setattr(children, "_PAUSES_S", PAUSES_S)
 
     watched = Watched()
@@ -62,7 +68,7 @@ async def test_pauses_grow_until_the_process_serves(monkeypatch: pytest.MonkeyPa
     await until_async(lambda: len(watched.statuses) >= len(PAUSES_S) + 1)
     assert watched.pauses_s[: len(PAUSES_S) + 1] == [*PAUSES_S, PAUSES_S[-1]]
     assert set(watched.statuses) == {3}
-    monkeypatch.setattr(PROGRAM, serves)
+    run(monkeypatch, SERVES)
     await until_async(lambda: watched.child.is_ready)
     monkeypatch.setattr(children, "_SETTLED_S", 0.0)
     count = len(watched.statuses)
@@ -76,7 +82,7 @@ async def test_pauses_grow_until_the_process_serves(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_process_that_has_just_ended_can_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PROGRAM, ends_at_once)
+    run(monkeypatch, ENDS_AT_ONCE)
 
     watched = Watched()
     watched.is_over = True
@@ -90,7 +96,7 @@ async def test_a_process_that_has_just_ended_can_be_killed(monkeypatch: pytest.M
 
 
 async def test_a_process_that_did_not_read_is_drained_once_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PROGRAM, serves)
+    run(monkeypatch, SERVES)
     watched = Watched()
     watched.is_over = True
     watched.child.start()
