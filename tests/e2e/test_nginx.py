@@ -226,6 +226,10 @@ def test_the_proxy_refuses_changes_unless_keys_decide(proxy: Proxy) -> None:
         direct = replace(proxy, port=port)
         assert {direct.request("POST", path, b"{}")[0] for path in CHANGES[2:3]} == {401}
         assert grpc_codes(proxy, port) == {"UNAUTHENTICATED"}
+        log = (folder / "error.log").read_text()
+        assert "[error]" not in log, (
+            log
+        )  # such as a second reset of a call that was refused before its message was there
 
 
 def test_metrics_are_not_public(proxy: Proxy) -> None:

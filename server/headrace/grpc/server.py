@@ -32,7 +32,7 @@ from headrace.grpc.wire import (
     rejected,
 )
 from headrace.http2.connection import Http2Connection
-from headrace.http2.frames import ErrorCode, HeaderField, rst_stream
+from headrace.http2.frames import ErrorCode, HeaderField
 from headrace.http2.stream import Http2Limits, Http2Stream
 from headrace.tls import ServerTls
 
@@ -183,10 +183,9 @@ class GrpcServer:
             return RejectedRequest(connection, stream_id, head)
         if head.exceeded_limit:
             self.client_limits.hit(head.exceeded_limit)
-        response = head.rejection_frame(stream_id)
+        connection.write_buffer.write_control(head.rejection_frame(stream_id))
         if not end:
-            response += rst_stream(stream_id, ErrorCode.NO_ERROR)  # RFC 9113, section 8.1: the body is not read
-        connection.write_buffer.write_control(response)
+            connection.leave_rest(stream_id)
         return None
 
     def _check_principal(self, connection: Http2Connection, head: RequestHead) -> RequestHead:

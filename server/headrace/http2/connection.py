@@ -120,6 +120,7 @@ class Http2Connection(asyncio.Protocol):
         self.frame_budget = FrameBudget(limits.frame_burst, limits.frames_per_s)
         self.window_grants = WindowGrants(limits.max_granted_bytes)
         self.timers, self.streams = ConnectionTimers(self), dict[int, Http2Stream]()
+        self._unread: dict[int, None] = {}  # streams that were reset before their request was complete
         self.cancelled_running = self.ticks = self.last_stream_id = self.partial_frame_since_ns = 0
         self.received_since_tick = self.settings_received = self.closing = False
         self._application = application
@@ -311,7 +312,7 @@ class Http2Connection(asyncio.Protocol):
         end = flags & END_STREAM != 0
         stream = self.streams.get(stream_id)
         if stream is None:
-            if not self.closing:
+            if not self.closing and not self._ignores(stream_id, end):
                 self.stream_error(stream_id, ErrorCode.STREAM_CLOSED)
         else:
             stream.receive_window -= length
@@ -375,12 +376,12 @@ class Http2Connection(asyncio.Protocol):
         if frame_budget.available < 0:
             frame_budget.spend(0)
         if head is None:
-            self.stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
+            self._refuse(stream_id, ErrorCode.PROTOCOL_ERROR, end)
         elif len(self.streams) + self.cancelled_running >= self.limits.streams or (
             self.write_buffer.unsent_bytes > self.limits.max_unsent_bytes
         ):
             self.limits.on_limit_reached("max_streams")
-            self.stream_error(stream_id, ErrorCode.REFUSED_STREAM)
+            self._refuse(stream_id, ErrorCode.REFUSED_STREAM, end)
         else:
             stream = self._application.open_stream(self, stream_id, head, end)
             if stream is not None:
@@ -390,10 +391,18 @@ class Http2Connection(asyncio.Protocol):
                     stream.remote_open = False
                     stream.on_data(b"", 0, 0, True)
 
+    def _refuse(self, stream_id: int, code: ErrorCode, end: bool) -> None:
+        """Reset a stream that was not opened; `end` if its request is complete."""
+        if not end:
+            self._ignore(stream_id)
+        self.stream_error(stream_id, code)
+
     def _on_trailers(self, stream_id: int, end: bool) -> None:
         """Handle a second header block of a stream, and HEADERS on a stream id that cannot be opened."""
         stream = self.streams.get(stream_id)
         if stream is None:
+            if self._ignores(stream_id, end):
+                return
             code = (
                 ErrorCode.STREAM_CLOSED
                 if stream_id & 1 and stream_id <= self.last_stream_id
@@ -413,8 +422,7 @@ class Http2Connection(asyncio.Protocol):
         stream.closed = True
         del self.streams[stream.stream_id]
         if stream.remote_open:
-            # RFC 9113, section 8.1: the response is complete, so the rest of the request is not read.
-            self.write_buffer.write_control(frames.rst_stream(stream.stream_id, ErrorCode.NO_ERROR))
+            self.leave_rest(stream.stream_id)
         self.frame_budget.available += stream.frame_credit
         if stream.granted_bytes or self.window_grants.waiting:
             self.window_grants.release(stream)
@@ -451,8 +459,33 @@ class Http2Connection(asyncio.Protocol):
 
     def reset_stream(self, stream_id: int, code: ErrorCode) -> None:
         """Send RST_STREAM and close a stream."""
+        stream = self.streams.get(stream_id)
+        if stream is not None and stream.remote_open:
+            self._ignore(stream_id)
         self.write_buffer.write_control(frames.rst_stream(stream_id, code))
         self.close_stream(stream_id)
+
+    def leave_rest(self, stream_id: int) -> None:
+        """Send RST_STREAM: the response is complete, so the rest of the request is not read (RFC 9113, section 8.1)."""
+        self._ignore(stream_id)
+        self.write_buffer.write_control(frames.rst_stream(stream_id, ErrorCode.NO_ERROR))
+
+    def _ignore(self, stream_id: int) -> None:
+        """Ignore what the peer has sent on a stream before it sees the reset (RFC 9113, section 5.1).
+
+        A second RST_STREAM would reach nginx after the response, when the connection serves the next request: that one fails.
+        """
+        self._unread[stream_id] = None
+        if len(self._unread) > self.limits.streams:
+            del self._unread[next(iter(self._unread))]
+
+    def _ignores(self, stream_id: int, end: bool) -> bool:
+        """Return True if a frame is on a stream that was reset; `end` if it is the last one."""
+        if stream_id not in self._unread:
+            return False
+        if end:
+            del self._unread[stream_id]
+        return True
 
     def close_stream(self, stream_id: int) -> None:
         """Close a stream in any state, without a frame to the peer. A no-op if it is closed."""

@@ -169,6 +169,35 @@ def test_faults_on_a_stream_end_that_stream_alone(name: str) -> None:
     run()
 
 
+MALFORMED = [(b":method", b"POST")]
+
+
+@pytest.mark.parametrize(
+    "rest", [data(1, b"x") + data(1, b"y", end=True), data(1, b"x") + request(1)], ids=["data", "trailers"]
+)
+def test_what_the_peer_sent_before_it_saw_a_reset_is_ignored(rest: bytes) -> None:
+    """nginx gave the second reset to the next request on the connection, which failed."""
+
+    @on_a_loop
+    async def run() -> None:
+        wire = Wire()
+        assert (frames.RST_STREAM, 1) in _kinds(await wire.send(request(1, end=False, fields=MALFORMED)))
+        result = await wire.send(rest + request(3))
+        assert {kind for kind, stream_id in _kinds(result) if stream_id == 1} == set()
+        assert (frames.HEADERS, 3) in _kinds(result)
+        assert (frames.RST_STREAM, 1) in _kinds(await wire.send(data(1, b"x"))), "behind the end of the request"
+
+    run()
+
+
+@on_a_loop
+async def test_resets_are_remembered_for_as_many_streams_as_may_be_open() -> None:
+    wire = Wire(limits=Http2Limits(streams=2))
+    await wire.send(b"".join(request(stream_id, end=False, fields=MALFORMED) for stream_id in (1, 3, 5)))
+    resets = _kinds(await wire.send(data(1, b"x") + data(3, b"x") + data(5, b"x")))
+    assert [stream_id for kind, stream_id in resets if kind == frames.RST_STREAM] == [1]
+
+
 @on_a_loop
 async def test_no_http2_at_all_is_refused() -> None:
     for hello in (
