@@ -204,9 +204,8 @@ class Shell:
         if not command.startswith("headrace ") or re.search(r"[|&;<>$`]", command):
             return []
         words = ["bash", "-c", f"headrace() {{ printf '%s\\0' \"$@\"; }}; {command}"]
-        return subprocess.run(words, cwd=self.folder, capture_output=True, text=True, check=True).stdout.split("\0")[
-            :-1
-        ]
+        done = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, check=True)
+        return done.stdout.split("\0")[:-1]
 
     def serve(self, command: str, environment: dict[str, str]) -> None:
         """Start a server by a command, wait until it is ready, end it by SIGTERM."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -39,12 +38,8 @@ MODULES = (
     "headrace.backends.onnxruntime",
     "headrace.bench.options",
     "headrace.commands.tune",
-    "headrace.front_ends.__main__",
-    "headrace.front_ends.engine",
-    "headrace.front_ends.front_end",
     "headrace.front_ends.supervisor",
     "headrace.grpc.server",
-    "headrace.grpc.service",
     "headrace.simulation.options",
     "headrace.stores.cache",
     "pydantic.v1",
@@ -242,9 +237,9 @@ def main() -> int:
     settings.disable_ort_telemetry()  # as `headrace` does before it imports ONNX Runtime
     for module in MODULES:
         importlib.import_module(module)
-    # Its children neither collect nor, at their end, free one by one what the modules hold: that took longer than most commands.
-    gc.collect()
-    gc.freeze()
+    # Children of frozen modules neither collect nor, at their end, free one by one what these hold: that took longer than most
+    # commands.
+    importlib.import_module("headrace.front_ends.children").prepare_forks()
     requests = socket.socket(fileno=int(sys.argv[1]))
     words = _serve(requests)
     requests.detach()

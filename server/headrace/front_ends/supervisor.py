@@ -77,11 +77,11 @@ class ServerSupervisor:
             cure = "choose another --host, --http-port, --grpc-port or --metrics-port"
             logger.error("cannot listen: %s (%s)", error.strerror or error, cure)
             return 1
-        prepare_forks()
         loop.add_signal_handler(signal.SIGTERM, self._stop)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         set_process_name("supervisor")
+        prepare_forks()
         self._start_children(ports)
         await self._ended.wait()
         for limit in self._time_limits:
