@@ -61,8 +61,13 @@ def end_process(status: int) -> NoReturn:
     request 4874), so a process that has loaded obstore ends right after its exit handlers.
     """
     if "obstore" in sys.modules:
-        from headrace_model.process import exit_process, run_exit_handlers
-
-        run_exit_handlers()
-        exit_process(status)
+        leave(status)
     sys.exit(status)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process right after its exit handlers, without the interpreter's shutdown."""
+    from headrace_model.process import exit_process, run_exit_handlers
+
+    run_exit_handlers()
+    exit_process(status)

@@ -9,6 +9,7 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 # Score of oom(5) that is added to the process's own; 1000 would make it the first victim of all.
 _OOM_SCORE = "500"
@@ -36,7 +37,7 @@ def run_exit_handlers() -> None:
         traceback.print_exc()
 
 
-def exit_process(status: int) -> None:
+def exit_process(status: int) -> NoReturn:
     """End the process without the interpreter's shutdown, in which threads of libraries are known to crash."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import socket
-import sys
 import threading
 import traceback
 import weakref
@@ -26,6 +25,7 @@ from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.front_ends import __main__ as program
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all, process_name, send_start
 from headrace.processes.child_process import killed_by
+from headrace.program import leave
 
 logger = logging.getLogger("headrace")
 
@@ -258,10 +258,7 @@ def _fork(channel: int, descriptors: Sequence[int]) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(status)  # never back into the event loop of the supervisor
+        leave(status)  # never back into the event loop of the supervisor
 
 
 def _run_forked(channel: int, descriptors: Sequence[int]) -> int:
@@ -283,4 +280,3 @@ def _run_forked(channel: int, descriptors: Sequence[int]) -> int:
         return program.run(socket.socket(fileno=channel))
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
