@@ -347,6 +347,7 @@ class PythonExecution:
             if kind != protocol.FAILED:
                 raise ProtocolError(f"an answer of the kind {kind}")
             code, text, traceback = self._reader.failed(frame)
+            connection.open.wait_read()
         except Exception as error:  # anything that foreign code can send
             connection.child.kill(f"its answer does not follow the protocol: {error}")
             connection.child.ended.wait()

@@ -16,6 +16,7 @@ import logging
 import os
 import select
 import socket
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -209,6 +210,7 @@ class OpenRequests:
         self._open = 0  # requests without an end, of all batches
         self._wake = -1  # eventfd; wakes the thread
         self._has_cancelled = False  # a request was settled without its process
+        self._asked = self._read = 0  # calls of `wait_read`, and those that the thread has answered
         self._thread: threading.Thread | None = None
         self._drained = threading.Event()
 
@@ -323,6 +325,15 @@ class OpenRequests:
         if chosen:
             member = max(chosen, key=lambda each: (counts[each.member.client], each.key))
             member.fail(Overloaded(_GAVE_WAY))
+
+    def wait_read(self) -> None:
+        """Wait until all that the process has sent before is passed on: the failure of a batch must not overtake responses."""
+        with self._lock:
+            if self._thread is None or self._wake < 0:
+                return
+            self._asked = asked = self._asked + 1
+            os.eventfd_write(self._wake, 1)
+            self._changed.wait_for(lambda: self._read >= asked, _DRAIN_S)
 
     def wait_drained(self) -> None:
         """Wait until all responses of a dead process are passed on."""
@@ -454,7 +465,8 @@ class OpenRequests:
                 ready = [descriptor for descriptor, _events in poll.poll(_POLL_MS if self._batches else None)]
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                if socket_fd in ready and not self._read_available():
+                asked = self._asked
+                if (socket_fd in ready or asked != self._read) and not self._read_available(asked):
                     break
                 now_ns = monotonic_ns()
                 if self._has_cancelled or now_ns - passed_ns >= _POLL_MS * NS_PER_MS:
@@ -464,6 +476,7 @@ class OpenRequests:
             logger.exception("%s: a response does not follow the protocol", self._name)
             self._kill(f"a response does not follow the protocol: {error}")
         self._drained.set()
+        self._confirm(sys.maxsize)
         if not self._ended.wait(_CLOSED_S):
             self._kill("it closed its socket of responses")
             self._ended.wait()
@@ -474,8 +487,15 @@ class OpenRequests:
         ended = f"the process of model '{model}' ended while the request was open, which is not run again"
         self.fail(BatchLost(f"{ended}: {self._cause()}"))
 
-    def _read_available(self) -> bool:
-        """Read the frames that are there; False if the socket has ended."""
+    def _confirm(self, asked: int) -> None:
+        """End the waits for the frames that are read now."""
+        if asked != self._read:
+            with self._lock:
+                self._read = asked
+                self._changed.notify_all()
+
+    def _read_available(self, asked: int) -> bool:
+        """Read the frames that are there, for `asked` calls of `wait_read`; False if the socket has ended."""
         frames = self._frames
         for _ in range(_MAX_FRAMES):
             descriptors: list[int] = []
@@ -486,6 +506,7 @@ class OpenRequests:
                 self.progress_ns = monotonic_ns()
                 self._handle(bytes(memoryview(frames.buffer)[:size]), descriptors)
             except BlockingIOError:
+                self._confirm(asked)
                 return True
             finally:
                 for descriptor in descriptors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -205,6 +206,29 @@ async def test_errors_of_execute(tmp_path: Path) -> None:
         answers, end = await client.ask(21, 0)
         assert "the model is decoupled, and its execute returned responses" in str(end)
         assert (await client.ask(1, 1))[0] == counted(1), "the instance goes on"
+
+
+async def test_a_failure_does_not_overtake_the_responses_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = OpenRequests._read_available
+
+    def read_late(requests: OpenRequests, *args: Any) -> bool:
+        time.sleep(0.05)
+        return read(requests, *args)
+
+    monkeypatch.setattr(OpenRequests, "_read_available", read_late)
+    raising = """if action == 25:
+                self.act(request, request.get_response_sender(), 4, number)
+                raise ValueError("after its responses")
+            if action == 20:"""
+    code = ACTIONS.replace("if action == 20:", raising)
+    async with serving(tmp_path, code) as client:
+        for number in (3, 0):
+            answers, end = await client.ask(25, number)
+            assert answers == counted(number)
+            assert isinstance(end, ModelFailed)
+            assert "failed on this request" in str(end)
 
 
 async def test_a_response_after_the_final_flag_is_an_error_in_the_model(tmp_path: Path) -> None:
