@@ -71,9 +71,13 @@ def test_running_calls_finish_and_slow_calls_are_cancelled() -> None:
     with echo_server() as server, grpc.insecure_channel(server.target) as channel:
         call = channel.unary_unary("/test.Echo/Wait").future(b"patience", timeout=20)
         until(lambda: server.running == 1)
+        states: list[grpc.ChannelConnectivity] = []
+        channel.subscribe(states.append)
+        until(lambda: states == [grpc.ChannelConnectivity.READY])
         stopping = threading.Thread(target=lambda: server.call(server.grpc_server.stop(10)))
         stopping.start()
         until(lambda: not accepts(server.port))
+        until(lambda: len(states) > 1)  # the client has read GOAWAY: until then its calls are served
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary("/test.Echo/Echo")(b"late", timeout=5)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
