@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from headrace.core.completion import GroupCompletion, LoopCompletion, Outcome
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unavailable
-from headrace.core.request import NO_PARAMETERS, GroupMembers, InferRequest, InferResponse
+from headrace.core.request import NO_PARAMETERS, NO_RANGES, GroupMembers, InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
 from headrace.core.tensor import Array, Region, TensorSpec
 from headrace.core.traffic_config import Traffic
@@ -149,6 +149,8 @@ class ServedVersion:
             shape_key=shape_key,
             received_ns=frame.received_ns[0] if len(frame.received_ns) == 1 else min(frame.received_ns),
             size_bytes=size_bytes,
+            parameters=NO_PARAMETERS,  # with the ranges: their defaults are functions
+            output_ranges=NO_RANGES,
         )
         extras = frame.extras
         if extras is not None:
@@ -169,7 +171,7 @@ class EngineRequests:
 
     Args:
         registry: its versions.
-        on_traffic: called with a version whose requests have arrived; cheap.
+        on_traffic: called with a version whose requests have arrived and wait; cheap.
         pin: pins arenas for models on GPUs, as in `headrace.repository.shared_memory`; None without GPUs.
         regions: shared memory that clients have registered; None if it is disabled.
         charge: takes a token from the quota of a key by its name; raises QuotaExceeded.
@@ -474,7 +476,8 @@ class FrontEndLink:
             group.completions += version.handle.infer_group(request, partial(self._on_part_settled, group))
         else:  # the model has stopped merging requests since the table was sent
             self._start_each(group, frame, request)
-        self._requests.on_traffic(version.handle)  # last: it defers work, and so has the wake-up of an instance
+        if group.unanswered:  # last: it defers work, and so has the wake-up of an instance
+            self._requests.on_traffic(version.handle)
 
     def _request(self, group: _Group, frame: RequestsFrame, buffer: bytes, size_bytes: int) -> InferRequest:
         """Make the request of a frame, and find the memory for its outputs; raises as `ServedVersion.request`."""

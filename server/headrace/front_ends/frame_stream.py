@@ -46,6 +46,7 @@ class FrameStream(asyncio.Protocol):
 
     Attributes:
         is_full: the peer does not read: more writes would only grow the buffer.
+        is_scheduled: `flush` will be called: by the event loop, or by the code that has set this.
         is_lost: the stream has ended.
     """
 
@@ -62,7 +63,7 @@ class FrameStream(asyncio.Protocol):
         self._chunks: list[bytes] = []  # the beginning of a frame
         self._size_bytes = self._needed_bytes = 0  # of the chunks, and of their frame
         self._parts: list[Buffer] = []
-        self._has_large = self._is_scheduled = False
+        self._has_large = self.is_scheduled = False
         self._notified: dict[int, asyncio.Future[None]] = {}  # notices without an acknowledgement
         self._last = 0
         self.is_full = self.is_lost = False
@@ -90,6 +91,7 @@ class FrameStream(asyncio.Protocol):
             data = b"".join(chunks)
             chunks.clear()
         size_bytes, offset = len(data), 0
+        self.is_scheduled = True
         try:
             while size_bytes - offset >= HEADER_BYTES:
                 end = offset + frame_bytes(data, offset)
@@ -110,6 +112,8 @@ class FrameStream(asyncio.Protocol):
                 chunks.append(rest)
             if self._parts:  # answers of requests that have run on this loop: sent before what the loop has deferred
                 self.flush()
+            else:
+                self.is_scheduled = False
         except FrameError as error:
             logger.error("the stream of a process of this server is closed: %s", error)
             self._end(error)
@@ -120,7 +124,7 @@ class FrameStream(asyncio.Protocol):
         for part in parts:
             if len(part) > _MAX_JOINED_BYTES:
                 self._has_large = True
-        if not self._is_scheduled and self._transport is not None:
+        if not self.is_scheduled and self._transport is not None:
             self._schedule()
 
     def send(self, name: str, content: object = None, number: int = 0) -> None:
@@ -153,7 +157,7 @@ class FrameStream(asyncio.Protocol):
 
     def flush(self) -> None:
         """Write what has been collected."""
-        self._is_scheduled = False
+        self.is_scheduled = False
         parts, transport = self._parts, self._transport
         if not parts or transport is None or self.is_lost:
             return
@@ -166,7 +170,7 @@ class FrameStream(asyncio.Protocol):
 
     def _schedule(self) -> None:
         assert self._loop is not None
-        self._is_scheduled = True
+        self.is_scheduled = True
         self._loop.call_soon(self.flush)
 
     def pause_writing(self) -> None:

@@ -65,8 +65,8 @@ INLINE, SLOT, REGION = range(3)
 """Places of a tensor: data of the frame; a slot of the front end's arena; shared memory that a client has registered."""
 
 _SIZE = struct.Struct("<I")
-_REQUESTS = struct.Struct("<IIII")
-_ANSWERS = struct.Struct("<IIIIqqqqq")
+_REQUESTS = struct.Struct(HEADER.format + "IIII")
+_ANSWERS = struct.Struct(HEADER.format + "IIIIqqqqq")
 _PAIR = struct.Struct("<II")
 _TENSOR = struct.Struct("<HBBIQ")
 _SLOT = struct.Struct("<IIQ")
@@ -321,26 +321,25 @@ def requests_frame(
         data: parts of the data, with padding.
         data_bytes: their size, a multiple of 8.
     """
-    members = len(member_rows)
-    packed = b"" if extras is None else _encode(extras)
+    members, packed, extras_bytes = len(member_rows), b"", 0
+    if extras is not None:
+        packed = _encode(extras)
+        extras_bytes = len(packed)
+        packed += padding(extras_bytes)
     layout = _members_struct(members)
-    size = HEADER_BYTES + _REQUESTS.size + layout.size + len(packed) + (-len(packed) & 7) + len(block) + data_bytes
+    size = _REQUESTS.size + layout.size + len(packed) + len(block) + data_bytes
     flags = SCATTERED if is_scattered else 0
-    head = HEADER.pack(size, REQUESTS, flags, members, group) + _REQUESTS.pack(
-        version, sum(member_rows), len(block), len(packed)
-    )
-    return [head, layout.pack(*received_ns, *member_rows), packed, padding(len(packed)), block, *data]
+    head = _REQUESTS.pack(size, REQUESTS, flags, members, group, version, sum(member_rows), len(block), extras_bytes)
+    return [head, layout.pack(*received_ns, *member_rows), packed, block, *data]
 
 
 def parse_requests(buffer: bytes, start: int, end: int) -> RequestsFrame:
     """Parse the REQUESTS frame in `buffer[start:end]`; raises FrameError."""
     try:
-        flags, members, group = HEADER.unpack_from(buffer, start)[2:]
-        offset = start + HEADER_BYTES
-        version, rows, block_bytes, extras_bytes = _REQUESTS.unpack_from(buffer, offset)
+        _, _, flags, members, group, version, rows, block_bytes, extras_bytes = _REQUESTS.unpack_from(buffer, start)
         if not 0 < members <= MAX_MEMBERS:
             raise FrameError(f"a group has {members} members; 1 to {MAX_MEMBERS} are allowed")
-        offset += _REQUESTS.size
+        offset = start + _REQUESTS.size
         layout = _members_struct(members)
         values = layout.unpack_from(buffer, offset)
         extras_start = offset + layout.size
@@ -448,17 +447,17 @@ def answers_frame(
     data_bytes: int,
 ) -> list[Buffer]:
     """Encode an ANSWERS frame; returns its parts. Arguments as in `AnswersFrame` and `requests_frame`."""
-    packed = b""
+    packed, extras_bytes = b"", 0
     if response.steps or response.parameters is not None:
         parameters = None if response.parameters is None else dict(response.parameters)
         packed = _encode(AnswerExtras(response.steps, parameters))
+        extras_bytes = len(packed)
+        packed += padding(extras_bytes)
     times = response.times
     flags = (CACHED if response.cached else 0) | (0 if times is None else TIMED)
-    size = HEADER_BYTES + _ANSWERS.size + len(packed) + (-len(packed) & 7) + len(block) + data_bytes
-    head = HEADER.pack(size, ANSWERS, flags, members, group) + _ANSWERS.pack(
-        first, response.batch_rows, len(block), len(packed), *(times or _NO_TIMES), response.done_ns
-    )
-    return [head, packed, padding(len(packed)), block, *data]
+    size = _ANSWERS.size + len(packed) + len(block) + data_bytes
+    numbers = (first, response.batch_rows, len(block), extras_bytes, *(times or _NO_TIMES), response.done_ns)
+    return [_ANSWERS.pack(size, ANSWERS, flags, members, group, *numbers), packed, block, *data]
 
 
 _NO_TIMES = BatchTimes(0, 0, 0, 0)
@@ -467,10 +466,9 @@ _NO_TIMES = BatchTimes(0, 0, 0, 0)
 def parse_answers(buffer: bytes, start: int, end: int) -> AnswersFrame:
     """Parse the ANSWERS frame in `buffer[start:end]`; raises FrameError."""
     try:
-        _, _, flags, members, group = HEADER.unpack_from(buffer, start)
-        offset = start + HEADER_BYTES
-        first, batch_rows, block_bytes, extras_bytes, *times, done_ns = _ANSWERS.unpack_from(buffer, offset)
-        extras_start = offset + _ANSWERS.size
+        _, _, flags, members, group, *numbers = _ANSWERS.unpack_from(buffer, start)
+        first, batch_rows, block_bytes, extras_bytes, *times, done_ns = numbers
+        extras_start = start + _ANSWERS.size
         block_start = extras_start + extras_bytes + (-extras_bytes & 7)
         data_start = block_start + block_bytes
         if data_start > end or block_bytes & 7 or not members:

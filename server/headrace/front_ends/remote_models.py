@@ -11,7 +11,9 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +44,8 @@ _REPLACED = "the model was replaced while the request arrived: retry"
 # Codec times and events wait at most this long for a frame that carries them along.
 _COUNTS_DELAY_S = 0.02
 _MAX_CODEC_TIMES = 1024
+
+_RECEIVED_NS, _ROWS, _INPUTS = attrgetter("received_ns"), attrgetter("rows"), attrgetter("inputs")
 
 UINT8 = frames.datatype_number("UINT8")
 
@@ -94,7 +98,11 @@ class RemoteCompletion(LoopCompletion):
     __slots__ = ("group", "received_ns")
 
     def __init__(self, mailbox: Mailbox, received_ns: int) -> None:
-        super().__init__(mailbox)
+        self._once = threading.Lock()  # as in `LoopCompletion`
+        self.outcome = self.after = self._callback = self._future = None
+        self._mailbox = mailbox
+        self._timers = ()
+        self.woken = False
         self.received_ns = received_ns
         self.group: Group | None = None
 
@@ -261,7 +269,9 @@ class RemoteHandle:
     def groups(self) -> list[list[tuple[InferRequest, RemoteCompletion]]]:
         """Return the pending requests, cancelled ones excepted, as groups to send; there are none afterwards."""
         pending, self.pending = self.pending, []
-        alive = [pair for pair in pending if not pair[1].is_settled]
+        if len(pending) == 1:
+            return [pending] if pending[0][1].outcome is None else []
+        alive = [pair for pair in pending if pair[1].outcome is None]
         return group_requests(alive, self.row.max_group_rows, self.row_bytes)
 
 
@@ -435,8 +445,10 @@ class RemoteModels:
     def _flush(self) -> None:
         """Send the requests of this turn; those of later turns too while the engine does not read."""
         stream = self._stream
-        if stream is not None and stream.is_full:
-            return
+        if stream is not None:
+            if stream.is_full:
+                return
+            stream.is_scheduled = True
         dirty, self._dirty = self._dirty, []
         for handle in dirty:
             for pairs in handle.groups():
@@ -459,15 +471,13 @@ class RemoteModels:
                 for request, completion in pairs:
                     self._send_large(handle, request, completion)
             return
-        requests = [request for request, _ in pairs]
-        member_rows = [request.rows for request in requests]
-        extras = frames.extras_of(requests[0], handle.row.has_details) if len(requests) == 1 else None
-        inputs: list[Mapping[str, Array]] = [request.inputs for request in requests]
-        block, data, data_bytes = handle.writer.write(inputs, sum(member_rows))
-        received_ns = [request.received_ns for request in requests]
+        requests, completions = zip(*pairs, strict=True)
+        received_ns, member_rows = tuple(map(_RECEIVED_NS, requests)), tuple(map(_ROWS, requests))
+        extras = frames.extras_of(first, handle.row.has_details) if len(requests) == 1 else None
+        block, data, data_bytes = handle.writer.write(tuple(map(_INPUTS, requests)), sum(member_rows))
         parts = frames.requests_frame(number, handle.number, received_ns, member_rows, block, data, data_bytes, extras)
         self._next_group = number + 1
-        self._groups[number] = Group(handle, number, [completion for _, completion in pairs], member_rows)
+        self._groups[number] = Group(handle, number, completions, member_rows)
         self._stream.write(parts)
 
     def _send_large(self, handle: RemoteHandle, request: InferRequest, completion: RemoteCompletion) -> None:

@@ -217,15 +217,17 @@ class SharedPage:
         written_ns, *figures = self._read(0, _SERVER, self.epoch) or (0,)
         return ServerFigures(*figures) if written_ns and now_ns - written_ns <= _MAX_AGE_NS else None
 
-    def rejection(self, slot: int, serial: int, now_ns: int, has_deadline: bool = False) -> HeadraceError | None:
+    def rejection(
+        self, slot: int, serial: int, has_deadline: bool = False, clock: Clock = monotonic_ns
+    ) -> HeadraceError | None:
         """Return the error of a request that arrives now; None if it is accepted, or the engine process decides.
 
-        While nothing can be rejected this is one comparison.
+        While nothing can be rejected this is one comparison, and the clock is not read.
         """
         if slot < 0 or not self._cells[_HEADER_CELLS + slot * _RECORD_CELLS + _REJECTS]:
             return None
         record = self.read(slot, serial)
-        return None if record is None else record.rejection(now_ns, has_deadline)
+        return None if record is None else record.rejection(clock(), has_deadline)
 
     # In the engine process
 
@@ -282,7 +284,7 @@ class PageState:
         """
         slot = self._slots.get(version, -1)
         slot = self._slot(version) if slot < 0 else slot
-        error = self._page.rejection(slot, version, monotonic_ns(), deadline_ns != 0)
+        error = self._page.rejection(slot, version, deadline_ns != 0)
         if error is not None:
             raise error
 

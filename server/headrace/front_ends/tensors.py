@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,8 @@ from headrace.inference import tensor_codec
 _MAX_BLOCKS = 2048
 # Blocks of many different shapes or of BYTES do not repeat.
 _MAX_BLOCK_BYTES = 1024
+
+_SHAPE = attrgetter("shape")
 
 
 class _View(NamedTuple):
@@ -219,14 +222,16 @@ class TensorWriter:
         total_bytes = 0
         sizes: list[int] = []
         is_single = len(requests) == 1
-        for name in first:
+        for name, array in first.items():
             datatype = self._places[name][2]
             if is_single:
-                part = _data(first[name], datatype)
+                if type(array) is not np.ndarray or array.dtype != datatype.dtype:
+                    array = _plain(array, datatype)
+                part = tensor_codec.to_binary(array, datatype)
                 data.append(part)
                 size_bytes = len(part)
             else:
-                members = [_data(arrays[name], datatype) for arrays in requests]
+                members = [tensor_codec.to_binary(_plain(arrays[name], datatype), datatype) for arrays in requests]
                 data += members
                 size_bytes = sum(map(len, members))
             sizes.append(size_bytes)
@@ -234,10 +239,9 @@ class TensorWriter:
             if pad:
                 data.append(padding(size_bytes))
             total_bytes += size_bytes + pad
-        if is_single:
-            shapes = [array.shape for array in first.values()]
-        else:
-            shapes = [(rows, *array.shape[1:]) for array in first.values()]
+        shapes = list(map(_SHAPE, first.values()))
+        if not is_single:
+            shapes = [(rows, *shape[1:]) for shape in shapes]
         if self._has_bytes or slots:
             return self._block(first, shapes, sizes, text, slots), data, total_bytes
         key = (text, *first, *shapes)
@@ -273,7 +277,7 @@ class TensorWriter:
         return tensor_block([*inline, *slots], text)
 
 
-def _data(array: Array, datatype: Datatype) -> Buffer:
+def _plain(array: Array, datatype: Datatype) -> Array:
     if datatype is not BYTES and array.dtype != datatype.dtype:
         array = array.astype(datatype.dtype)
-    return tensor_codec.to_binary(array if type(array) is np.ndarray else np.asarray(array), datatype)
+    return array if type(array) is np.ndarray else np.asarray(array)

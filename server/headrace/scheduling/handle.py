@@ -84,11 +84,14 @@ class ModelHandle(VersionHandle):
         self._inline_gate = InlineGate(name, bound_ns, table, mailbox, recorder, bodies, clock)
         cost_model = CostModel(table, policy.batch)
         self._scheduler.set_cost_model(cost_model)
+        self._instance_group = ModelInstances(
+            name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock
+        )
         self._admission = AdmissionController(
             cost_model,
             policy.batch,
             self._scheduler,
-            lambda: self._instance_group.in_flight_work(),
+            self._instance_group.in_flight_work,
             policy.sharing is not None,
             mailbox,
             policy.max_wait_ns,
@@ -112,9 +115,6 @@ class ModelHandle(VersionHandle):
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
         self._rest = LoopRest(mailbox, policy.batch.objective_ns)
         self._restore_requested = False  # guarded by _lock, as the first mismatch of outputs
-        self._instance_group = ModelInstances(
-            name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock
-        )
 
     def _create_scheduler(self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox) -> Scheduler:
         order, defer = QueueOrder(policy.aging_ns, policy.sharing, policy.batch.max_rows), mailbox.loop.call_soon
@@ -391,12 +391,13 @@ class ModelHandle(VersionHandle):
 
         None where a rejection depends on more than the time of arrival: on the client, the priority level, or a cached response.
         """
-        policy, limits = self.policy, self.policy.queue_limits
+        policy, limits = self.policy, self.policy.limits
         has_shares = policy.sharing is not None or policy.rate_limits is not None or policy.levels > 1
         if has_shares or self.has_cache or self._instance_group.evicted:
             return None
         scheduler, admission = self._scheduler, self._admission
-        is_checked = scheduler.waiting_rows and scheduler.waiting_rows >= admission.short_rows  # as in `_admit`
+        rows = scheduler.queue.total_rows
+        is_checked = rows and rows >= admission.short_rows  # as in `_admit`
         return OverloadFigures(
             admission.forecast(now_ns),
             scheduler.depth,

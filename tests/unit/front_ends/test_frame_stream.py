@@ -6,6 +6,7 @@ import asyncio
 import socket
 from typing import Any
 
+import pytest
 from headrace.front_ends import frames
 from headrace.front_ends.frame_stream import FrameStream
 from hypothesis import given
@@ -39,8 +40,11 @@ async def open_stream(on_frame: Any) -> tuple[FrameStream, Transport]:
     return stream, transport
 
 
-async def test_answers_of_a_read_are_one_write_before_deferred_work() -> None:
+async def test_answers_of_a_read_are_one_write_before_deferred_work(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
+    scheduled: list[FrameStream] = []
+    schedule = FrameStream._schedule
+    monkeypatch.setattr(FrameStream, "_schedule", lambda self: scheduled.append(self) or schedule(self))
     loop = asyncio.get_running_loop()
 
     def on_frame(buffer: bytes, start: int, end: int) -> None:
@@ -54,7 +58,11 @@ async def test_answers_of_a_read_are_one_write_before_deferred_work() -> None:
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert order == ["deferred after 1 writes"] * 2
-    assert transport.writes == [received], "the scheduled write had nothing left"
+    assert (transport.writes, scheduled) == ([received], []), "the loop had nothing to write"
+    stream.data_received(frames.HEADER.pack(frames.HEADER_BYTES, frames.ACKNOWLEDGED, 0, 0, 1)[:8])  # nothing to answer
+    stream.write((received,))
+    await asyncio.sleep(0)
+    assert (transport.writes, scheduled) == ([received, received], [stream])
 
 
 async def test_frames_of_one_turn_are_one_write() -> None:

@@ -366,7 +366,7 @@ async def test_margins_learn_from_rejections_in_front_ends() -> None:
     forecast = AdmissionForecast(NOW + 30 * MS, NOW + 60 * MS, 20 * MS, 6, FAR_NS)  # in time, but for its margin
     handle.figures = OverloadFigures(forecast, 0, 0, 100, 100, 50 * MS)
     writer.add(handle)
-    assert isinstance(page.rejection(0, 4, NOW), WouldMiss)
+    assert isinstance(page.rejection(0, 4, clock=lambda: now_ns), WouldMiss)
     for _ in range(3):
         VersionFailures(array, 1).count(0, 4, "would_miss", 1)
     writer.touch(handle)
@@ -375,7 +375,7 @@ async def test_margins_learn_from_rejections_in_front_ends() -> None:
     handle.figures = None
     writer.touch(handle)
     now_ns += NS_PER_S
-    await until_async(lambda: page.rejection(0, 4, NOW) is None)
+    await until_async(lambda: page.rejection(0, 4, clock=lambda: now_ns) is None)
     writer.close()
 
 
@@ -384,11 +384,11 @@ def test_pages_that_reject_nothing_are_not_read(rejects: bool, monkeypatch: pyte
     page = SharedPage.create(1)
     full = record(0, written_ns=NOW, depth=4, max_count=4)
     page.write(0, version_key(1, 4), full, rejects)
-    reads = []
+    reads, times = [], []
     monkeypatch.setattr(page, "read", lambda slot, serial: reads.append((slot, serial)) or full)
-    error = page.rejection(0, 4, NOW)
-    assert (error is not None, reads) == (rejects, [(0, 4)] * rejects)
-    assert page.rejection(-1, 4, NOW) is None
+    error = page.rejection(0, 4, clock=lambda: times.append(NOW) or NOW)
+    assert (error is not None, reads, times) == (rejects, [(0, 4)] * rejects, [NOW] * rejects)
+    assert page.rejection(-1, 4) is None
 
 
 def test_a_front_end_reads_and_counts_by_version() -> None:
