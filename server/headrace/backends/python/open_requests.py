@@ -210,7 +210,7 @@ class OpenRequests:
         self._open = 0  # requests without an end, of all batches
         self._wake = -1  # eventfd; wakes the thread
         self._has_cancelled = False  # a request was settled without its process
-        self._asked = self._read = 0  # calls of `wait_read`, and those that the thread has answered
+        self._wait_calls = self._read = 0  # calls of `wait_read`, and those that the thread has answered
         self._thread: threading.Thread | None = None
         self._drained = threading.Event()
 
@@ -331,9 +331,9 @@ class OpenRequests:
         with self._lock:
             if self._thread is None or self._wake < 0:
                 return
-            self._asked = asked = self._asked + 1
+            self._wait_calls = wait_calls = self._wait_calls + 1
             os.eventfd_write(self._wake, 1)
-            self._changed.wait_for(lambda: self._read >= asked, _DRAIN_S)
+            self._changed.wait_for(lambda: self._read >= wait_calls, _DRAIN_S)
 
     def wait_drained(self) -> None:
         """Wait until all responses of a dead process are passed on."""
@@ -465,8 +465,8 @@ class OpenRequests:
                 ready = [descriptor for descriptor, _events in poll.poll(_POLL_MS if self._batches else None)]
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                asked = self._asked
-                if (socket_fd in ready or asked != self._read) and not self._read_available(asked):
+                wait_calls = self._wait_calls
+                if (socket_fd in ready or wait_calls != self._read) and not self._read_available(wait_calls):
                     break
                 now_ns = monotonic_ns()
                 if self._has_cancelled or now_ns - passed_ns >= _POLL_MS * NS_PER_MS:
@@ -487,15 +487,15 @@ class OpenRequests:
         ended = f"the process of model '{model}' ended while the request was open, which is not run again"
         self.fail(BatchLost(f"{ended}: {self._cause()}"))
 
-    def _confirm(self, asked: int) -> None:
+    def _confirm(self, wait_calls: int) -> None:
         """End the waits for the frames that are read now."""
-        if asked != self._read:
+        if wait_calls != self._read:
             with self._lock:
-                self._read = asked
+                self._read = wait_calls
                 self._changed.notify_all()
 
-    def _read_available(self, asked: int) -> bool:
-        """Read the frames that are there, for `asked` calls of `wait_read`; False if the socket has ended."""
+    def _read_available(self, wait_calls: int) -> bool:
+        """Read the frames that are there, for `wait_calls` calls of `wait_read`; False if the socket has ended."""
         frames = self._frames
         for _ in range(_MAX_FRAMES):
             descriptors: list[int] = []
@@ -506,7 +506,7 @@ class OpenRequests:
                 self.progress_ns = monotonic_ns()
                 self._handle(bytes(memoryview(frames.buffer)[:size]), descriptors)
             except BlockingIOError:
-                self._confirm(asked)
+                self._confirm(wait_calls)
                 return True
             finally:
                 for descriptor in descriptors:
