@@ -456,15 +456,17 @@ class InlineGate:
         )
         return entry.inline and not self._iteration_open
 
-    def begin(self) -> int:
-        """Begin a run and return its start, monotonic nanoseconds."""
-        mailbox = self.mailbox
-        mailbox.hold()
+    def begin(self) -> None:
+        """Begin a run."""
+        self.mailbox.hold()
         self._iteration_open = True
-        return self.clock()
 
     def end(self, begun_ns: int) -> None:
-        """Resume the caller after a run, and disable such runs for a while if it took too long."""
+        """Resume the caller after a run, and disable such runs for a while if it took too long.
+
+        Args:
+            begun_ns: monotonic start of the run.
+        """
         run_ns = self.clock() - begun_ns
         self.mailbox.deliver()
         self.mailbox.loop.call_soon(self._end_iteration)  # after the batch is recorded
@@ -580,7 +582,7 @@ class SerialRunner:
         """Run the batch on the event loop and resume its caller."""
         gate = self.inline_gate
         assert gate is not None, "a runner without a gate accepts nothing on the event loop"
-        begun_ns = gate.begin()
+        gate.begin()
         self._on_loop = True
         try:
             self._run_batch(batch)
@@ -588,7 +590,7 @@ class SerialRunner:
             self._inline_error = error
         finally:
             self._on_loop = False
-            gate.end(begun_ns)
+            gate.end(batch.taken_ns)
 
     def run(self, batch: Batch, on_launched: Callable[[], None]) -> None:
         """Run the batch on the thread of a blocked caller."""

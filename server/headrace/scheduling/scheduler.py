@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from headrace.backends.base import InFlightBatch
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
@@ -348,12 +348,8 @@ class InlineDispatch(Protocol):
         """
 
 
-class InlineClaim(NamedTuple):
-    """A sleeping instance, the dispatcher that runs a batch in its place, and that batch."""
-
-    sleeper: threading.Lock
-    inline_dispatch: InlineDispatch
-    batch: Batch
+InlineClaim = tuple[threading.Lock, InlineDispatch, Batch]
+"""A sleeping instance, the dispatcher that runs a batch in its place, and that batch; a lone request makes one."""
 
 
 _FOREVER = -1.0  # timeout of `Lock.acquire`
@@ -427,7 +423,8 @@ class Scheduler:
                 self._selector.push(entries)
                 waking, self._waking = self._waking, True
         if claim is not None:
-            claim.inline_dispatch.dispatch(claim.batch)
+            _, inline_dispatch, batch = claim
+            inline_dispatch.dispatch(batch)
             self._return_sleeper(claim)
             return
         if self._selector.dropped:
@@ -457,7 +454,8 @@ class Scheduler:
         if claim is None:
             self._wake(CallerThread.BUSY)
         else:
-            claim.inline_dispatch.run(claim.batch, partial(self._return_sleeper, claim))
+            _, inline_dispatch, batch = claim
+            inline_dispatch.run(batch, partial(self._return_sleeper, claim))
 
     def _wake(self, caller: CallerThread = CallerThread.LOOP) -> None:
         """Wake one instance for all requests queued since the last call; it wakes the next if requests remain queued."""
@@ -470,7 +468,8 @@ class Scheduler:
         if self._selector.dropped:
             self._settle_dropped()
         if claim is not None:
-            claim.inline_dispatch.dispatch(claim.batch)
+            _, inline_dispatch, batch = claim
+            inline_dispatch.dispatch(batch)
             self._return_sleeper(claim)
         elif sleeper is not None:
             sleeper.release()
@@ -491,7 +490,7 @@ class Scheduler:
             if inline_dispatch.asynchronous:
                 self._dispatched.add(sleeper)
             self._recent = sleeper
-            return InlineClaim(sleeper, inline_dispatch, answer)
+            return sleeper, inline_dispatch, answer
         return None
 
     def _claim_alone(self, entry: Entry) -> InlineClaim | None:
@@ -510,7 +509,7 @@ class Scheduler:
             return None
         sleepers.remove(sleeper)
         self._recent = sleeper
-        return InlineClaim(sleeper, inline_dispatch, batch)
+        return sleeper, inline_dispatch, batch
 
     def _dispatch_candidates(self) -> Iterable[threading.Lock]:
         """Return the sleepers, the most recently dispatched first: its memory is warm in the caches for a single caller."""
@@ -521,19 +520,19 @@ class Scheduler:
 
     def _return_sleeper(self, claim: InlineClaim) -> None:
         """Return the claimed thread to the sleepers, or wake it up."""
+        sleeper, inline_dispatch, _ = claim
         with self._lock:
-            inline_dispatch = claim.inline_dispatch
             must_wake = inline_dispatch.needs_wake_up()
             # A wake-up meanwhile did not find this thread among the sleepers, so its reason is checked here.
             if not (must_wake or self._closed or self._paused or self.queue.count):
                 if inline_dispatch.asynchronous:
-                    self._sleepers.insert(0, claim.sleeper)  # busy: idle instances are woken first
+                    self._sleepers.insert(0, sleeper)  # busy: idle instances are woken first
                 else:
-                    self._sleepers.append(claim.sleeper)
+                    self._sleepers.append(sleeper)
                 return
             if must_wake:
-                self._dispatched.add(claim.sleeper)
-        claim.sleeper.release()
+                self._dispatched.add(sleeper)
+        sleeper.release()
 
     def discard(self, entry: Entry) -> None:
         """Remove an entry that was cancelled or whose deadline has passed; a no-op once it is in a batch."""
