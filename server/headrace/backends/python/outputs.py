@@ -82,7 +82,8 @@ class SlotPool:
         self._size_bytes = size_bytes
         self._slots: list[Slot] = []
         self._free: deque[int] = deque()
-        self._taken = self._seen = self._trimmed = 0
+        self._taken = self._seen = 0
+        self._trimmed: set[int] = set()  # free slots whose memory is returned
         IDLE_MEMORY.add(self)
 
     def take(self) -> SlotLease:
@@ -91,6 +92,7 @@ class SlotPool:
         self._taken += 1
         try:
             index = self._free.popleft()
+            self._trimmed.discard(index)
             return SlotLease(self._free, index, slots[index], is_new=False)
         except IndexError:  # none is free, or the pool is closed
             slots.append(Slot.create(self._name, self._size_bytes))
@@ -107,13 +109,15 @@ class SlotPool:
     def trim(self) -> None:
         """See `IdleMemory`."""
         seen, self._seen = self._seen, self._taken
-        if seen != self._taken or self._trimmed == self._taken:
+        if seen != self._taken:
             return
-        self._trimmed, slots = self._taken, self._slots
+        slots = self._slots
         for _ in range(len(self._free)):
             with suppress(IndexError):  # a batch takes the last one just now
                 index = self._free.pop()
-                slots[index].release()
+                if index not in self._trimmed:
+                    slots[index].release()
+                    self._trimmed.add(index)
                 self._free.appendleft(index)
 
     @property

@@ -149,6 +149,21 @@ def test_outputs_hold_their_slot(pool: SlotPool) -> None:
     assert pool.take().index == 0
 
 
+def test_the_memory_of_a_batch_that_outlasts_a_look_returns_after_it(pool: SlotPool) -> None:
+    lease = pool.take()
+    lease.slot.reserve(START + (8 << 20))
+    lease.slot.write(START, bytes(8 << 20))
+    descriptor = lease.slot.fd
+    for _ in range(3):
+        pool.trim()
+    assert os.fstat(descriptor).st_blocks * 512 >= 8 << 20, "its batch runs"
+    del lease
+    for _ in range(2):
+        pool.trim()
+    assert os.fstat(descriptor).st_blocks * 512 < 1 << 20
+    assert pool.take().index == 0
+
+
 def test_rows_of_all_members_must_add_up(pool: SlotPool) -> None:
     frame = done(record((3, 4), START, 48, number=ALL_MEMBERS), codes=b"\0\0", count=2)
     results = ResultReader(TENSORS).done(frame, pool.take(), [member(), member()], copy=False)
