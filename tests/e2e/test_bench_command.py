@@ -42,6 +42,8 @@ class Bench:
         """The document of a run that must succeed."""
         file = self.folder / "result.json"
         status, out, err = self.run(*SHORT, *words, "--json", str(file))
+        if "no request was due in the measured time" in out:  # something else had the processors all that time
+            status, out, err = self.run(*SHORT, "--duration", "5", *words, "--json", str(file))
         assert status == 0, out + err
         document: dict[str, Any] = json.loads(file.read_text())
         return document

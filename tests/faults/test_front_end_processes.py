@@ -82,8 +82,11 @@ def served_by(server: Server, pid: int) -> int:
     local = f":{server.port:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     inodes = {row[9] for row in rows if row[1].endswith(local) and row[3] == "01"}  # ESTABLISHED
-    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-    return sum(link.removeprefix("socket:[").rstrip("]") in inodes for link in links)
+    count = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed just now
+            count += os.readlink(link).removeprefix("socket:[").rstrip("]") in inodes
+    return count
 
 
 def connect(server: Server) -> http.client.HTTPConnection:

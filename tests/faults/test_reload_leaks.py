@@ -121,7 +121,10 @@ KINDS = {
 def held(server: Server) -> tuple[int, int, int, int]:
     """Descriptors, memory files, threads, and processes."""
     folder = Path(f"/proc/{server.process.pid}")
-    links = [os.readlink(path) for path in (folder / "fd").iterdir() if path.is_symlink()]
+    links = []
+    for path in (folder / "fd").iterdir():
+        with suppress(FileNotFoundError):  # closed just now
+            links.append(os.readlink(path))
     threads = len(list((folder / "task").iterdir()))
     return len(links), sum("memfd:" in link for link in links), threads, len(children(server.process.pid))
 
