@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from tests.support.grpc_requests import STEPS_PER_S, depth, fail_count, gauge, message, steps
+from tests.support.grpc_requests import STEPS_PER_S, depth, fail_count, gauge, message, steps, tensor
 from tests.support.models import add_model, busy, row_sums
+from tests.support.python_models import Gate
 from tests.support.serving import HOST, Server, look_quick, serving, start
 from tests.support.waiting import until
 
@@ -29,33 +32,62 @@ def steps_tensor(count: int) -> triton.InferInput:
     return triton.InferInput("STEPS", [1], "INT64").set_data_from_numpy(np.array([count], np.int64))
 
 
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
+    return Gate(tmp_path_factory.mktemp("gated") / "models")
+
+
+@pytest.fixture(scope="module")
+def gated(gate: Gate) -> Iterator[Server]:
+    """A server with the model `gate`."""
+    with serving(gate.repository, gate.repository.parent) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def channel(gated: Server) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(gated.grpc_address) as opened:
+        yield opened
+
+
+def accepts(port: int) -> bool:
+    with suppress(OSError), socket.create_connection((HOST, port)):
+        return True
+    return False
+
+
+def gate_request(request_id: str = "") -> bytes:
+    return message("gate", request_id, np.ones(1, np.int64), "INT64", "IN")
+
+
 def executions(server: Server, channel: grpc.Channel) -> int:
-    """Counts of `busy` without running cancelled requests; reading them takes an execution of its own."""
-    channel.unary_unary(INFER)(steps("", 0))
+    """Counts of `gate` without running cancelled requests; reading them takes an execution of its own."""
+    channel.unary_unary(INFER)(gate_request())
     with triton.InferenceServerClient(server.grpc_address) as client:
-        (stats,) = client.get_inference_statistics("busy").model_stats
+        (stats,) = client.get_inference_statistics("gate").model_stats
         return int(stats.execution_count)
 
 
-def hold(server: Server, channel: grpc.Channel, count: int = 3 * STEPS_PER_S) -> grpc.Future:
-    """A request that occupies the only instance of `busy`."""
-    before = gauge(server, "headrace_in_flight", "busy")
-    call = channel.unary_unary(INFER).future(steps("", count))
-    until(lambda: gauge(server, "headrace_in_flight", "busy") == before + 1)
+def hold(server: Server, channel: grpc.Channel, model: str, request: bytes) -> grpc.Future:
+    """A request that occupies the only instance of a model."""
+    before = gauge(server, "headrace_in_flight", model)
+    call = channel.unary_unary(INFER).future(request)
+    until(lambda: gauge(server, "headrace_in_flight", model) == before + 1)
     return call
 
 
-def test_a_deadline_removes_the_request_from_the_queue(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
-    steps_per_s = look_quick(grpc_server)
-    before = executions(grpc_server, grpc_channel)
-    first = hold(grpc_server, grpc_channel, 4 * steps_per_s)
+def test_a_deadline_removes_the_request_from_the_queue(gated: Server, gate: Gate, channel: grpc.Channel) -> None:
+    before = executions(gated, channel)
+    gate.close()
+    first = hold(gated, channel, "gate", gate_request())
     with pytest.raises(grpc.RpcError) as caught:
-        grpc_channel.unary_unary(INFER)(steps("", 1), timeout=1)
+        channel.unary_unary(INFER)(gate_request(), timeout=1)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    until(lambda: depth(grpc_server, "busy") == 0, before=first)
+    until(lambda: depth(gated, "gate") == 0)
+    gate.open()
     first.result(60)
-    until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
-    assert executions(grpc_server, grpc_channel) - before == 2
+    until(lambda: gauge(gated, "headrace_in_flight", "gate") == 0)
+    assert executions(gated, channel) - before == 2
 
 
 def test_the_deadline_of_the_request_itself(grpc_server: Server, grpc_client: triton.InferenceServerClient) -> None:
@@ -65,34 +97,39 @@ def test_the_deadline_of_the_request_itself(grpc_server: Server, grpc_client: tr
     assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
 
 
-def test_cancelling_removes_the_request_from_the_queue(
-    grpc_server: Server, grpc_channel: grpc.Channel, grpc_client: triton.InferenceServerClient
-) -> None:
-    before, failed = executions(grpc_server, grpc_channel), fail_count(grpc_server, "busy")
-    first = hold(grpc_server, grpc_channel)
+def test_cancelling_removes_the_request_from_the_queue(gated: Server, gate: Gate, channel: grpc.Channel) -> None:
+    before, failed = executions(gated, channel), fail_count(gated, "gate")
+    gate.close()
+    first = hold(gated, channel, "gate", gate_request())
     errors: list[Any] = []
-    call = grpc_client.async_infer("busy", [steps_tensor(1)], lambda result, error: errors.append(error))
-    until(lambda: depth(grpc_server, "busy") == 1)
-    call.cancel()
-    until(lambda: depth(grpc_server, "busy") == 0, before=first)
-    first.result(60)
-    until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
-    assert executions(grpc_server, grpc_channel) - before == 2
-    assert fail_count(grpc_server, "busy") - failed == 1
-    until(lambda: errors)
+    with triton.InferenceServerClient(gated.grpc_address) as client:
+        call = client.async_infer(
+            "gate", [tensor("IN", np.ones(1, np.int64), "INT64")], lambda result, error: errors.append(error)
+        )
+        until(lambda: depth(gated, "gate") == 1)
+        call.cancel()
+        until(lambda: depth(gated, "gate") == 0)
+        gate.open()
+        first.result(60)
+        until(lambda: gauge(gated, "headrace_in_flight", "gate") == 0)
+        assert executions(gated, channel) - before == 2
+        assert fail_count(gated, "gate") - failed == 1
+        until(lambda: errors)
     assert "cancelled" in str(errors[0]).lower()
 
 
-def test_a_broken_connection_cancels_its_requests(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
-    first = hold(grpc_server, grpc_channel)
+def test_a_broken_connection_cancels_its_requests(gated: Server, gate: Gate, channel: grpc.Channel) -> None:
+    gate.close()
+    first = hold(gated, channel, "gate", gate_request())
     private = [("grpc.use_local_subchannel_pool", 1)]
-    with grpc.insecure_channel(grpc_server.grpc_address, options=private) as other:
-        calls = [other.unary_unary(INFER).future(steps("", 1)) for _ in range(3)]
-        until(lambda: depth(grpc_server, "busy") == 3)
-    until(lambda: depth(grpc_server, "busy") == 0, before=first)
+    with grpc.insecure_channel(gated.grpc_address, options=private) as other:
+        calls = [other.unary_unary(INFER).future(gate_request()) for _ in range(3)]
+        until(lambda: depth(gated, "gate") == 3)
+    until(lambda: depth(gated, "gate") == 0)
     assert [call.code() for call in calls] == [grpc.StatusCode.CANCELLED] * 3
+    gate.open()
     first.result(60)
-    until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
+    until(lambda: gauge(gated, "headrace_in_flight", "gate") == 0)
 
 
 def test_cancelling_at_any_moment_leaks_nothing(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
@@ -114,6 +151,7 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_the_drain_answers_running_requests_and_ends_open_streams(small: Path, tmp_path: Path) -> None:
+    gate = Gate(small)
     with serving(small, tmp_path, "--drain-timeout-s", "90") as server:
         ended: list[Any] = []
         with grpc.insecure_channel(server.grpc_address) as channel:
@@ -126,11 +164,14 @@ def test_the_drain_answers_running_requests_and_ends_open_streams(small: Path, t
             stream = channel.stream_stream(STREAM)(messages())
             assert pb.ModelStreamInferResponse.FromString(next(stream)).infer_response.id == "s"
             stream.add_callback(lambda: ended.append(stream.code()))
-            running = hold(server, channel)
-            queued = channel.unary_unary(INFER).future(steps("q", 1))
-            until(lambda: depth(server, "busy") == 1)
+            gate.close()
+            running = hold(server, channel, "gate", gate_request())
+            queued = channel.unary_unary(INFER).future(gate_request("q"))
+            until(lambda: depth(server, "gate") == 1)
             began = time.monotonic()
             server.signal()
+            until(lambda: not accepts(server.port))
+            gate.open()
             assert pb.ModelInferResponse.FromString(running.result(60)).outputs
             assert pb.ModelInferResponse.FromString(queued.result(60)).id == "q"
             assert server.wait() == 0
@@ -143,7 +184,7 @@ def test_the_drain_answers_running_requests_and_ends_open_streams(small: Path, t
 def test_requests_still_open_after_the_drain(small: Path, tmp_path: Path) -> None:
     with serving(small, tmp_path, "--drain-timeout-s", "1") as server:
         with grpc.insecure_channel(server.grpc_address) as channel:
-            running = hold(server, channel, 60 * STEPS_PER_S)
+            running = hold(server, channel, "busy", steps("", 60 * STEPS_PER_S))
             queued = channel.unary_unary(INFER).future(steps("q", 1))
             until(lambda: depth(server, "busy") == 1)
             server.signal()

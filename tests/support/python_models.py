@@ -470,3 +470,49 @@ def load_order(
         "outputs": [list(tensor) for tensor in outputs],
         "args": {"model_name": "m", "model_config": "{}", **args},
     }
+
+
+# Answers with its input while a file exists, and waits for it else.
+_GATE = """
+import time
+from pathlib import Path
+
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        while not Path(%r).exists():
+            time.sleep(0.005)
+        tensors = [pb_utils.get_input_tensor_by_name(request, "IN").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", tensor)]) for tensor in tensors]
+"""
+_GATE_CONFIG = """
+backend: "python"
+input [ { name: "IN" data_type: TYPE_INT64 dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT64 dims: [ 1 ] } ]
+parameters { key: "headrace.max_queue_wait_microseconds" value { string_value: "0" } }
+"""
+
+
+class Gate:
+    """A model whose only instance holds a request for as long as a test wants: it is open at first.
+
+    Args:
+        repository: folder of models, into which it is written.
+        name: name of the model.
+        config: more of its configuration.
+    """
+
+    def __init__(self, repository: Path, name: str = "gate", config: str = "") -> None:
+        self.repository = repository
+        self._file = repository.parent / f"{name}.open"
+        add_python_model(repository, name, _GATE % str(self._file), _GATE_CONFIG + config)
+        self.open()
+
+    def open(self) -> None:
+        """Answer."""
+        self._file.touch()
+
+    def close(self) -> None:
+        """Hold the next request."""
+        self._file.unlink()
