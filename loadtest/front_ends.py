@@ -54,7 +54,7 @@ from loadtest.bench.results import Spread, differences
 from loadtest.load import bench_point, url_of
 from loadtest.onnx_models import onnx_model
 from loadtest.protocol import Array
-from loadtest.servers import ROOT, headrace, pinned, running
+from loadtest.servers import HOST, ROOT, headrace, pinned, running
 
 _PROGRAM = (sys.executable, "-P", "-m", "headrace.front_ends")
 _READ_BYTES = 1 << 20
@@ -485,11 +485,13 @@ async def _until(failure: asyncio.Future[None], seconds: float) -> None:
         each.result()
 
 
-_MESSAGE = bytes(256)
+_MESSAGE_BYTES = 256
 
 
 class _Echo(asyncio.Protocol):
-    def __init__(self, ended: asyncio.Future[None]) -> None:
+    def __init__(self, sizes: tuple[int, int], ended: asyncio.Future[None]) -> None:
+        self._request_bytes, self._answer = sizes[0], bytes(sizes[1])
+        self._received = 0
         self._ended = ended
         self._transport: asyncio.Transport | None = None
 
@@ -498,7 +500,10 @@ class _Echo(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         assert self._transport is not None
-        self._transport.write(data)
+        self._received += len(data)
+        if self._received >= self._request_bytes:
+            self._received = 0
+            self._transport.write(self._answer)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self._ended.done():
@@ -506,7 +511,8 @@ class _Echo(asyncio.Protocol):
 
 
 class _Caller(asyncio.Protocol):
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, sizes: tuple[int, int], seconds: float) -> None:
+        self._request, self._answer_bytes = bytes(sizes[0]), sizes[1]
         self.times_us: list[float] = []
         self.ended = asyncio.get_running_loop().create_future()
         self._seconds = seconds
@@ -521,7 +527,7 @@ class _Caller(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
-        if self._received < len(_MESSAGE):
+        if self._received < self._answer_bytes:
             return
         now_s = time.perf_counter()
         if self._end_s:
@@ -543,39 +549,58 @@ class _Caller(asyncio.Protocol):
         assert self._transport is not None
         self._received = 0
         self._sent_s = time.perf_counter()
-        self._transport.write(_MESSAGE)
+        self._transport.write(self._request)
 
 
-def ping_pong_us(seconds: float, cores: tuple[int, ...]) -> float:
-    """Return the median round trip of a small message between two uvloop processes over a Unix socket in microseconds.
+def ping_pong_us(
+    seconds: float,
+    cores: tuple[int, ...],
+    sizes: tuple[int, int] = (_MESSAGE_BYTES, _MESSAGE_BYTES),
+    *,
+    is_tcp: bool = False,
+) -> float:
+    """Return the median round trip of a message between two uvloop processes in microseconds.
 
     Args:
         seconds: length of the sample.
         cores: of both processes.
+        sizes: bytes of the request and of the answer.
+        is_tcp: over the loopback interface; over a Unix socket without it.
     """
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    here, there = _tcp_pair() if is_tcp else socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     command = [*pinned(cores), sys.executable, "-m", "loadtest.front_ends", "echo", str(there.fileno())]
+    command += map(str, sizes)
     with there, subprocess.Popen(command, cwd=ROOT, pass_fds=[there.fileno()]):
         there.close()
         before = os.sched_getaffinity(0)
         try:
             os.sched_setaffinity(0, cores)
-            return statistics.median(uvloop.run(_call(here, seconds)))
+            return statistics.median(uvloop.run(_call(here, sizes, seconds)))
         finally:
             os.sched_setaffinity(0, before)
 
 
-async def _call(sock: socket.socket, seconds: float) -> list[float]:
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a connection over the loopback interface, as servers set it."""
+    with socket.create_server((HOST, 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there, _ = listener.accept()
+    for sock in (here, there):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return here, there
+
+
+async def _call(sock: socket.socket, sizes: tuple[int, int], seconds: float) -> list[float]:
     loop = asyncio.get_running_loop()
-    _, caller = await loop.connect_accepted_socket(lambda: _Caller(seconds), sock)
+    _, caller = await loop.connect_accepted_socket(lambda: _Caller(sizes, seconds), sock)
     await caller.ended
     return caller.times_us
 
 
-async def _echo(sock: socket.socket) -> None:
+async def _echo(sock: socket.socket, sizes: tuple[int, int]) -> None:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
-    await loop.connect_accepted_socket(lambda: _Echo(ended), sock)
+    await loop.connect_accepted_socket(lambda: _Echo(sizes, ended), sock)
     await ended
 
 
@@ -691,6 +716,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     lone, engine, echo = (commands.add_parser(name) for name in ("lone", "engine", "echo"))
     echo.add_argument("fd", type=int, help="inherited socket of the other process of a ping-pong")
+    echo.add_argument("sizes", type=int, nargs=2, help="bytes of a request and of an answer")
     for command, rounds, seconds in ((lone, 12, 1.0), (engine, 8, 0.5)):
         add = command.add_argument
         add("--repository", type=Path, default=Path("model_repository"))
@@ -707,7 +733,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     match options.command:
         case "echo":
-            uvloop.run(_echo(socket.socket(fileno=options.fd)))
+            uvloop.run(_echo(socket.socket(fileno=options.fd), tuple(options.sizes)))
         case "lone":
             _lone(options)
         case "engine":

@@ -20,10 +20,11 @@ from pathlib import Path
 from headrace.core.command_line import number_parser
 
 from loadtest.gpu import place
-from loadtest.gpu.parts import PARTS, TWO_GPUS
+from loadtest.gpu.parts import TWO_GPUS
 from loadtest.gpu.report import Output, missed
-from loadtest.gpu.run import Run, steps_of
+from loadtest.gpu.run import BY_LETTER, Run, steps_of
 from loadtest.gpu.setup import Setup
+from loadtest.gpu.table import CELLS, TABLE
 from loadtest.gpu.wire import DEFAULT_WAY, WAYS
 
 # Batches under way that keep an engine busy whatever waits on the host: three of the largest, and as much again in the queue.
@@ -71,6 +72,9 @@ def _setup(options: argparse.Namespace, gpus: tuple[int, ...]) -> Setup:
         clients=clients,
         best_way=options.way,
         gpus=gpus,
+        front_ends=options.front_ends,
+        cells=options.cells,
+        more_clients=options.more_clients,
     )
     return replace(setup, in_flight=options.in_flight or _BATCHES_IN_FLIGHT * setup.max_rows)
 
@@ -82,13 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--output", type=Path, default=Path("loadtest/results/gpu"), metavar="DIR", help="(%(default)s)")
     add("--add", action="store_true", help="keep what other runs left in DIR, but for the parts that this one measures")
-    letters = ",".join(part.letter for part in (*PARTS, TWO_GPUS))
+    letters = ",".join(BY_LETTER)
     add(
         "--only",
         type=_parts,
         default=[],
         metavar="X,Y:P",
-        help=f"of {letters}, perhaps for one precision (b:int8); {TWO_GPUS.letter} only if named",
+        help=f"of {letters}, perhaps for one precision (b:int8); {TWO_GPUS.letter} and {TABLE.letter} only if named",
     )
     add("--quick", action="store_true", help="one short round, to check that everything runs; no targets")
     add("--seconds", type=_positive, metavar="S", help="of one sample (0.8; 0.4 with --quick)")
@@ -110,6 +114,11 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT_WAY,
         help="of two-gpus, unless c finds a better one",
     )
+    add("--front-ends", type=_words, default=("default", "auto"), metavar="M,M", help="modes of table (default,auto)")
+    add(
+        "--cells", type=_words, default=(), metavar="T,T", help=f"of table, by parts of names such as {CELLS[1].name!r}"
+    )
+    add("--more-clients", type=int, default=0, metavar="N", help="processes of table beyond those of its crowds (0)")
     add("--work", type=Path, metavar="DIR", help="models and engines, reused by the next run")
     models = ("resnet50", "small")
     add("--model", choices=models, help="small: try the bench itself (resnet50; small with --backend onnxruntime)")
@@ -126,9 +135,13 @@ def _precisions(options: argparse.Namespace) -> list[str]:
     return ["fp16"] if options.quick else ["fp16", "int8"]
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
 def _parts(text: str) -> list[tuple[str, str]]:
     found = [(letter, precision) for letter, _, precision in (word.partition(":") for word in text.split(",") if word)]
-    unknown = {letter for letter, _ in found} - {part.letter for part in (*PARTS, TWO_GPUS)}
+    unknown = {letter for letter, _ in found} - BY_LETTER.keys()
     if unknown:
         raise argparse.ArgumentTypeError(f"there is no part {', '.join(sorted(unknown))}")
     return found

@@ -134,7 +134,7 @@ class RawEngine(AbstractContextManager["RawEngine"]):
         chosen = serving_plan(folder, 1, GpuRuntime(tensorrt_machine))
         self.file = chosen.file
         self._engine = choose_target(setup.backend).open(chosen.file)
-        shape = (setup.max_rows, 3, setup.side, setup.side)
+        shape = (setup.max_rows, *setup.dims)
         self._inputs = np.random.default_rng(1).standard_normal(shape, dtype=np.float32)
 
     def __exit__(self, *error: object) -> None:
@@ -144,11 +144,14 @@ class RawEngine(AbstractContextManager["RawEngine"]):
         """Batches of so many rows, for about so long."""
         return self._engine.time({INPUT: self._inputs[:rows]}, seconds)
 
+    def run(self, inputs: Array) -> Array:
+        """Outputs of FP32 rows in one batch, (rows, classes) FP32."""
+        return self._engine.run({INPUT: inputs})[LOGITS].astype(np.float32)
+
     def classes(self, pixels: Array) -> tuple[Array, Array]:
         """The right answer for uint8 pictures, prepared and ranked on the CPU: scores and classes, (rows, 5) each."""
         prepared = (pixels.astype(np.float32) - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
-        logits = self._engine.run({INPUT: np.ascontiguousarray(prepared.transpose(0, 3, 1, 2))})[LOGITS]
-        logits = logits.astype(np.float32)
+        logits = self.run(np.ascontiguousarray(prepared.transpose(0, 3, 1, 2)))
         best = top_k(logits, CLASSES)
         return np.take_along_axis(softmax(logits), best, axis=1), best
 

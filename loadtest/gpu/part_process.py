@@ -17,8 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from loadtest.bench import machine
-from loadtest.gpu.parts import BY_NAME
 from loadtest.gpu.report import Reporter
+from loadtest.gpu.run import BY_NAME
 from loadtest.gpu.setup import Setup
 from loadtest.servers import ROOT
 

@@ -73,7 +73,9 @@ class TooFewGpus(RuntimeError):
     """This machine has fewer GPUs than the part compares."""
 
 
-def in_turns(reporter: Reporter, rounds: int, contenders: Mapping[str, Measure]) -> None:
+def in_turns(
+    reporter: Reporter, rounds: int, contenders: Mapping[str, Measure], has_time: Callable[[], bool] = lambda: True
+) -> None:
     """Measure every contender once a round, every second round in the opposite order; one that fails is left out from then on.
 
     Raises:
@@ -81,6 +83,9 @@ def in_turns(reporter: Reporter, rounds: int, contenders: Mapping[str, Measure])
     """
     alive = dict(contenders)
     for number in range(rounds):
+        if not has_time():
+            reporter.note(f"no time was left for more than {number} rounds")
+            break
         for name in list(alive) if number % 2 == 0 else list(reversed(alive)):
             try:
                 alive[name](number)
@@ -376,4 +381,3 @@ PARTS = (
     Part("c", over_wire, "client processes on the same host, 8 uint8 pictures a request", 240.0, 100.0, 60.0),
 )
 TWO_GPUS = Part("two-gpus", two_gpus, "two GPUs against one", 200.0, 80.0)
-BY_NAME = {part.run.__name__: part for part in (PREPARE, *PARTS, TWO_GPUS)}

@@ -237,6 +237,10 @@ def _table(part: PartFindings) -> list[str]:
     values: dict[str, dict[str, list[float]]] = {}
     for sample in part.samples:
         values.setdefault(sample.what, {}).setdefault(sample.unit, []).append(sample.value)
+    remarks: dict[str, list[str]] = {}
+    for sample in part.samples:
+        if text := sample.detail.get("remark"):
+            remarks.setdefault(sample.what, []).append(str(text))
     most = max(len(found) for by_unit in values.values() for found in by_unit.values())
     compared = part.compared()
     columns, rows = ["", *units], []
@@ -245,12 +249,15 @@ def _table(part: PartFindings) -> list[str]:
         beside.setdefault(compare.ours, (compare, comparison))
     if beside:
         columns += [_heading(compare for compare, _ in beside.values())]
+    columns += ["remark"] * bool(remarks)
     for what, by_unit in values.items():
         cells = [_spread_text(Spread.of(by_unit[unit])) if unit in by_unit else "" for unit in units]
         fewer = min(len(found) for found in by_unit.values())
         name = what if fewer == most or most == 1 else f"{what} ({fewer} round{'s' * (fewer > 1)})"
         if beside:
             cells.append(_spread_text(beside[what][1].spread) if what in beside else "")
+        if remarks:
+            cells.append("; ".join(dict.fromkeys(remarks.get(what, []))))
         rows.append((name, *cells))
     return markdown_table(columns, rows)
 

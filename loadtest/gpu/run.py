@@ -12,10 +12,12 @@ from loadtest.gpu import place
 from loadtest.gpu.parts import PARTS, PREPARE, TWO_GPUS, Part, engine_name
 from loadtest.gpu.report import Output, PartFindings
 from loadtest.gpu.setup import Setup
+from loadtest.gpu.table import TABLE
 from loadtest.gpu.watch import watch
 from loadtest.gpu.wire import WAYS, remove_left
 
-_BY_LETTER = {part.letter: part for part in (*PARTS, TWO_GPUS)}
+BY_LETTER = {part.letter: part for part in (*PARTS, TWO_GPUS, TABLE)}
+BY_NAME = {part.run.__name__: part for part in (PREPARE, *BY_LETTER.values())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +43,20 @@ def steps_of(only: Sequence[tuple[str, str]], precisions: Sequence[str], gpus: i
     """Return the steps in order.
 
     Args:
-        only: letters of parts, each with a precision or ""; empty: all but two-gpus. If any has a precision, their order is kept;
-            else the first precision is complete before the next one begins, should the time run out.
+        only: letters of parts, each with a precision or ""; empty: all but two-gpus and table. If any has a precision,
+            their order is kept; else the first precision is complete before the next one begins, should the time run out.
         precisions: of the parts that name none.
         gpus: engines that can be built at the same time.
     """
     if any(precision for _, precision in only):
         wanted = [
-            (_BY_LETTER[letter], precision)
+            (BY_LETTER[letter], precision)
             for letter, requested in only
             for precision in ([requested] if requested else precisions)
         ]
     else:
         letters = {letter for letter, _ in only} or {part.letter for part in PARTS}
-        chosen = [part for part in _BY_LETTER.values() if part.letter in letters]
+        chosen = [part for part in BY_LETTER.values() if part.letter in letters]
         wanted = [(part, precision) for precision in precisions for part in chosen]
     needed = list(dict.fromkeys(precision for _, precision in wanted))
     steps = [Step(part, (precision,)) for part, precision in wanted]
@@ -129,7 +131,7 @@ class Run:
 
     def _watched(self, step: Step, findings: PartFindings, limit_s: float) -> None:
         output = self._output
-        setup = replace(self._setup, precision=step.precisions[0], precisions=step.precisions)
+        setup = replace(self._setup, precision=step.precisions[0], precisions=step.precisions, limit_s=limit_s)
         command = [sys.executable, "-u", "-m", "loadtest.gpu.part_process", step.part.run.__name__]
         command += ["--setup", setup.to_json()]
         several = step.part in (PREPARE, TWO_GPUS) or not setup.on_gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 # Images in a request over the wire.
 REQUEST_ROWS = 8
@@ -17,7 +18,7 @@ class Setup:
 
     Attributes:
         backend: "tensorrt", or "onnxruntime" to try the bench itself without a GPU.
-        model: "resnet50", or "small": a model of a few hundred weights, to try the bench itself.
+        model: "resnet50", "small": a model of a few hundred weights, to try the bench itself; "mlp" for `table`.
         work: a folder for models, logs and the store of engines.
         precision: of the engine.
         seconds: of one sample.
@@ -28,6 +29,10 @@ class Setup:
         best_way: over which `two_gpus` goes, see `wire.WAYS`.
         gpus: the numbers of those that are there.
         precisions: of the engines to prepare.
+        front_ends: modes of `table`: "default", or values of --front-ends.
+        cells: texts, one of which a cell's name contains; empty for all.
+        more_clients: processes beyond those of a cell with many callers.
+        limit_s: time of the part.
     """
 
     backend: str
@@ -42,6 +47,10 @@ class Setup:
     best_way: str
     gpus: tuple[int, ...] = (0,)
     precisions: tuple[str, ...] = ()
+    front_ends: tuple[str, ...] = ("default", "auto")
+    cells: tuple[str, ...] = ()
+    more_clients: int = 0
+    limit_s: float = 600.0
 
     @property
     def on_gpu(self) -> bool:
@@ -76,6 +85,11 @@ class Setup:
         return 32 if self.small else 224
 
     @property
+    def dims(self) -> tuple[int, ...]:
+        """Sizes of a row of the input."""
+        return (784,) if self.model == "mlp" else (3, self.side, self.side)
+
+    @property
     def max_rows(self) -> int:
         """Images in the largest batch."""
         return 16 if self.small else 256
@@ -93,4 +107,7 @@ class Setup:
     def from_json(cls, text: str) -> Setup:
         """Read the result of `to_json`."""
         document = json.loads(text)
-        return cls(**{**document, "gpus": tuple(document["gpus"]), "precisions": tuple(document["precisions"])})
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in document.items()
+        }
+        return cls(**fields)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 _SAMPLES = ("calibration", "accuracy")
 _SMALL_CLASSES = 10
 _PICTURES_OF_OURS = 48
+_LEAST_AGREEMENT = 0.7
+_MLP_SIZES = (784, 1024, 1024, _SMALL_CLASSES)
 
 
 class NotBuilt(RuntimeError):
@@ -46,15 +49,17 @@ class Variant:
     Attributes:
         instances: on each GPU.
         gpus: numbers of the GPUs.
+        is_plain: tensors in and out, without `preprocess` and `postprocess`.
     """
 
     instances: int = 1
     gpus: tuple[int, ...] = (0,)
+    is_plain: bool = False
 
     @property
     def suffix(self) -> str:
         """Of the model's name."""
-        return f"_i{self.instances}_on{'_'.join(map(str, self.gpus))}"
+        return f"_i{self.instances}_on{'_'.join(map(str, self.gpus))}{'_plain' * self.is_plain}"
 
 
 def base_name(setup: Setup) -> str:
@@ -90,6 +95,8 @@ def prepare(setup: Setup, limit_s: float, environment: Mapping[str, str] | None 
     demo = Path(setup.work) / "demo"
     if setup.small:
         _save_small(setup, folder / VERSION / "model.onnx")
+    elif setup.model == "mlp":
+        _save_mlp(folder / VERSION / "model.onnx")
     else:
         _link(demo / "resnet50" / VERSION / "model.onnx", folder / VERSION / "model.onnx")
     if not setup.on_gpu:
@@ -97,9 +104,11 @@ def prepare(setup: Setup, limit_s: float, environment: Mapping[str, str] | None 
         return
     # Of random weights no precision keeps many best classes: the bar is the demo model's own, and so the engine is the one that
     # `headrace build resnet50` makes.
-    optimization = {} if setup.small else _demo_optimization(demo)
+    optimization = _demo_optimization(demo) if setup.model == "resnet50" else {}
     for name in _SAMPLES:
         optimization.setdefault(name, {})["data"] = _samples(setup, name, demo / "resnet50", folder)
+    if setup.model == "mlp":
+        optimization["accuracy"]["min_top1_agreement"] = _LEAST_AGREEMENT
     _write(folder, _config(setup, base_name(setup), Variant(setup.instances), optimization))
     words = ["build", base_name(setup), "--model-repository", str(setup.repository), "--target", "tensorrt"]
     _run([*words, "--cache", str(Path(setup.work) / "cache"), "--force"], limit_s, environment)
@@ -115,7 +124,8 @@ def variant(setup: Setup, wanted: Variant) -> str:
     shutil.copytree(base, folder, copy_function=_link)
     config = json.loads((base / "config.yaml").read_text())
     made = _config(setup, name, wanted)
-    _write(folder, config | {key: made[key] for key in ("name", "instance_group")})
+    kept = {key: value for key, value in config.items() if not (wanted.is_plain and key.endswith("process"))}
+    _write(folder, kept | {key: made[key] for key in ("name", "instance_group")})
     return name
 
 
@@ -127,14 +137,22 @@ def pictures(setup: Setup, count: int, seed: int = 7) -> Array:
     return np.ascontiguousarray(coarse.repeat(scale, axis=1).repeat(scale, axis=2))
 
 
+def rows_of(setup: Setup, count: int, seed: int) -> Array:
+    """Random rows as the engine takes them, FP32 (count, *dims): normalised pictures, or standard normal values."""
+    if setup.model == "mlp":
+        return np.random.default_rng(seed).standard_normal((count, *setup.dims), dtype=np.float32)
+    made = (pictures(setup, count, seed).astype(np.float32) - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
+    return np.ascontiguousarray(made.transpose(0, 3, 1, 2))
+
+
 def _config(setup: Setup, name: str, how: Variant, optimization: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    classes = _SMALL_CLASSES if setup.small else 1000
+    classes = 1000 if setup.model == "resnet50" else _SMALL_CLASSES
     side = setup.side
     config: dict[str, Any] = {
         "name": name,
         "backend": setup.backend,
         "max_batch_size": setup.max_rows,
-        "input": [{"name": INPUT, "data_type": "TYPE_FP32", "dims": [3, side, side]}],
+        "input": [{"name": INPUT, "data_type": "TYPE_FP32", "dims": list(setup.dims)}],
         "output": [{"name": LOGITS, "data_type": "TYPE_FP32", "dims": [classes]}],
         "dynamic_batching": {},
         "preprocess": {
@@ -148,6 +166,8 @@ def _config(setup: Setup, name: str, how: Variant, optimization: Mapping[str, An
         "postprocess": {"output": LOGITS, "softmax": True, "top_k": CLASSES},
         "instance_group": [{"kind": "KIND_CPU", "count": how.instances}],
     }
+    if setup.model == "mlp":
+        del config["preprocess"], config["postprocess"]
     if setup.on_gpu:
         config["instance_group"] = [{"kind": "KIND_GPU", "count": how.instances, "gpus": list(how.gpus)}]
         config["optimization"] = {**(optimization or {}), "precision": setup.precision}
@@ -168,13 +188,10 @@ def _write(folder: Path, config: dict[str, Any]) -> None:
 
 def _samples(setup: Setup, name: str, demo: Path, folder: Path) -> str:
     """Path of the samples in the model's folder: the demo's photographs, else random pictures."""
-    if (demo / name).is_dir():
+    if setup.model == "resnet50" and (demo / name).is_dir():
         shutil.copytree(demo / name, folder / name, copy_function=_link, dirs_exist_ok=True)
         return name
-    made = (
-        pictures(setup, _PICTURES_OF_OURS, seed=len(name)).astype(np.float32) - np.array(MEAN, np.float32)
-    ) / np.array(STD, np.float32)
-    arrays: dict[str, Any] = {INPUT: np.ascontiguousarray(made.transpose(0, 3, 1, 2))}
+    arrays: dict[str, Any] = {INPUT: rows_of(setup, _PICTURES_OF_OURS, seed=len(name))}
     np.savez(folder / f"{name}.npz", **arrays)
     return f"{name}.npz"
 
@@ -195,6 +212,26 @@ def _save_small(setup: Setup, path: Path) -> None:
     graph = helper.make_graph(nodes, "pictures", [image], [logits], [numpy_helper.from_array(weights, "weights")])
     path.unlink(missing_ok=True)  # variants of an earlier run share its content
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+
+
+def _save_mlp(path: Path) -> None:
+    """784-1024-1024-10 with ReLU between the layers, random weights."""
+    from onnx import TensorProto, helper, save
+
+    from loadtest.onnx_models import onnx_model
+
+    random, nodes, state = np.random.default_rng(0), [], INPUT
+    weights: dict[str, Array] = {}
+    for layer, (rows, columns) in enumerate(pairwise(_MLP_SIZES)):
+        weights[f"w{layer}"] = random.standard_normal((rows, columns), np.float32) * np.float32((2 / rows) ** 0.5)
+        is_last = layer == len(_MLP_SIZES) - 2
+        nodes.append(helper.make_node("MatMul", [state, f"w{layer}"], [LOGITS if is_last else f"sums{layer}"]))
+        if not is_last:
+            nodes.append(helper.make_node("Relu", [f"sums{layer}"], [state := f"state{layer}"]))
+    inputs = {INPUT: (TensorProto.FLOAT, ("rows", _MLP_SIZES[0]))}
+    outputs = {LOGITS: (TensorProto.FLOAT, ("rows", _MLP_SIZES[-1]))}
+    path.unlink(missing_ok=True)
+    save(onnx_model(nodes, inputs, outputs, weights), path)
 
 
 def _link(source: str | Path, target: str | Path) -> None:

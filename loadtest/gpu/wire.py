@@ -22,8 +22,8 @@ from loadtest.load import LoadFailed, bench_point, url_of
 from loadtest.protocol import send_json
 from loadtest.servers import HOST, ROOT, Running, headrace, running
 
-_READY_S = 90.0
-_WARM_S = 0.3
+READY_S = 90.0
+WARM_S = 0.3
 _LEAD_S = 0.05  # from an order to the moment at which all clients begin
 _DISTINCT = 16
 _GRPC_CONNECTIONS = 32
@@ -65,7 +65,7 @@ def way_called(name: str) -> Way:
 def server(setup: Setup, model: str) -> Iterator[Running]:
     """Headrace with one model of the bench's repository and clients' shared memory allowed."""
     command = headrace(setup.repository.resolve(), models=(model,), options=("--allow-client-shm",))
-    with running(command, setup.scratch, _READY_S) as started:
+    with running(command, setup.scratch, READY_S) as started:
         yield started
 
 
@@ -93,12 +93,12 @@ def sample_way(setup: Setup, way: Way, served: Running, model: str, rows: int, c
     Raises:
         LoadFailed: a client could not, or a request failed.
     """
-    before = _counts(served, model)
+    before = counts(served, model)
     if way.data == "cuda":
         found = _with_cuda_memory(setup, way, served, model, rows, callers)
     else:
         found = _by_bench(setup, way, served, model, rows, callers)
-    after = _counts(served, model)
+    after = counts(served, model)
     # The whole load, including its warm-up and end; only shows how full the batches are.
     mean_batch = (after[0] - before[0]) / max(1, after[1] - before[1])
     return Sampled(*found[:3], mean_batch, found[3])
@@ -108,7 +108,7 @@ def _by_bench(
     setup: Setup, way: Way, served: Running, model: str, rows: int, callers: int
 ) -> tuple[float, float, float, float]:
     words = ["--npz", str(_saved_pictures(setup, rows)), "--batch", str(rows), "--concurrency", str(callers)]
-    words += ["--warm-up", str(_WARM_S), "--processes", str(min(setup.clients, callers))]
+    words += ["--warm-up", str(WARM_S), "--processes", str(min(setup.clients, callers))]
     words += ["--shared-memory"] if way.data == "system" else []
     if way.transport == "grpc":
         words += ["--connections", str(min(_GRPC_CONNECTIONS, callers))]
@@ -133,7 +133,7 @@ def _with_cuda_memory(
     shares = [callers // count + (number < callers % count) for number in range(count)]
     words = [sys.executable, "-m", "loadtest.gpu.client", model, "--transport", way.transport]
     words += ["--http-port", str(served.port), "--grpc-port", str(served.grpc_port), "--rows", str(rows)]
-    words += ["--side", str(setup.side), "--warm-s", str(_WARM_S), "--seconds", str(setup.seconds)]
+    words += ["--side", str(setup.side), "--warm-s", str(WARM_S), "--seconds", str(setup.seconds)]
     with ExitStack() as stack, (setup.scratch / "clients.log").open("ab") as log:
         clients = []
         for share in shares:
@@ -166,7 +166,7 @@ def _line(client: subprocess.Popen[str]) -> str:
     return client.stdout.readline()
 
 
-def _counts(served: Running, model: str) -> tuple[int, int]:
+def counts(served: Running, model: str) -> tuple[int, int]:
     """Images and batches so far."""
     (statistics,) = send_json(HOST, served.port, f"/v2/models/{model}/stats")["model_stats"]
     return int(statistics["inference_count"]), int(statistics["execution_count"])

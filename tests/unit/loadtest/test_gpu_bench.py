@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from loadtest.bench.results import at_least
 from loadtest.gpu.client import closed_loop
 from loadtest.gpu.parts import NothingMeasured, in_turns
 from loadtest.gpu.report import Compare, PartFindings, Reporter
+from loadtest.gpu.table import _has_time
 from loadtest.gpu.watch import watch
 from loadtest.gpu.wire import FOLDER, PREFIX, remove_left
 from loadtest.load import LoadFailed
@@ -244,6 +246,44 @@ def test_engine_scheduler_and_wire_are_measured_without_a_gpu(tmp_path: Path) ->
     assert len(actual["d fp32"]["comparisons"]) == 7
     assert "in process, pinned, blocking call" in {figure["contender"] for figure in actual["d fp32"]["figures"]}
     assert remove_left() == 0
+
+
+def test_a_round_without_time_is_cut() -> None:
+    read, write = os.pipe()
+    measured: list[int] = []
+    in_turns(Reporter(write), 3, {"one": measured.append}, partial(_has_time, time.monotonic(), []))
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        assert json.loads(pipe.read()) == {"note": "no time was left for more than 1 rounds"}
+    assert measured == [0]
+
+
+@pytest.mark.slow
+def test_the_table_is_measured_without_a_gpu(tmp_path: Path) -> None:
+    words = ["--only", "table", "--front-ends", "default,1", "--cells", "http mlp of 1 by 1,grpc images of 8"]
+    finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.2", *words)
+    assert finished.returncode == 0, finished.stdout
+    (part,) = (part for part in json.loads((tmp_path / "results.json").read_text())["parts"] if "table" in part["name"])
+    cells = ("http mlp of 1 by 1 x 1", "grpc images of 8 by 6 x 8")
+    contenders = {f"{cell} | {mode}" for cell in cells for mode in ("default", "1")}
+    units = {
+        name: {sample["unit"] for sample in part["samples"] if sample["what"] == name and sample["value"] > 0}
+        for name in contenders
+    }
+    assert all(
+        {"requests/s", "p50 ms", "p99 ms", "client core share", "server us"} <= found for found in units.values()
+    )
+    assert {"engine us", "front ends us", "supervisor us"} <= units[f"{cells[0]} | 1"]
+    remarks = {s["what"]: s["detail"]["remark"] for s in part["samples"] if "remark" in s["detail"]}
+    assert set(remarks) == contenders
+    assert all(text.startswith("answers ") for text in remarks.values())
+    assert {s["what"] for s in part["samples"]} - contenders == {
+        "engine, mlp of 1 by 1 x 1",
+        "engine, images of 8 by 6 x 8",
+        "ping-pong, mlp of 1",
+        "ping-pong, images of 8",
+    }
+    assert "| remark |" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.slow
