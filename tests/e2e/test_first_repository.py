@@ -20,7 +20,7 @@ from tests.support.serving import ROOT, Server
 from tests.support.tools import tool
 
 PAGE = "docs/first-repository.md"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 
 
 def file_of(snippet: Snippet) -> str:
@@ -87,7 +87,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     typed.close()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_the_page_leads_from_a_photograph_to_its_label(reader: Reader, tmp_path: Path) -> None:
     answers = []
     for snippet in snippets(PAGE):

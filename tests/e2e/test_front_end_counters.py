@@ -188,11 +188,11 @@ def test_rejections_under_overload_are_counted_exactly(tmp_path: Path, config: s
             connection.close()
             return outcomes
 
-        with ThreadPoolExecutor(8) as pool:
-            outcomes = sum((each.result() for each in [pool.submit(client) for _ in range(8)]), Counter())
-        assert outcomes.total() == 24
+        with ThreadPoolExecutor(20) as pool:
+            outcomes = sum((each.result() for each in [pool.submit(client) for _ in range(20)]), Counter())
+        assert outcomes.total() == 60
         assert outcomes[200, False] > 0
-        assert outcomes[503, True] > 0, "eight requests of a fifth of a second do not end within one"
+        assert outcomes[503, True] > 0, "twenty requests of a fifth of a second do not end within one"
         refused = sum(count for (status, _), count in outcomes.items() if status == 503)
 
         def increase(name: str) -> float:

@@ -16,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.support.grpc_requests import STEPS_PER_S, STREAM, message, steps, tensor
 from tests.support.models import add_model, affine, busy
+from tests.support.python_models import Gate
 from tests.support.rich_status import retry_delay_s, rich_status
 from tests.support.serving import Server, serving
 from tests.support.waiting import until
@@ -42,20 +43,24 @@ dynamic_batching {
 }
 """
 SHARED = 'parameters { key: "headrace.fair_sharing" value { string_value: "{}" } }\n'
+GATES = {"gate": "", "bounded": BOUNDED, "shared": SHARED}
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("load")
-    repository = folder / "repository"
+def gates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Gate]:
+    repository = tmp_path_factory.mktemp("load") / "repository"
+    return {name: Gate(repository, name, config) for name, config in GATES.items()}
+
+
+@pytest.fixture(scope="module")
+def loaded(gates: dict[str, Gate]) -> Iterator[Server]:
+    repository = gates["gate"].repository
     add_model(repository, "busy", busy())
-    add_model(repository, "bounded", busy(), config=BOUNDED)
-    add_model(repository, "shared", busy(), config=SHARED)
     for name, config in (("limited", LIMITED), ("levels", LEVELS)):
         add_model(repository, name, affine())
         (repository / name / "config.pbtxt").unlink(missing_ok=True)
         (repository / name / "config.yaml").write_text(config)
-    with serving(repository, folder) as running:
+    with serving(repository, repository.parent) as running:
         yield running
 
 
@@ -90,23 +95,30 @@ def test_a_model_at_rest(loaded: Server) -> None:
     assert loaded.request("GET", "/v2/models/nothing/load")[0] == 404
 
 
-def test_a_model_at_work(loaded: Server, channel: grpc.Channel) -> None:
+def held(model: str) -> bytes:
+    """A request for a model that holds it."""
+    return message(model, "", np.ones(1, np.int64), "INT64", "IN")
+
+
+def test_a_model_at_work(loaded: Server, gates: dict[str, Gate], channel: grpc.Channel) -> None:
     call = channel.unary_unary(INFER)
-    running = [call.future(steps("", STEPS_PER_S)) for _ in range(4)]
-    until(lambda: load(loaded, "busy")["in_flight"] == 4)
-    until(lambda: load(loaded, "busy")["queue_depth"] == 3)
-    load_figures = load(loaded, "busy")
+    gates["gate"].close()
+    running = [call.future(held("gate")) for _ in range(4)]
+    until(lambda: load(loaded, "gate")["in_flight"] == 4)
+    until(lambda: load(loaded, "gate")["queue_depth"] == 3)
+    load_figures = load(loaded, "gate")
     assert (load_figures["queue_rows"], load_figures["running_rows"]) == (3, 1)
 
     def headers() -> Mapping[str, str]:
         format_header = {"endpoint-load-metrics-format": "json"}
-        return loaded.request("POST", "/v2/models/busy/infer", b"{", format_header)[1]
+        return loaded.request("POST", "/v2/models/gate/infer", b"{", format_header)[1]
 
     until(lambda: headers()["headrace-queue-depth"] == "3")  # load headers are refreshed every 50 ms
     assert int(headers()["headrace-predicted-wait-us"]) >= 0
+    gates["gate"].open()
     for each in running:
         each.result(60)
-    assert load(loaded, "busy")["in_flight"] == 0
+    assert load(loaded, "gate")["in_flight"] == 0
 
 
 def test_a_response_has_the_load(loaded: Server) -> None:
@@ -170,7 +182,7 @@ def test_requests_that_would_be_late_are_refused_at_once(loaded: Server, channel
     """Once its times are known: behind others who take long a deadline of 20 ms cannot be met, and is not waited for."""
     call = channel.unary_unary(INFER)
     for _ in range(9):
-        call(steps("", STEPS_PER_S // 20))
+        call(steps("", STEPS_PER_S // 4))
     running = [call.future(steps("", STEPS_PER_S)) for _ in range(4)]
     until(lambda: load(loaded, "busy")["queue_depth"] == 3)
     with pytest.raises(grpc.RpcError) as caught:
@@ -190,48 +202,54 @@ def test_requests_that_would_be_late_are_refused_at_once(loaded: Server, channel
 
 
 def test_priority_levels_have_queue_bounds_and_the_higher_level_runs_first(
-    loaded: Server, channel: grpc.Channel
+    loaded: Server, gates: dict[str, Gate], channel: grpc.Channel
 ) -> None:
     call = channel.unary_unary(INFER)
 
-    def send(steps_count: int, priority: int) -> grpc.Future:
-        request = pb.ModelInferRequest.FromString(message("bounded", "", np.array([steps_count]), "INT64", "STEPS"))
+    def send(priority: int) -> grpc.Future:
+        request = pb.ModelInferRequest.FromString(held("bounded"))
         request.parameters["priority"].int64_param = priority
         return call.future(request.SerializeToString())
 
     done: list[str] = []
-    first = send(STEPS_PER_S, 0)
+    gates["bounded"].close()
+    first = send(0)
     until(lambda: load(loaded, "bounded")["running_rows"] == 1)
-    waiting = {"low": send(1, 2)}
+    waiting = {"low": send(2)}
     until(lambda: load(loaded, "bounded")["queue_depth"] == 1)
     with pytest.raises(grpc.RpcError) as caught:
-        send(1, 0).result(20)
+        send(0).result(20)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    waiting |= {f"high {number}": send(1, 1) for number in range(2)}
+    waiting |= {f"high {number}": send(1) for number in range(2)}
     for name, future in waiting.items():
         future.add_done_callback(lambda _, name=name: done.append(name))
     until(lambda: load(loaded, "bounded")["queue_depth"] == 3)
     assert [level["queue_depth"] for level in load(loaded, "bounded")["levels"]] == [2, 1]
+    gates["bounded"].open()
     for each in (first, *waiting.values()):
         each.result(60)
     until(lambda: len(done) == 3)
     assert done[-1] == "low"
 
 
-def test_a_client_does_not_wait_behind_all_that_another_has_queued(loaded: Server, channel: grpc.Channel) -> None:
+def test_a_client_does_not_wait_behind_all_that_another_has_queued(
+    loaded: Server, gates: dict[str, Gate], channel: grpc.Channel
+) -> None:
     call, done = channel.unary_unary(INFER), list[str]()
 
-    def send(client: str, steps_count: int) -> grpc.Future:
-        body = message("shared", "", np.array([steps_count]), "INT64", "STEPS")
-        future = call.future(body, metadata=(("x-headrace-client", client),))
+    def send(client: str) -> grpc.Future:
+        future = call.future(held("shared"), metadata=(("x-headrace-client", client),))
         future.add_done_callback(lambda _: done.append(client))
         return future
 
-    running = [send("flood", STEPS_PER_S)]
+    gates["shared"].close()
+    running = [send("flood")]
     until(lambda: load(loaded, "shared")["running_rows"] == 1)
-    running += [send("flood", STEPS_PER_S // 20) for _ in range(12)]
+    running += [send("flood") for _ in range(12)]
     until(lambda: load(loaded, "shared")["queue_depth"] == 12)
-    running.append(send("calm", STEPS_PER_S // 20))
+    running.append(send("calm"))
+    until(lambda: load(loaded, "shared")["queue_depth"] == 13)
+    gates["shared"].open()
     for each in running:
         each.result(60)
     until(lambda: len(done) == 14)
