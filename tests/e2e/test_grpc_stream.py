@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from tritonclient.grpc import service_pb2
 
 from tests.e2e.conftest import Reference
 from tests.support.grpc_requests import (
-    INFER,
     STEPS_PER_S,
     STREAM,
     Collector,
@@ -28,10 +26,30 @@ from tests.support.grpc_requests import (
     steps,
     tensor,
 )
-from tests.support.serving import Server
+from tests.support.models import add_model, row_sums
+from tests.support.python_models import Gate
+from tests.support.serving import Server, serving
 from tests.support.waiting import at_rest, until
 
 pb: Any = service_pb2
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
+    return Gate(tmp_path_factory.mktemp("gated") / "models")
+
+
+@pytest.fixture(scope="module")
+def gated(gate: Gate) -> Iterator[Server]:
+    """A server with the models `gate` and `row_sums`."""
+    add_model(gate.repository, "row_sums", row_sums())
+    with serving(gate.repository, gate.repository.parent) as server:
+        yield server
+
+
+def held(request_id: str) -> bytes:
+    """A request for `gate`."""
+    return message("gate", request_id, np.ones(1, np.int64), "INT64", "IN")
 
 
 def test_64_in_flight_with_their_ids(grpc_client: triton.InferenceServerClient, reference: Reference) -> None:
@@ -116,19 +134,25 @@ def test_stock_clients_match_answers_by_their_order(grpc_client: triton.Inferenc
             assert result.as_numpy("Y") is not None
 
 
-def test_unordered_answers_overtake(grpc_channel: grpc.Channel) -> None:
+def test_unordered_answers_overtake(gated: Server, gate: Gate) -> None:
     """They neither wait for earlier answers nor delay later ones; the others keep their order."""
     x = np.ones((1, 4), np.float32)
+    slow = held("slow")
     fast = [message("row_sums", str(n), x) for n in range(8)]
-    messages = [steps("slow", STEPS_PER_S // 2), *(unordered(each) if n % 2 else each for n, each in enumerate(fast))]
-    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(messages))]
-    ids = [answer.infer_response.id for answer in answers]
-    assert sorted(ids[:4]) == ["1", "3", "5", "7"]
-    assert ids[4:] == ["slow", "0", "2", "4", "6"]
+    with grpc.insecure_channel(gated.grpc_address) as channel:
 
-    messages = [unordered(steps("slow", STEPS_PER_S // 2)), *fast]
-    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(messages))]
-    assert [answer.infer_response.id for answer in answers] == [*map(str, range(8)), "slow"]
+        def ids(messages: list[bytes], held: int) -> Iterator[str]:
+            """The answers in their order; the slow one is given after so many others."""
+            gate.close()
+            for number, answer in enumerate(channel.stream_stream(STREAM)(iter(messages)), 1):
+                yield pb.ModelStreamInferResponse.FromString(answer).infer_response.id
+                if number == held:
+                    gate.open()
+
+        first = list(ids([slow, *(unordered(each) if n % 2 else each for n, each in enumerate(fast))], held=4))
+        assert sorted(first[:4]) == ["1", "3", "5", "7"]
+        assert first[4:] == ["slow", "0", "2", "4", "6"]
+        assert list(ids([unordered(slow), *fast], held=8)) == [*map(str, range(8)), "slow"]
 
 
 @pytest.mark.parametrize("bad", ["nothing", "affine"])
@@ -192,27 +216,25 @@ def test_a_client_that_reads_late_is_not_read(grpc_channel: grpc.Channel) -> Non
     assert {answer.infer_response.raw_output_contents[0] for answer in answers} == {(2 * x).tobytes()}
 
 
-def test_cancelling_drops_queued_requests(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
-    before = fail_count(grpc_server, "busy")
+def test_cancelling_drops_queued_requests(gated: Server, gate: Gate) -> None:
+    before = fail_count(gated, "gate")
     half_open = threading.Event()
 
     def messages() -> Iterator[bytes]:
-        yield steps("slow", 8 * STEPS_PER_S)
-        for number in range(20):
-            yield steps(str(number), STEPS_PER_S)
+        for number in range(21):
+            yield held(str(number))
         half_open.wait(20)
 
-    call = grpc_channel.stream_stream(STREAM)(messages())
-    until(lambda: depth(grpc_server, "busy") == 20)
-    call.cancel()
-    half_open.set()
-    cancelled = time.monotonic()
-    until(lambda: depth(grpc_server, "busy") == 0)
-    emptied_s = time.monotonic() - cancelled
-    grpc_channel.unary_unary(INFER)(steps("next", 0))
-    assert emptied_s < (time.monotonic() - cancelled) / 2, "the next request waits for what still runs"
-    until(lambda: fail_count(grpc_server, "busy") - before == 21)
-    until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
+    gate.close()
+    with grpc.insecure_channel(gated.grpc_address) as channel:
+        call = channel.stream_stream(STREAM)(messages())
+        until(lambda: depth(gated, "gate") == 20)
+        call.cancel()
+        half_open.set()
+        until(lambda: depth(gated, "gate") == 0)  # what still runs does not hold them
+        gate.open()
+        until(lambda: fail_count(gated, "gate") - before == 21)
+        until(lambda: gauge(gated, "headrace_in_flight", "gate") == 0)
 
 
 def test_a_stream_with_a_deadline(grpc_server: Server, grpc_channel: grpc.Channel) -> None:

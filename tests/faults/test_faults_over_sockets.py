@@ -20,6 +20,11 @@ from tests.support.serving import HOST, Server, look_quick, serving
 from tests.support.waiting import until
 
 BATCHING = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 20000 }"
+GATES = {
+    "gate": "",
+    "small_queue": "dynamic_batching { default_queue_policy { max_queue_size: 2 } }",
+    "impatient": "dynamic_batching { default_queue_policy { default_timeout_microseconds: 50000 } }",
+}
 STEPS_PER_S = 5_000  # of `busy`, at the least: a step is 30 us alone on a core, more on a shared one
 
 
@@ -29,18 +34,13 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gate(repository: Path) -> Gate:
-    return Gate(repository)
+def gates(repository: Path) -> dict[str, Gate]:
+    return {name: Gate(repository, name, config) for name, config in GATES.items()}
 
 
 @pytest.fixture(scope="module")
-def server(repository: Path, gate: Gate) -> Iterator[Server]:
+def server(repository: Path, gates: dict[str, Gate]) -> Iterator[Server]:
     add_model(repository, "busy", busy())
-    add_model(
-        repository, "small_queue", busy(), config="dynamic_batching { default_queue_policy { max_queue_size: 2 } }"
-    )
-    impatient = "dynamic_batching { default_queue_policy { default_timeout_microseconds: 50000 } }"
-    add_model(repository, "impatient", busy(), config=impatient)
     add_model(repository, "lookup", table_lookup(), config=BATCHING)
     add_model(repository, "affine", affine(), config="max_batch_size: 64\ndynamic_batching { }")
     add_model(repository, "wide", row_sums(), config="max_batch_size: 8\ndynamic_batching { }")
@@ -95,9 +95,11 @@ def gauge(server: Server, name: str, model: str) -> float:
 
 
 @pytest.mark.parametrize("cancelled", [0, 1, 2, 3])
-def test_queued_requests_of_disconnected_clients_never_run(server: Server, gate: Gate, cancelled: int) -> None:
+def test_queued_requests_of_disconnected_clients_never_run(
+    server: Server, gates: dict[str, Gate], cancelled: int
+) -> None:
     before = statistics(server, "gate")
-    gate.close()
+    gates["gate"].close()
     first = raw(server, "gate", gate_body())
     until(lambda: gauge(server, "headrace_in_flight", "gate") == 1)
     waiting = []
@@ -106,7 +108,7 @@ def test_queued_requests_of_disconnected_clients_never_run(server: Server, gate:
         until(lambda index=index: gauge(server, "headrace_queue_depth", "gate") == index + 1)
     waiting[cancelled].close()
     until(lambda: gauge(server, "headrace_queue_depth", "gate") == 3)
-    gate.open()
+    gates["gate"].open()
     for sock in (first, *(sock for index, sock in enumerate(waiting) if index != cancelled)):
         assert sock.recv(65536).startswith(b"HTTP/1.1 200 ")
         sock.close()
@@ -196,28 +198,32 @@ def test_a_deadline_covers_execution_too(server: Server) -> None:
     assert answered_s < (time.monotonic() - started) / 2, "the next request waits for the execution to end"
 
 
-def test_a_full_queue_refuses_with_503_and_retry_after(server: Server) -> None:
-    sockets = [raw(server, "small_queue", steps_body(6 * STEPS_PER_S))]
+def test_a_full_queue_refuses_with_503_and_retry_after(server: Server, gates: dict[str, Gate]) -> None:
+    gates["small_queue"].close()
+    sockets = [raw(server, "small_queue", gate_body())]
     until(lambda: gauge(server, "headrace_in_flight", "small_queue") == 1)
     for index in range(2):
-        sockets.append(raw(server, "small_queue", steps_body(1)))
+        sockets.append(raw(server, "small_queue", gate_body()))
         until(lambda index=index: gauge(server, "headrace_queue_depth", "small_queue") == index + 1)
-    status, headers, body = server.request("POST", "/v2/models/small_queue/infer", steps_body(1))
+    status, headers, body = server.request("POST", "/v2/models/small_queue/infer", gate_body())
     assert status == 503
     assert int(headers["retry-after"]) >= 1
     assert "queue is full" in json.loads(body)["error"]
+    gates["small_queue"].open()
     for sock in sockets:
         assert sock.recv(65536).startswith(b"HTTP/1.1 200 "), "those in the queue are served"
         sock.close()
 
 
-def test_a_queue_policy_s_timeout_is_503_and_not_the_request_s_deadline(server: Server) -> None:
-    running = raw(server, "impatient", steps_body(STEPS_PER_S))
+def test_a_queue_policy_s_timeout_is_503_and_not_the_request_s_deadline(server: Server, gates: dict[str, Gate]) -> None:
+    gates["impatient"].close()
+    running = raw(server, "impatient", gate_body())
     until(lambda: gauge(server, "headrace_in_flight", "impatient") == 1)
-    status, headers, body = server.request("POST", "/v2/models/impatient/infer", steps_body(1))
+    status, headers, body = server.request("POST", "/v2/models/impatient/infer", gate_body())
     assert status == 503
     assert "retry-after" in headers
     assert "queue policy" in json.loads(body)["error"]
+    gates["impatient"].open()
     assert running.recv(65536).startswith(b"HTTP/1.1 200 ")
     running.close()
 
