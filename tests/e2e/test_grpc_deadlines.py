@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 from tests.support.grpc_requests import STEPS_PER_S, depth, fail_count, gauge, message, steps, tensor
 from tests.support.models import add_model, busy, row_sums
 from tests.support.python_models import Gate
-from tests.support.serving import HOST, Server, look_quick, serving, start
+from tests.support.serving import HOST, Server, accepts, look_quick, serving, start
 from tests.support.waiting import until
 
 pb: Any = service_pb2
@@ -48,12 +47,6 @@ def gated(gate: Gate) -> Iterator[Server]:
 def channel(gated: Server) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(gated.grpc_address) as opened:
         yield opened
-
-
-def accepts(port: int) -> bool:
-    with suppress(OSError), socket.create_connection((HOST, port)):
-        return True
-    return False
 
 
 def gate_request(request_id: str = "") -> bytes:

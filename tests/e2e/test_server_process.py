@@ -24,7 +24,19 @@ from tests.e2e.conftest import CONTRADICTING
 from tests.support import models
 from tests.support.keys import Keys
 from tests.support.processes import children
-from tests.support.serving import COMMAND, HOST, ROOT, Server, free_port, run_headrace, serving, start, start_process
+from tests.support.python_models import Gate
+from tests.support.serving import (
+    COMMAND,
+    HOST,
+    ROOT,
+    Server,
+    accepts,
+    free_port,
+    run_headrace,
+    serving,
+    start,
+    start_process,
+)
 from tests.support.waiting import until
 
 
@@ -210,6 +222,7 @@ def steps(count: int) -> bytes:
 def test_running_and_queued_requests_are_answered_before_exit(
     good: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
+    gate = Gate(good)
     with serving(good, tmp_path) as server, contextlib.ExitStack() as connections:
 
         def connect(data: bytes) -> socket.socket:
@@ -219,12 +232,16 @@ def test_running_and_queued_requests_are_answered_before_exit(
 
         idle = connect(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert idle.recv(1_000).startswith(b"HTTP/1.1 200")
-        # The first keeps the only instance for as long as the others need to get into the queue.
-        waiting = [connect(post(steps(20_000)))]
-        until(lambda: b'headrace_in_flight{model="busy",version="1"} 1.0' in server.request("GET", "/metrics")[2])
-        waiting += [connect(post(steps(1))) for _ in range(3)]
-        until(lambda: b'headrace_queue_depth{model="busy",version="1"} 3.0' in server.request("GET", "/metrics")[2])
+        # The first keeps the only instance until the others are in the queue, and the server has begun to stop.
+        gate.close()
+        held = post(steps(1).replace(b"STEPS", b"IN"), model="gate")
+        waiting = [connect(held)]
+        until(lambda: b'headrace_in_flight{model="gate",version="1"} 1.0' in server.request("GET", "/metrics")[2])
+        waiting += [connect(held) for _ in range(3)]
+        until(lambda: b'headrace_queue_depth{model="gate",version="1"} 3.0' in server.request("GET", "/metrics")[2])
         server.signal(number)
+        until(lambda: not accepts(server.port))
+        gate.open()
         for connection in waiting:
             answer = b""
             while not re.search(rb"\r\n\r\n\{.+\}\Z", answer):  # its body may come in a packet of its own
@@ -298,9 +315,10 @@ def test_idle_connections_close_after_the_timeout_and_active_ones_stay_open(good
     assert "Traceback" not in server.text
 
 
-def post(body: bytes, size_bytes: int = 0) -> bytes:
-    """A request for `busy`; its body is declared to have `size_bytes`, or as many as it has."""
-    return b"POST /v2/models/busy/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (
+def post(body: bytes, size_bytes: int = 0, model: str = "busy") -> bytes:
+    """A request for a model; its body is declared to have `size_bytes`, or as many as it has."""
+    return b"POST /v2/models/%s/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (
+        model.encode(),
         size_bytes or len(body),
         body,
     )

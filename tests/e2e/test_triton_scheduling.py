@@ -16,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 from tests.support import triton_clients
 from tests.support.grpc_requests import gauge
 from tests.support.models import add_model, affine, busy
+from tests.support.python_models import Gate
 from tests.support.serving import Server, look_quick, serving
 from tests.support.triton_clients import connect
 from tests.support.waiting import until
@@ -28,16 +29,25 @@ BUSY = {
     # No request here waits for a minute: a refused request was refused because of its own shorter timeout.
     "override": POLICY.format("default_timeout_microseconds: 60000000 allow_timeout_override: true"),
     "fixed": POLICY.format("default_timeout_microseconds: 60000000"),
-    "short": POLICY.format("default_timeout_microseconds: 200000 allow_timeout_override: true"),
     "no_default": POLICY.format("allow_timeout_override: true"),
+}
+GATES = {
+    "short": POLICY.format("default_timeout_microseconds: 200000 allow_timeout_override: true"),
+    "long": BUSY["override"],
 }
 LEVELS = "max_batch_size: 1\ndynamic_batching { priority_levels: 3 default_priority_level: 2 }\n"
 X = np.ones((1, 16), np.float32)
 
 
 @pytest.fixture(scope="module")
-def scheduled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("scheduling")
+def gates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Gate]:
+    repository = tmp_path_factory.mktemp("scheduling") / "models"
+    return {name: Gate(repository, name, config) for name, config in GATES.items()}
+
+
+@pytest.fixture(scope="module")
+def scheduled(gates: dict[str, Gate]) -> Iterator[Server]:
+    folder = gates["short"].repository.parent
     for name, config in BUSY.items():
         add_model(folder / "models", name, busy(), config=config or None)
     add_model(folder / "models", "affine", affine(), config=LEVELS)
@@ -57,7 +67,8 @@ def infer(scheduled: Server, request: pytest.FixtureRequest) -> Iterator[Infer]:
     with connect(scheduled, request.param) as client:
 
         def call(model: str, array: np.ndarray, **options: Any) -> Any:
-            return triton_clients.infer(client, model, {"X" if model == "affine" else "STEPS": array}, **options)
+            name = "X" if model == "affine" else "IN" if model in GATES else "STEPS"
+            return triton_clients.infer(client, model, {name: array}, **options)
 
         yield call
 
@@ -67,16 +78,21 @@ def steps(count: int) -> np.ndarray:
 
 
 @pytest.fixture
-def held(scheduled: Server, steps_per_s: int) -> Iterator[Callable[[str, float], None]]:
-    """Occupies the only instance of a model for about so many seconds."""
+def held(scheduled: Server, gates: dict[str, Gate]) -> Iterator[Callable[[str], None]]:
+    """Occupies the only instance of a gate until the end of the test."""
+    closed: list[Gate] = []
     with ThreadPoolExecutor(1) as pool, triton.InferenceServerClient(scheduled.address, network_timeout=60) as client:
 
-        def hold(model: str, seconds: float) -> None:
-            until(lambda: gauge(scheduled, "headrace_in_flight", model) == 0, 20)
-            pool.submit(triton_clients.infer, client, model, {"STEPS": steps(int(steps_per_s * seconds))})
+        def hold(model: str) -> None:
+            until(lambda: gauge(scheduled, "headrace_in_flight", model) == 0)
+            gates[model].close()
+            closed.append(gates[model])
+            pool.submit(triton_clients.infer, client, model, {"IN": steps(1)})
             until(lambda: gauge(scheduled, "headrace_in_flight", model) == 1)
 
         yield hold
+        for gate in closed:
+            gate.open()
 
 
 @pytest.mark.parametrize("model", ["busy", "fixed", "no_default"])
@@ -90,9 +106,15 @@ def test_a_timeout_does_not_limit_the_time_of_computing(infer: Infer, steps_per_
 
 
 @pytest.mark.parametrize("model", ["busy", "fixed", "no_default"])
-def test_a_timeout_is_ignored_without_an_override(infer: Infer, held: Callable[[str, float], None], model: str) -> None:
-    held(model, 0.3)
-    assert infer(model, steps(1), timeout=1_000) is not None
+def test_a_timeout_is_ignored_without_an_override(
+    scheduled: Server, infer: Infer, steps_per_s: int, model: str
+) -> None:
+    with ThreadPoolExecutor(1) as pool, triton.InferenceServerClient(scheduled.address, network_timeout=60) as client:
+        until(lambda: gauge(scheduled, "headrace_in_flight", model) == 0)
+        before = pool.submit(triton_clients.infer, client, model, {"STEPS": steps(int(steps_per_s * 0.3))})
+        until(lambda: gauge(scheduled, "headrace_in_flight", model) == 1)
+        assert infer(model, steps(1), timeout=1_000) is not None
+        before.result(60)
 
 
 def refusal(infer: Infer, model: str, **options: Any) -> str:
@@ -101,36 +123,32 @@ def refusal(infer: Infer, model: str, **options: Any) -> str:
     return str(caught.value.status())
 
 
-def test_a_request_timeout_may_shorten_the_timeout_of_the_policy(
-    infer: Infer, held: Callable[[str, float], None]
-) -> None:
-    held("override", 1.0)
+def test_a_request_timeout_may_shorten_the_timeout_of_the_policy(infer: Infer, held: Callable[[str], None]) -> None:
+    held("long")
     began = time.monotonic()
-    assert refusal(infer, "override", timeout=100_000) in ("503", "StatusCode.UNAVAILABLE")
+    assert refusal(infer, "long", timeout=100_000) in ("503", "StatusCode.UNAVAILABLE")
     assert time.monotonic() - began > 0.09
 
 
-def test_a_timeout_does_not_lengthen_the_policy_s(infer: Infer, held: Callable[[str, float], None]) -> None:
-    held("short", 1.0)
+def test_a_timeout_does_not_lengthen_the_policy_s(infer: Infer, held: Callable[[str], None]) -> None:
+    held("short")
     assert refusal(infer, "short", timeout=60_000_000) in ("503", "StatusCode.UNAVAILABLE")
 
 
 @pytest.mark.parametrize("parameters", [None, {"headrace_deadline_us": 50_000_000}])
 def test_no_deadline_switches_the_policy_off(
-    infer: Infer, held: Callable[[str, float], None], parameters: dict[str, int] | None
+    infer: Infer, held: Callable[[str], None], parameters: dict[str, int] | None
 ) -> None:
     """Neither ours nor, over gRPC, that of the call itself."""
     headers = {"x-request-timeout-ms": "50000"}
-    held("short", 1.0)
+    held("short")
     assert refusal(infer, "short", parameters=parameters, headers=headers) in ("503", "StatusCode.UNAVAILABLE")
 
 
-def test_the_deadline_of_a_call_does_not_switch_the_policy_off(
-    scheduled: Server, held: Callable[[str, float], None]
-) -> None:
-    tensor = triton_grpc.InferInput("STEPS", [1], "INT64").set_data_from_numpy(steps(1))
+def test_the_deadline_of_a_call_does_not_switch_the_policy_off(scheduled: Server, held: Callable[[str], None]) -> None:
+    tensor = triton_grpc.InferInput("IN", [1], "INT64").set_data_from_numpy(steps(1))
     with triton_grpc.InferenceServerClient(scheduled.grpc_address) as client:
-        held("short", 1.0)
+        held("short")
         with pytest.raises(InferenceServerException, match="exceeded the timeout of the queue policy") as caught:
             client.infer("short", [tensor], client_timeout=50.0)
         assert caught.value.status() == "StatusCode.UNAVAILABLE"

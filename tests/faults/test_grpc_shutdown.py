@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 import threading
 import time
 
@@ -15,13 +13,8 @@ from headrace.grpc.methods import Methods
 from headrace.grpc.server import GrpcServer
 
 from tests.support.grpc_echo import HOST, echo_server
+from tests.support.serving import accepts
 from tests.support.waiting import until
-
-
-def accepts(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((HOST, port)):
-        return True
-    return False
 
 
 def test_a_restart_under_load_fails_no_call() -> None:

@@ -14,9 +14,11 @@ import onnx
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.support.models import add_model, affine, busy
+from tests.support.models import add_model, affine
+from tests.support.python_models import Gate
 from tests.support.serving import Server, serving
 from tests.support.triton_clients import connect, infer
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -40,11 +42,15 @@ def put(repository: Path, content: bytes) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("reload") / "repository"
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
+    return Gate(tmp_path_factory.mktemp("reload") / "repository")
+
+
+@pytest.fixture(scope="module")
+def server(gate: Gate) -> Iterator[Server]:
+    repository = gate.repository
     add_model(repository, "m", model(1), config="max_batch_size: 8\ninstance_group { count: 2 }\ndynamic_batching { }")
-    add_model(repository, "busy", busy())
-    options = ["--model-control", "explicit", "--load-model", "m", "--load-model", "busy"]
+    options = ["--model-control", "explicit", "--load-model", "m", "--load-model", "gate"]
     with serving(repository, repository.parent, *options) as running:
         yield running
 
@@ -166,38 +172,36 @@ def test_a_failed_reload_is_reported_to_its_caller_only(server: Server, reposito
     assert state(server, "m") == ("READY", "")
 
 
-def test_unloading_answers_requests_in_flight_and_refuses_new_ones(server: Server) -> None:
-    body = json.dumps({"inputs": [{"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [40_000]}]}).encode()
+def test_unloading_answers_requests_in_flight_and_refuses_new_ones(server: Server, gate: Gate) -> None:
+    body = json.dumps({"inputs": [{"name": "IN", "datatype": "INT64", "shape": [1], "data": [1]}]}).encode()
     answers: list[tuple[int, bytes]] = []
+    gate.close()
 
     def send() -> None:
-        status, _, answer = server.request("POST", "/v2/models/busy/infer", body, timeout_s=60)
+        status, _, answer = server.request("POST", "/v2/models/gate/infer", body, timeout_s=60)
         answers.append((status, answer))
 
     def executing() -> bool:
         _, _, page = server.request("GET", "/metrics")
-        return b'headrace_in_flight{model="busy",version="1"} 2.0' in page
+        return b'headrace_in_flight{model="gate",version="1"} 2.0' in page
 
     pending = [threading.Thread(target=send) for _ in range(2)]  # one runs, one waits in the queue
     for thread in pending:
         thread.start()
-    while not executing():
-        time.sleep(0.01)
-    assert server.request("POST", "/v2/repository/models/busy/unload", b"{}")[0] == 200
-    assert state(server, "busy") == ("UNLOADING", "")
-    status, _, answer = server.request("POST", "/v2/models/busy/infer", body)
+    until(executing)
+    assert server.request("POST", "/v2/repository/models/gate/unload", b"{}")[0] == 200
+    assert state(server, "gate") == ("UNLOADING", "")
+    status, _, answer = server.request("POST", "/v2/models/gate/infer", body)
     assert status == 503
     assert "is not loaded" in json.loads(answer)["error"]
     with pytest.raises(InferenceServerException, match="is not loaded"):
-        connect(server, "grpc").get_model_metadata("busy")
+        connect(server, "grpc").get_model_metadata("gate")
     assert answers == [], "the unload did not wait for them"
+    gate.open()
     for thread in pending:
         thread.join()
     assert [status for status, _ in answers] == [200, 200]
-    deadline = time.monotonic() + 10
-    while state(server, "busy") != ("UNAVAILABLE", "unloaded"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: state(server, "gate") == ("UNAVAILABLE", "unloaded"))
     assert server.request("GET", "/v2/health/ready")[0] == 200
 
 

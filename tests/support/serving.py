@@ -47,6 +47,13 @@ _ports = iter([_FIRST_PORT + (101 * os.getpid() + number) % _PORTS for number in
 _claims: list[int] = []
 
 
+def accepts(port: int) -> bool:
+    """True while something accepts connections on a port of this host."""
+    with contextlib.suppress(OSError), socket.create_connection((HOST, port)):
+        return True
+    return False
+
+
 def free_port() -> int:
     """A free port, for programs that cannot choose one themselves.
 
