@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.models import add_model, affine, busy, row_sums, table_lookup
 from tests.support.python_models import Gate
-from tests.support.serving import HOST, Server, look_quick, serving
+from tests.support.serving import HOST, Server, accepts, look_quick, serving
 from tests.support.waiting import until
 
 BATCHING = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 20000 }"
@@ -25,7 +25,6 @@ GATES = {
     "small_queue": "dynamic_batching { default_queue_policy { max_queue_size: 2 } }",
     "impatient": "dynamic_batching { default_queue_policy { default_timeout_microseconds: 50000 } }",
 }
-STEPS_PER_S = 5_000  # of `busy`, at the least: a step is 30 us alone on a core, more on a shared one
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +117,14 @@ def test_queued_requests_of_disconnected_clients_never_run(
     assert gauge(server, "headrace_in_flight", "gate") == 0
 
 
-def test_a_client_that_disconnects_in_flight_does_not_affect_its_batch(server: Server) -> None:
-    leaver = raw(server, "busy", steps_body(STEPS_PER_S))
-    until(lambda: gauge(server, "headrace_in_flight", "busy") == 1)
+def test_a_client_that_disconnects_in_flight_does_not_affect_its_batch(server: Server, gates: dict[str, Gate]) -> None:
+    gates["gate"].close()
+    leaver = raw(server, "gate", gate_body())
+    until(lambda: gauge(server, "headrace_in_flight", "gate") == 1)
     leaver.close()
-    until(lambda: gauge(server, "headrace_in_flight", "busy") == 0)
-    assert infer(server, "busy", steps_body(1))[0] == 200
+    until(lambda: gauge(server, "headrace_in_flight", "gate") == 0)
+    gates["gate"].open()
+    assert infer(server, "gate", gate_body())[0] == 200
 
 
 def test_clients_that_disconnect_at_any_moment_leak_nothing(server: Server) -> None:
@@ -272,20 +273,22 @@ def test_ten_thousand_shapes_do_not_pile_up(server: Server) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopping_server_answers_accepted_requests(tmp_path: Path, number: int) -> None:
-    repository = tmp_path / "models"
-    add_model(repository, "busy", busy())
-    with serving(repository, tmp_path) as running:
+    gate = Gate(tmp_path / "models")
+    gate.close()
+    with serving(gate.repository, tmp_path) as running:
         answers: list[int] = []
 
         def send() -> None:
-            answers.append(infer(running, "busy", steps_body(2 * STEPS_PER_S))[0])
+            answers.append(infer(running, "gate", gate_body())[0])
 
         threads = [threading.Thread(target=send) for _ in range(4)]
         for thread in threads:
             thread.start()
-        until(lambda: gauge(running, "headrace_in_flight", "busy") == 4)
+        until(lambda: gauge(running, "headrace_in_flight", "gate") == 4)
         running.signal(number)
         running.signal(signal.SIGTERM)  # supervisors like to repeat themselves
+        until(lambda: not accepts(running.port))
+        gate.open()
         for thread in threads:
             thread.join()
         assert answers == [200] * 4
