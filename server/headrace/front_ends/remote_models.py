@@ -11,7 +11,6 @@ import asyncio
 import logging
 import math
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
@@ -98,11 +97,7 @@ class RemoteCompletion(LoopCompletion):
     __slots__ = ("group", "received_ns")
 
     def __init__(self, mailbox: Mailbox, received_ns: int) -> None:
-        self._once = threading.Lock()  # as in `LoopCompletion`
-        self.outcome = self.after = self._callback = self._future = None
-        self._mailbox = mailbox
-        self._timers = ()
-        self.woken = False
+        super().__init__(mailbox)
         self.received_ns = received_ns
         self.group: Group | None = None
 
@@ -450,16 +445,18 @@ class RemoteModels:
                 return
             stream.is_scheduled = True
         dirty, self._dirty = self._dirty, []
-        for handle in dirty:
-            for pairs in handle.groups():
-                try:
-                    self._send_group(handle, pairs)
-                except Exception as error:  # of one group: a parameter that has no form on the stream
-                    logger.debug("a group of %d requests cannot be sent: %r", len(pairs), error)
-                    for _, completion in pairs:
-                        completion.settle(error)
-        if stream is not None:
-            stream.flush()
+        try:
+            for handle in dirty:
+                for pairs in handle.groups():
+                    try:
+                        self._send_group(handle, pairs)
+                    except Exception as error:  # of one group: a parameter that has no form on the stream
+                        logger.debug("a group of %d requests cannot be sent: %r", len(pairs), error)
+                        for _, completion in pairs:
+                            completion.settle(error)
+        finally:
+            if stream is not None:
+                stream.flush()
 
     def _send_group(self, handle: RemoteHandle, pairs: Sequence[tuple[InferRequest, RemoteCompletion]]) -> None:
         if self._stream is None:
