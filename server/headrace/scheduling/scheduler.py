@@ -349,7 +349,7 @@ class InlineDispatch(Protocol):
 
 
 InlineClaim = tuple[threading.Lock, InlineDispatch, Batch]
-"""A sleeping instance, the dispatcher that runs a batch in its place, and that batch; a lone request makes one."""
+"""A sleeping instance, the dispatcher that runs a batch in its place, and that batch: one for each lone request."""
 
 
 _FOREVER = -1.0  # timeout of `Lock.acquire`

@@ -347,13 +347,13 @@ class PythonExecution:
             if kind != protocol.FAILED:
                 raise ProtocolError(f"an answer of the kind {kind}")
             code, text, traceback = self._reader.failed(frame)
-            connection.open.wait_read()
         except Exception as error:  # anything that foreign code can send
             connection.child.kill(f"its answer does not follow the protocol: {error}")
             connection.child.ended.wait()
             raise BatchLost(
                 f"the process of model '{self._process.model}' sent an answer that does not follow the protocol"
             ) from error
+        connection.open.wait_read()
         raise self._failure(code, text, traceback)
 
     def _returned(
