@@ -26,14 +26,13 @@ from loadtest.gpu.parts import Measure, Part, WrongAnswers, in_turns
 from loadtest.gpu.report import Compare, Reporter
 from loadtest.gpu.setup import Setup
 from loadtest.gpu.subject import INPUT, LOGITS, Variant, rows_of, variant
-from loadtest.gpu.wire import READY_S, WARM_S, counts
+from loadtest.gpu.wire import READY_S, bench_words, counts
 from loadtest.load import LoadFailed, bench_point, url_of
 from loadtest.protocol import Array
 from loadtest.servers import HOST, Running, headrace, running
 
 _INSTANCES = 2
 _DISTINCT = 4
-_GRPC_CONNECTIONS = 32
 _CHECK_S = 0.2
 _BUILD_S = 120.0
 _STOP_S = 20.0
@@ -208,9 +207,7 @@ def _sample(
 def _words(model: _Model, cell: Cell) -> list[str]:
     callers = cell.processes * cell.callers
     processes = cell.processes + (model.setup.more_clients if callers > 1 else 0)
-    words = ["--npz", str(model.file(cell.rows)), "--batch", str(cell.rows), "--concurrency", str(callers)]
-    words += ["--warm-up", str(WARM_S), "--processes", str(processes)]
-    return words + (["--connections", str(min(_GRPC_CONNECTIONS, callers))] if cell.transport == "grpc" else [])
+    return bench_words(cell.transport, model.file(cell.rows), cell.rows, callers, processes)
 
 
 def _process_times(served: Running) -> dict[tuple[int, str], int]:

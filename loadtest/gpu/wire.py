@@ -23,7 +23,7 @@ from loadtest.protocol import send_json
 from loadtest.servers import HOST, ROOT, Running, headrace, running
 
 READY_S = 90.0
-WARM_S = 0.3
+_WARM_S = 0.3
 _LEAD_S = 0.05  # from an order to the moment at which all clients begin
 _DISTINCT = 16
 _GRPC_CONNECTIONS = 32
@@ -104,14 +104,27 @@ def sample_way(setup: Setup, way: Way, served: Running, model: str, rows: int, c
     return Sampled(*found[:3], mean_batch, found[3])
 
 
+def bench_words(transport: str, file: Path, rows: int, callers: int, processes: int) -> list[str]:
+    """Options of `headrace bench` for one sample.
+
+    Args:
+        transport: "http" or "grpc".
+        file: inputs of the requests.
+        rows: of a request.
+        callers: of all processes together.
+        processes: client processes.
+    """
+    words = ["--npz", str(file), "--batch", str(rows), "--concurrency", str(callers)]
+    words += ["--warm-up", str(_WARM_S), "--processes", str(processes)]
+    return words + (["--connections", str(min(_GRPC_CONNECTIONS, callers))] if transport == "grpc" else [])
+
+
 def _by_bench(
     setup: Setup, way: Way, served: Running, model: str, rows: int, callers: int
 ) -> tuple[float, float, float, float]:
-    words = ["--npz", str(_saved_pictures(setup, rows)), "--batch", str(rows), "--concurrency", str(callers)]
-    words += ["--warm-up", str(WARM_S), "--processes", str(min(setup.clients, callers))]
+    file, processes = _saved_pictures(setup, rows), min(setup.clients, callers)
+    words = bench_words(way.transport, file, rows, callers, processes)
     words += ["--shared-memory"] if way.data == "system" else []
-    if way.transport == "grpc":
-        words += ["--connections", str(min(_GRPC_CONNECTIONS, callers))]
     point = bench_point(url_of(served, way.transport), model, *words, seconds=setup.seconds)
     latency_ms = point["latency_ms"]
     return float(point["rows_per_s"]), latency_ms["p50"], latency_ms["p99"], max(point["client_busy"], default=0.0)
@@ -133,7 +146,7 @@ def _with_cuda_memory(
     shares = [callers // count + (number < callers % count) for number in range(count)]
     words = [sys.executable, "-m", "loadtest.gpu.client", model, "--transport", way.transport]
     words += ["--http-port", str(served.port), "--grpc-port", str(served.grpc_port), "--rows", str(rows)]
-    words += ["--side", str(setup.side), "--warm-s", str(WARM_S), "--seconds", str(setup.seconds)]
+    words += ["--side", str(setup.side), "--warm-s", str(_WARM_S), "--seconds", str(setup.seconds)]
     with ExitStack() as stack, (setup.scratch / "clients.log").open("ab") as log:
         clients = []
         for share in shares:
