@@ -16,6 +16,7 @@ from headrace.core.tensor import DATATYPES
 from tests.support import models
 from tests.support.attacks import UNBOUNDED_WAITS
 from tests.support.browser import Browser, chromium
+from tests.support.python_models import Gate
 from tests.support.serving import Server, serving
 
 MAX_BODY_BYTES = 4 << 20
@@ -155,6 +156,19 @@ def grpc_channel(grpc_server: Server, grpc_channels: dict[str, grpc.Channel]) ->
     if grpc_server.grpc_address not in grpc_channels:
         grpc_channels[grpc_server.grpc_address] = grpc.insecure_channel(grpc_server.grpc_address, options=unbounded)
     return grpc_channels[grpc_server.grpc_address]
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
+    return Gate(tmp_path_factory.mktemp("gated") / "models")
+
+
+@pytest.fixture(scope="module")
+def gated(gate: Gate) -> Iterator[Server]:
+    """A server with the models `gate` and `row_sums`."""
+    models.add_model(gate.repository, "row_sums", models.row_sums())
+    with serving(gate.repository, gate.repository.parent) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from tests.support.grpc_requests import STEPS_PER_S, depth, fail_count, gauge, message, steps, tensor
+from tests.support.grpc_requests import STEPS_PER_S, depth, fail_count, gate_request, gauge, message, steps, tensor
 from tests.support.models import add_model, busy, row_sums
 from tests.support.python_models import Gate
 from tests.support.serving import HOST, Server, accepts, look_quick, serving, start
@@ -32,25 +32,9 @@ def steps_tensor(count: int) -> triton.InferInput:
 
 
 @pytest.fixture(scope="module")
-def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
-    return Gate(tmp_path_factory.mktemp("gated") / "models")
-
-
-@pytest.fixture(scope="module")
-def gated(gate: Gate) -> Iterator[Server]:
-    """A server with the model `gate`."""
-    with serving(gate.repository, gate.repository.parent) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def channel(gated: Server) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(gated.grpc_address) as opened:
         yield opened
-
-
-def gate_request(request_id: str = "") -> bytes:
-    return message("gate", request_id, np.ones(1, np.int64), "INT64", "IN")
 
 
 def executions(server: Server, channel: grpc.Channel) -> int:

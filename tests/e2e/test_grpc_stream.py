@@ -21,35 +21,17 @@ from tests.support.grpc_requests import (
     Collector,
     depth,
     fail_count,
+    gate_request,
     gauge,
     message,
     steps,
     tensor,
 )
-from tests.support.models import add_model, row_sums
 from tests.support.python_models import Gate
-from tests.support.serving import Server, serving
+from tests.support.serving import Server
 from tests.support.waiting import at_rest, until
 
 pb: Any = service_pb2
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
-    return Gate(tmp_path_factory.mktemp("gated") / "models")
-
-
-@pytest.fixture(scope="module")
-def gated(gate: Gate) -> Iterator[Server]:
-    """A server with the models `gate` and `row_sums`."""
-    add_model(gate.repository, "row_sums", row_sums())
-    with serving(gate.repository, gate.repository.parent) as server:
-        yield server
-
-
-def held(request_id: str) -> bytes:
-    """A request for `gate`."""
-    return message("gate", request_id, np.ones(1, np.int64), "INT64", "IN")
 
 
 def test_64_in_flight_with_their_ids(grpc_client: triton.InferenceServerClient, reference: Reference) -> None:
@@ -137,7 +119,7 @@ def test_stock_clients_match_answers_by_their_order(grpc_client: triton.Inferenc
 def test_unordered_answers_overtake(gated: Server, gate: Gate) -> None:
     """They neither wait for earlier answers nor delay later ones; the others keep their order."""
     x = np.ones((1, 4), np.float32)
-    slow = held("slow")
+    slow = gate_request("slow")
     fast = [message("row_sums", str(n), x) for n in range(8)]
     with grpc.insecure_channel(gated.grpc_address) as channel:
 
@@ -222,7 +204,7 @@ def test_cancelling_drops_queued_requests(gated: Server, gate: Gate) -> None:
 
     def messages() -> Iterator[bytes]:
         for number in range(21):
-            yield held(str(number))
+            yield gate_request(str(number))
         half_open.wait(20)
 
     gate.close()

@@ -14,7 +14,7 @@ import tritonclient.http as triton
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from tests.support.grpc_requests import STEPS_PER_S, STREAM, message, steps, tensor
+from tests.support.grpc_requests import STEPS_PER_S, STREAM, gate_request, message, steps, tensor
 from tests.support.models import add_model, affine, busy
 from tests.support.python_models import Gate
 from tests.support.rich_status import retry_delay_s, rich_status
@@ -95,15 +95,10 @@ def test_a_model_at_rest(loaded: Server) -> None:
     assert loaded.request("GET", "/v2/models/nothing/load")[0] == 404
 
 
-def held(model: str) -> bytes:
-    """A request for a model that holds it."""
-    return message(model, "", np.ones(1, np.int64), "INT64", "IN")
-
-
 def test_a_model_at_work(loaded: Server, gates: dict[str, Gate], channel: grpc.Channel) -> None:
     call = channel.unary_unary(INFER)
     gates["gate"].close()
-    running = [call.future(held("gate")) for _ in range(4)]
+    running = [call.future(gate_request(model="gate")) for _ in range(4)]
     until(lambda: load(loaded, "gate")["in_flight"] == 4)
     until(lambda: load(loaded, "gate")["queue_depth"] == 3)
     load_figures = load(loaded, "gate")
@@ -207,7 +202,7 @@ def test_priority_levels_have_queue_bounds_and_the_higher_level_runs_first(
     call = channel.unary_unary(INFER)
 
     def send(priority: int) -> grpc.Future:
-        request = pb.ModelInferRequest.FromString(held("bounded"))
+        request = pb.ModelInferRequest.FromString(gate_request(model="bounded"))
         request.parameters["priority"].int64_param = priority
         return call.future(request.SerializeToString())
 
@@ -238,7 +233,7 @@ def test_a_client_does_not_wait_behind_all_that_another_has_queued(
     call, done = channel.unary_unary(INFER), list[str]()
 
     def send(client: str) -> grpc.Future:
-        future = call.future(held("shared"), metadata=(("x-headrace-client", client),))
+        future = call.future(gate_request(model="shared"), metadata=(("x-headrace-client", client),))
         future.add_done_callback(lambda _: done.append(client))
         return future
 

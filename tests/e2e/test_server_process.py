@@ -24,7 +24,7 @@ from tests.e2e.conftest import CONTRADICTING
 from tests.support import models
 from tests.support.keys import Keys
 from tests.support.processes import children
-from tests.support.python_models import Gate
+from tests.support.python_models import GATE_BODY, Gate
 from tests.support.serving import (
     COMMAND,
     HOST,
@@ -234,7 +234,7 @@ def test_running_and_queued_requests_are_answered_before_exit(
         assert idle.recv(1_000).startswith(b"HTTP/1.1 200")
         # The first keeps the only instance until the others are in the queue, and the server has begun to stop.
         gate.close()
-        held = post(steps(1).replace(b"STEPS", b"IN"), model="gate")
+        held = post(GATE_BODY, model="gate")
         waiting = [connect(held)]
         until(lambda: b'headrace_in_flight{model="gate",version="1"} 1.0' in server.request("GET", "/metrics")[2])
         waiting += [connect(held) for _ in range(3)]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import add_model, affine, busy, row_sums, table_lookup
-from tests.support.python_models import Gate
+from tests.support.python_models import GATE_BODY, Gate
 from tests.support.serving import HOST, Server, accepts, look_quick, serving
 from tests.support.waiting import until
 
@@ -45,10 +45,6 @@ def server(repository: Path, gates: dict[str, Gate]) -> Iterator[Server]:
     add_model(repository, "wide", row_sums(), config="max_batch_size: 8\ndynamic_batching { }")
     with serving(repository, repository.parent) as running:
         yield running
-
-
-def gate_body() -> bytes:
-    return json.dumps({"inputs": [{"name": "IN", "datatype": "INT64", "shape": [1], "data": [1]}]}).encode()
 
 
 def steps_body(steps: int, **parameters: int) -> bytes:
@@ -99,11 +95,11 @@ def test_queued_requests_of_disconnected_clients_never_run(
 ) -> None:
     before = statistics(server, "gate")
     gates["gate"].close()
-    first = raw(server, "gate", gate_body())
+    first = raw(server, "gate", GATE_BODY)
     until(lambda: gauge(server, "headrace_in_flight", "gate") == 1)
     waiting = []
     for index in range(4):
-        waiting.append(raw(server, "gate", gate_body()))
+        waiting.append(raw(server, "gate", GATE_BODY))
         until(lambda index=index: gauge(server, "headrace_queue_depth", "gate") == index + 1)
     waiting[cancelled].close()
     until(lambda: gauge(server, "headrace_queue_depth", "gate") == 3)
@@ -119,12 +115,12 @@ def test_queued_requests_of_disconnected_clients_never_run(
 
 def test_a_client_that_disconnects_in_flight_does_not_affect_its_batch(server: Server, gates: dict[str, Gate]) -> None:
     gates["gate"].close()
-    leaver = raw(server, "gate", gate_body())
+    leaver = raw(server, "gate", GATE_BODY)
     until(lambda: gauge(server, "headrace_in_flight", "gate") == 1)
     leaver.close()
     until(lambda: gauge(server, "headrace_in_flight", "gate") == 0)
     gates["gate"].open()
-    assert infer(server, "gate", gate_body())[0] == 200
+    assert infer(server, "gate", GATE_BODY)[0] == 200
 
 
 def test_clients_that_disconnect_at_any_moment_leak_nothing(server: Server) -> None:
@@ -201,12 +197,12 @@ def test_a_deadline_covers_execution_too(server: Server) -> None:
 
 def test_a_full_queue_refuses_with_503_and_retry_after(server: Server, gates: dict[str, Gate]) -> None:
     gates["small_queue"].close()
-    sockets = [raw(server, "small_queue", gate_body())]
+    sockets = [raw(server, "small_queue", GATE_BODY)]
     until(lambda: gauge(server, "headrace_in_flight", "small_queue") == 1)
     for index in range(2):
-        sockets.append(raw(server, "small_queue", gate_body()))
+        sockets.append(raw(server, "small_queue", GATE_BODY))
         until(lambda index=index: gauge(server, "headrace_queue_depth", "small_queue") == index + 1)
-    status, headers, body = server.request("POST", "/v2/models/small_queue/infer", gate_body())
+    status, headers, body = server.request("POST", "/v2/models/small_queue/infer", GATE_BODY)
     assert status == 503
     assert int(headers["retry-after"]) >= 1
     assert "queue is full" in json.loads(body)["error"]
@@ -218,9 +214,9 @@ def test_a_full_queue_refuses_with_503_and_retry_after(server: Server, gates: di
 
 def test_a_queue_policy_s_timeout_is_503_and_not_the_request_s_deadline(server: Server, gates: dict[str, Gate]) -> None:
     gates["impatient"].close()
-    running = raw(server, "impatient", gate_body())
+    running = raw(server, "impatient", GATE_BODY)
     until(lambda: gauge(server, "headrace_in_flight", "impatient") == 1)
-    status, headers, body = server.request("POST", "/v2/models/impatient/infer", gate_body())
+    status, headers, body = server.request("POST", "/v2/models/impatient/infer", GATE_BODY)
     assert status == 503
     assert "retry-after" in headers
     assert "queue policy" in json.loads(body)["error"]
@@ -279,7 +275,7 @@ def test_a_stopping_server_answers_accepted_requests(tmp_path: Path, number: int
         answers: list[int] = []
 
         def send() -> None:
-            answers.append(infer(running, "gate", gate_body())[0])
+            answers.append(infer(running, "gate", GATE_BODY)[0])
 
         threads = [threading.Thread(target=send) for _ in range(4)]
         for thread in threads:

@@ -15,7 +15,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from tests.support.models import add_model, affine
-from tests.support.python_models import Gate
+from tests.support.python_models import GATE_BODY, Gate
 from tests.support.serving import Server, serving
 from tests.support.triton_clients import connect, infer
 from tests.support.waiting import until
@@ -173,12 +173,11 @@ def test_a_failed_reload_is_reported_to_its_caller_only(server: Server, reposito
 
 
 def test_unloading_answers_requests_in_flight_and_refuses_new_ones(server: Server, gate: Gate) -> None:
-    body = json.dumps({"inputs": [{"name": "IN", "datatype": "INT64", "shape": [1], "data": [1]}]}).encode()
     answers: list[tuple[int, bytes]] = []
     gate.close()
 
     def send() -> None:
-        status, _, answer = server.request("POST", "/v2/models/gate/infer", body, timeout_s=60)
+        status, _, answer = server.request("POST", "/v2/models/gate/infer", GATE_BODY, timeout_s=60)
         answers.append((status, answer))
 
     def executing() -> bool:
@@ -191,7 +190,7 @@ def test_unloading_answers_requests_in_flight_and_refuses_new_ones(server: Serve
     until(executing)
     assert server.request("POST", "/v2/repository/models/gate/unload", b"{}")[0] == 200
     assert state(server, "gate") == ("UNLOADING", "")
-    status, _, answer = server.request("POST", "/v2/models/gate/infer", body)
+    status, _, answer = server.request("POST", "/v2/models/gate/infer", GATE_BODY)
     assert status == 503
     assert "is not loaded" in json.loads(answer)["error"]
     with pytest.raises(InferenceServerException, match="is not loaded"):

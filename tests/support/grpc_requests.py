@@ -32,6 +32,11 @@ def steps(request_id: str, count: int) -> bytes:
     return message("busy", request_id, np.array([count], np.int64), "INT64", "STEPS")
 
 
+def gate_request(request_id: str = "", model: str = "gate") -> bytes:
+    """A request for a `tests.support.python_models.Gate`."""
+    return message(model, request_id, np.ones(1, np.int64), "INT64", "IN")
+
+
 def fail_count(server: Server, model: str) -> int:
     with triton.InferenceServerClient(server.grpc_address) as client:
         (stats,) = client.get_inference_statistics(model).model_stats

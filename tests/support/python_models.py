@@ -494,6 +494,10 @@ parameters { key: "headrace.max_queue_wait_microseconds" value { string_value: "
 """
 
 
+GATE_BODY = b'{"inputs": [{"name": "IN", "datatype": "INT64", "shape": [1], "data": [1]}]}'
+"""A request for a `Gate` over HTTP."""
+
+
 class Gate:
     """A model whose only instance holds a request for as long as a test wants: it is open at first.
 
