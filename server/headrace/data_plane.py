@@ -17,6 +17,7 @@ from headrace.core.limits import BodyMemory
 from headrace.core.store_url import parse_store_url
 from headrace.integrity.verified_copy import open_verifier
 from headrace.observability.custom_metrics import CustomMetrics
+from headrace.repository.batch_proofs import BatchProofs
 from headrace.repository.environments import Environments, environments_root
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.loader import Loader
@@ -75,8 +76,7 @@ class DataPlane:
         self.custom_metrics = CustomMetrics()
         calls, mailbox = ModelCalls(loop, self.registry), Mailbox(loop)
         # With --strict the server starts or refuses to, so it waits for installations.
-        root = environments_root(settings.environments_dir, state)
-        self.environments = Environments(root, wait=settings.strict)
+        self.environments = Environments(environments_root(settings.environments_dir, state), wait=settings.strict)
         self._caches = None if settings.cache_config is None else ResponseCaches(settings.cache_config, mailbox)
         loader = Loader(
             mailbox,
@@ -97,6 +97,7 @@ class DataPlane:
             interpreters=self.environments,
             verifier=open_verifier(settings.model_keys_file, state),
             trials=_open_trials(state, settings.trial_limit_s),
+            proofs=BatchProofs(state),
         )
         self.registry.sequences = loader.sequences
         self.registry.sequences.by_client = bool(settings.api_keys_file or settings.jwks)

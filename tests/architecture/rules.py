@@ -192,6 +192,7 @@ EXTRA: dict[str, str] = {
     "server/headrace/config/onnx_model.py": "numpy",
     "server/headrace/repository/data_files.py": "numpy",
     "server/headrace/repository/warmup.py": "numpy pydantic",
+    "server/headrace/repository/batch_proofs.py": "numpy",
     "server/headrace/repository/model_calls.py": "numpy",
     "server/headrace/repository/length_measurement.py": "numpy",
     "server/headrace/repository/decoder_pool.py": "numpy",

@@ -154,5 +154,7 @@ def test_a_batch_size_alone_neither_merges_nor_splits_rows_that_depend_on_one_an
 
 
 def test_batches_of_rows_that_depend_on_one_another_raise_a_warning(server: Server) -> None:
-    assert "requests that share a batch get values that depend on one another" in " ".join(server.text.split())
+    text = " ".join(server.text.split())
+    assert "the rows of a batch depend on one another, so each request runs alone (see proof)" in text
+    assert "each request runs alone and whole: influence: output 'Y'" in text
     assert batch_size(server, "running_sum_batched") == (4, True)

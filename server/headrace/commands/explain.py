@@ -73,6 +73,7 @@ def main(args: argparse.Namespace, console: Console | None = None, errors: Conso
     _numbers(console, document.get("numbers", {}))
     _cache(console, document.get("cache"))
     _padding(console, document.get("padding"))
+    _batches(console, document.get("batches"))
     _sequences(console, document.get("sequences"))
     _traffic(console, document.get("traffic"))
     return 0
@@ -153,6 +154,15 @@ def _cache(console: Console, cache: object) -> None:
             tls = f" ({redis['tls']})" if redis.get("tls") else ""
             state = "is used" if redis.get("is_up") else f"is not used: {redis.get('problem')}"
             console.print(Text(printable(f"Redis at {redis.get('address')}{tls} {state}"), style="dim"))
+
+
+def _batches(console: Console, batches: object) -> None:
+    """Print the proven batch sizes; prints nothing for a model that was not tested."""
+    if isinstance(batches, Mapping):
+        sizes = ", ".join(map(str, batches.get("verified_batches", ()))) or "none"
+        text = f"batches {batches.get('state')}: {sizes} rows verified"
+        reason = f"; {batches['reason']}" if batches.get("reason") else ""
+        console.print(Text(printable(text + reason), style="dim"))
 
 
 def _padding(console: Console, padding: object) -> None:

@@ -444,6 +444,11 @@ def complete_instances(config: ModelConfig) -> ModelConfig:
     return config.model_copy(update={"instance_group": named_groups})
 
 
+def keeps_rows_apart(config: ModelConfig, signature: OnnxSignature) -> bool:
+    """Return True if the analysis of a graph proves that each row of a batch is computed from itself only."""
+    return with_rows(config, without_sequence_tensors(config, signature)).rows.independent
+
+
 def complete_from_model(
     config: ModelConfig, signature: OnnxSignature
 ) -> tuple[ModelConfig | None, list[Problem], list[Problem]]:
@@ -586,7 +591,7 @@ def _mixed_remark(config: ModelConfig, rows: RowVerdict) -> Problem:
     if config.dynamic_batching is None:
         message = f"the rows of a batch are not independent: {rows.reason}"
         return Problem(("max_batch_size",), message, "write max_batch_size: 0")
-    message = f"requests that share a batch get values that depend on one another: {rows.reason}"
+    message = f"the rows of a batch depend on one another, so each request runs alone (see proof): {rows.reason}"
     return Problem(("max_batch_size",), message, "write max_batch_size: 0, or remove dynamic_batching")
 
 

@@ -485,6 +485,15 @@ class ModelConfig(ConfigPart):
         "the instance takes no further batch, and one of them may give way to a queued request.",
     )
     pipeline: PipelineConfig | None = option(None, "Steps over other models and built-in steps.")
+    proof: Annotated[
+        Literal["off", "warn", "enforce"],
+        *one_of(("off", "warn", "enforce")),
+        BeforeValidator(lambda value: "off" if value is False else value),  # YAML reads off as False
+    ] = option(
+        "enforce",
+        "Tests at the first load on this machine whether batches change answers (docs/proof.md). `enforce`: batches that do "
+        "are not run. `warn`: they run, with a warning. `off`: no test.",
+    )
     pad: Padding | None = option(None, "Pads inputs, so that requests of different length share a batch.")
     cache: CacheLimits | None = option(None, "Limits of the model in the response cache.")
     traffic: Traffic | None = option(

@@ -272,6 +272,7 @@ class Explanation(TypedDict):
         numbers: figures of the last seconds and of the latency table.
         cache: state and figures of the response cache, if the model has one.
         padding: state of padding and its reason, if the model has `pad`.
+        batches: which batch sizes are proven, and why others are not, if they were tested.
         sequences: sequences, slots and backlog, if the model has `sequence_batching`.
         traffic: shares and figures of the versions, if the model has `traffic`.
     """
@@ -284,6 +285,7 @@ class Explanation(TypedDict):
     numbers: dict[str, Any]
     cache: NotRequired[dict[str, Any]]
     padding: NotRequired[dict[str, str]]
+    batches: NotRequired[dict[str, Any]]
     sequences: NotRequired[SequenceFigures]
     traffic: NotRequired[TrafficReport]
 
@@ -497,6 +499,7 @@ class ServingStatus(RequestRates, EvictionStatus):
         precision: of the engine; for the model's own file, which file it is.
         artefact: name of the file that is loaded.
         not_on_gpu: why the version runs on the CPU though a GPU is present or requested, else empty.
+        unproven_batches: why batch sizes are not proven, else empty.
         engine: precision of the built engine that serves; empty for the model's own file.
         max_batch_size: maximum rows of a batch where the version runs; 0: no batching.
         instances: configured instances.
@@ -528,6 +531,7 @@ class ServingStatus(RequestRates, EvictionStatus):
     precision: str
     artefact: str
     not_on_gpu: str
+    unproven_batches: str
     engine: str
     max_batch_size: Count
     instances: Count

@@ -472,7 +472,7 @@ def _batch_sizes(rows: Sequence[Row]) -> Metric:
 def _load(sources: _Sources) -> Iterator[Metric]:
     depth, in_flight, pending = table.QUEUE_DEPTH.gauge(), table.IN_FLIGHT.gauge(), table.TRITON_PENDING.gauge()
     wait, drain, capacity = table.PREDICTED_WAIT.gauge(), table.DRAIN.gauge(), table.CAPACITY.gauge()
-    objective, late = table.OBJECTIVE.gauge(), table.LATE.counter()
+    objective, late, unproven = table.OBJECTIVE.gauge(), table.LATE.counter(), table.UNPROVEN_SIZES.gauge()
     server_depth = server_in_flight = server_wait_ns = 0
     for labels, source in stepwise(sources):
         load = source.load()
@@ -490,7 +490,10 @@ def _load(sources: _Sources) -> Iterator[Metric]:
         late.add_metric(labels, load.late)
         if source.policy.batch.objective_ns:
             objective.add_metric(labels, source.policy.batch.objective_ns / NS_PER_S)
-    yield from (depth, in_flight, wait, drain, capacity, objective, late, pending)
+        sizes = source.spec.parameters.get("headrace.unproven_batch_sizes")
+        if isinstance(sizes, int | float):
+            unproven.add_metric(labels, sizes)
+    yield from (depth, in_flight, wait, drain, capacity, objective, late, pending, unproven)
     for family, value in (
         (table.SERVER_QUEUE_DEPTH, server_depth),
         (table.SERVER_IN_FLIGHT, server_in_flight),

@@ -254,6 +254,11 @@ PADDING_POSITIONS = _load(
     "Positions of `headrace_batch_positions_total` that were padding; the quotient of their rate()s is the share of padding.",
     when="for a model with `pad`",
 )
+UNPROVEN_SIZES = _load(
+    "headrace_unproven_batch_sizes",
+    "Batch sizes that failed the tests of docs/proof.md, and are not run unless `proof` is `warn`.",
+    when="for a model whose batch sizes were tested",
+)
 QUEUE_DEPTH = _load("headrace_queue_depth", "Requests in the queue.")
 IN_FLIGHT = _load("headrace_in_flight", "Requests between arrival and response.")
 PREDICTED_WAIT = _load(

@@ -14,6 +14,8 @@ from headrace.core.ledger import CPU, Kind, MemoryAccount
 from headrace.core.model_config import ModelConfig
 from headrace.pipelines.execution import Steps
 from headrace.repository.sequence_policy import sequence_policy
+from headrace.scheduling.batch_proof import BatchVerdict
+from headrace.scheduling.proven_sizes import ProvenSizes
 from headrace.scheduling.reshaping import ReshapingExecution
 from headrace.scheduling.sequences.controls import ControlledExecution
 
@@ -95,6 +97,7 @@ class AccountedModel:
         devices: GPU number of each instance; empty on the CPU.
         config: complete configuration, for `reshape`.
         steps: preprocessing and postprocessing on the CPU.
+        verdict: which batch sizes are proven.
         on_closed: called after the model is closed, e.g. to store its latency table.
     """
 
@@ -105,16 +108,21 @@ class AccountedModel:
     devices: tuple[int, ...]
     config: ModelConfig
     steps: Steps
+    verdict: BatchVerdict = field(default_factory=BatchVerdict)
     on_closed: list[Callable[[], None]] = field(default_factory=list)
 
     def execution(self, index: int) -> Execution:
         """Create instance `index` with the steps around it; see `headrace.backends.base.LoadedModel`."""
-        execution = self.inner.execution(index)
-        sequences = sequence_policy(self.config, 1)
-        if sequences is not None and (sequences.controls or sequences.states):
-            batched = self.config.max_batch_size > 0
-            execution = ControlledExecution(execution, sequences.controls, batched, sequences.states)
-        return self.steps.around(_reshaped(execution, self.config))
+        execution = served_execution(self.inner.execution(index), self.config, self.steps)
+        if self.verdict.allowed:
+            return ProvenSizes(execution, self.verdict.allowed, self.verdict.reason if self.verdict.alone else "")
+        return execution
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a batch on the model's device; 0 without a batch dimension."""
+        config, bound = self.config, None if self.devices else self.config.cpu_max_batch_size
+        return config.max_batch_size if bound is None else min(config.max_batch_size, bound)
 
     def close(self) -> None:
         """Close the model and its account."""
@@ -122,6 +130,21 @@ class AccountedModel:
         self.account.close()
         for callback in self.on_closed:
             callback()
+
+
+def served_execution(execution: Execution, config: ModelConfig, steps: Steps) -> Execution:
+    """Return an execution of a model with all that the configuration puts around it, as clients see it.
+
+    Args:
+        execution: runs the model itself.
+        config: complete configuration.
+        steps: preprocessing and postprocessing on the CPU.
+    """
+    sequences = sequence_policy(config, 1)
+    if sequences is not None and (sequences.controls or sequences.states):
+        batched = config.max_batch_size > 0
+        execution = ControlledExecution(execution, sequences.controls, batched, sequences.states)
+    return steps.around(_reshaped(execution, config))
 
 
 def _reshaped(execution: Execution, config: ModelConfig) -> Execution:

@@ -41,7 +41,7 @@ def explain(registry: Registry, model: str, version: str = "") -> Explanation:
         if isinstance(handle, PipelineHandle):
             bottlenecks, figures["steps"] = _find_slowest_step(registry, handle)
         else:
-            bottlenecks = [*_off_gpu(handle), *find_bottlenecks(snapshot)]
+            bottlenecks = [*_unproven(handle), *_off_gpu(handle), *find_bottlenecks(snapshot)]
         sequences = handle.sequence_figures
         if sequences is not None and (full := find_full_slots(sequences, handle.policy)) is not None:
             bottlenecks.insert(0, full)
@@ -58,6 +58,8 @@ def explain(registry: Registry, model: str, version: str = "") -> Explanation:
             document["cache"] = dict(handle.cache.report())
         if handle.padding is not None:
             document["padding"] = dict(handle.padding)
+        if handle.batch_verdict.verified or handle.batch_verdict.reason:
+            document["batches"] = handle.batch_verdict.report()
         if sequences is not None:
             document["sequences"] = sequences
         if (traffic := registry.traffic_report(model)) is not None:
@@ -116,6 +118,16 @@ def _find_slowest_step(
             bottlenecks[0], cure=inner[0].cure, setting=inner[0].setting, expected=inner[0].expected
         )
     return bottlenecks, figures
+
+
+def _unproven(handle: VersionHandle) -> list[Bottleneck]:
+    """Return a bottleneck if batches are not run because they change answers; else empty."""
+    batches = handle.batch_verdict
+    if batches.state not in ("alone", "limited"):
+        return []
+    effect = "each request runs alone" if batches.alone else f"batches have {batches.allowed} rows only"
+    cure = "see docs/proof.md; write max_batch_size: 0, or export or build the model again"
+    return [Bottleneck("unproven_batches", f"{effect}: {batches.reason}", cure, "proof")]
 
 
 def _off_gpu(handle: VersionHandle) -> list[Bottleneck]:

@@ -53,6 +53,7 @@ from headrace.observability.counters import Recorder
 from headrace.observability.custom_metrics import CustomMetrics
 from headrace.pipelines.execution import Steps, steps_of
 from headrace.repository.accounted_model import AccountedModel, HostMemory, file_id
+from headrace.repository.batch_proofs import BatchProofs
 from headrace.repository.decoder_pool import DecoderPool
 from headrace.repository.environments import Environments
 from headrace.repository.gpu_model_cache import GpuModelCache
@@ -63,6 +64,7 @@ from headrace.repository.sequence_policy import sequence_policy, state_tensors
 from headrace.repository.trials import ModelTrials, trial_order
 from headrace.repository.version_loads import VersionLoads
 from headrace.repository.warmup import LatencyFile, LatencyStore, make_warmups
+from headrace.scheduling.batch_proof import BatchVerdict
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.policy import (
@@ -236,6 +238,7 @@ class Loader:
         sequences: versions with live sequences.
         verifier: checks the files of models before they are loaded.
         trials: tries files in a helper process before their first load; None loads them at once.
+        proofs: proves the batch sizes of versions at their first load; None proves nothing.
     """
 
     mailbox: Mailbox
@@ -261,6 +264,7 @@ class Loader:
     sequences: SequenceDirectory = field(default_factory=SequenceDirectory)
     verifier: ModelVerifier = field(default_factory=ModelVerifier)
     trials: ModelTrials | None = None
+    proofs: BatchProofs | None = None
 
     def plan(self, folder: ModelFolder, version: int) -> ServingPlan:
         """Choose the runtime and the file of a version.
@@ -338,7 +342,7 @@ class Loader:
         check_engine(plan, config)
         original = file_id(plan.file)
         digest = cache(lambda: _artefact_digest(folder, version, plan))
-        open_model = partial(self._open, folder, version, plan, partial(self._try_file, folder, plan, digest))
+        open_model = partial(self._open, folder, version, plan, digest)
         model = None if is_lazy else open_model()
         handle = self._create_handle(folder, version, plan, model, states)
         on_gpu = model is not None and bool(model.devices)
@@ -383,6 +387,7 @@ class Loader:
             policy = replace(policy, by_member=True, reads_ids=reads_ids, batch=batch)
         # Requests of different shapes are joined in host memory.
         is_joined = policy.ragged is not None or policy.padding is not None
+        is_joined = is_joined or (model is not None and bool(model.verdict.allowed))  # or cut
         residents = frozenset[int]() if model is None or is_joined else model.resident_devices
         spec = replace(model_spec(folder, version), resident_devices=residents)
         spec = replace(spec, parameters=version_parameters(plan, devices))
@@ -441,10 +446,27 @@ class Loader:
             return None
         return self.latency_store.file_for(folder.config, digest(), plan.runtime, instances)
 
-    def _open(self, folder: ModelFolder, version: int, plan: ServingPlan, try_file: _TryFile) -> AccountedModel:
-        """Load the model into memory and charge it to its memory account."""
+    def _open(self, folder: ModelFolder, version: int, plan: ServingPlan, digest: Callable[[], str]) -> AccountedModel:
+        """Load the model into memory, charge it to its memory account, and prove its batch sizes."""
         with self.measuring.working():
-            return self._open_model(folder, version, plan, try_file)
+            model = self._open_model(folder, version, plan, partial(self._try_file, folder, plan, digest))
+            if self.proofs is None:
+                return model
+            try:
+                return self._proven(self.proofs.verdict(folder, version, plan, digest, model), plan, model)
+            except BaseException:
+                model.close()
+                raise
+
+    def _proven(self, verdict: BatchVerdict, plan: ServingPlan, model: AccountedModel) -> AccountedModel:
+        """Return the model as the verdict allows it to run."""
+        if verdict.alone and plan.runtime == "tensorrt":
+            engine = find_inner(model, "run_unpadded")
+            if engine is not None:
+                engine.run_unpadded()
+            else:  # in a process, which pads its batches
+                verdict = replace(verdict, allowed=(1,))
+        return replace(model, verdict=verdict)
 
     def _open_model(self, folder: ModelFolder, version: int, plan: ServingPlan, try_file: _TryFile) -> AccountedModel:
         config, residents, devices = folder.config, frozenset[int](), list[int]()

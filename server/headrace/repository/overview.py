@@ -162,6 +162,7 @@ class ServerOverview:
             "precision": where.get("precision", ""),
             "artefact": where.get("artefact", ""),
             "not_on_gpu": where.get("not_on_gpu", ""),
+            "unproven_batches": handle.batch_verdict.reason if handle.batch_verdict.faults else "",
             "max_batch_size": spec.max_batch_size and handle.policy.batch.max_rows,
             "instances": handle.policy.instances,
             "living": load.instances,

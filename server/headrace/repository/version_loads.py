@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.backends.base import Execution
@@ -25,6 +25,7 @@ from headrace.repository.warmup import (
     make_warmups,
     unmeasurable,
 )
+from headrace.scheduling.executor import OutputMismatch
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.ragged import PaddedLayout
 
@@ -74,6 +75,7 @@ class VersionLoads:
         Raises:
             ConfigError: an instance failed to start; the model is closed.
         """
+        self._apply(model)
         self._first_load(model, lambda: self.handle.start(self._first_runner(model, warmups)))
         if self.latency_file is not None:
             self.latency_file.write(self.handle.latency_table, self._idle_ns())
@@ -91,6 +93,7 @@ class VersionLoads:
             raise refuse(f"{name}/{handle.spec.version}", None, message, "load the model again")
         warmups = make_warmups(self.folder.config, self.folder.path)
         model = self.open_model()
+        self._apply(model)
         if self.measurement is None:
             self._first_load(model, lambda: handle.restore(model, self._first_runner(model, warmups)))
         else:
@@ -98,6 +101,14 @@ class VersionLoads:
             handle.restore(model, WarmupRunner(name, arrange_warmups(warmups, handle.layout), measurement))
             self._loaded(model)
         return model.account
+
+    def _apply(self, model: AccountedModel) -> None:
+        """Serve as the proof of the batch sizes allows; metadata, explanation and metrics have the verdict."""
+        handle, verdict = self.handle, model.verdict
+        if verdict.alone and handle.batch_verdict.alone is False:
+            handle.stop_batching(OutputMismatch(f"batches change answers: {verdict.reason}"))
+        handle.batch_verdict = verdict
+        handle.spec = replace(handle.spec, parameters={**handle.spec.parameters, **verdict.parameters()})
 
     def _first_load(self, model: AccountedModel, start: Callable[[], object]) -> None:
         """Start the instances for the first time; their times are stored if no other load has worked meanwhile."""

@@ -115,26 +115,45 @@ def _data(feed: WarmupInput, tensor: ModelInput, rows: int, folder: Path) -> Arr
     shape = (rows, *dims) if rows else dims
     if feed.input_data_file:
         return read_values(folder / FOLDER / feed.input_data_file, kind, shape, dims)
-    return _random(kind, shape) if feed.random_data else zeros(kind, shape)
+    return random_values(kind, shape, np.random.default_rng()) if feed.random_data else zeros(kind, shape)
 
 
-def _random(kind: Datatype, shape: tuple[int, ...]) -> Array:
-    """Return random values: floats in [0, 1), whole numbers 0 and 1, so that an index stays within its table, or text of 0 and
-    1.
+def random_values(
+    kind: Datatype,
+    shape: tuple[int, ...],
+    random: np.random.Generator,
+    style: str = "uniform",
+    limits: tuple[float, float] | None = None,
+) -> Array:
+    """Return random values: whole numbers 0 and 1, so that an index stays within its table, or text of 0 and 1.
+
+    Args:
+        kind: datatype.
+        shape: shape of the result.
+        random: source of the values.
+        style: floats in [0, 1) ("uniform"), around 0 ("normal", for which UINT8 is 0 to 255), or a hundred times that ("large").
+        limits: smallest and largest value of numbers; None for the above.
     """
-    rng = np.random.default_rng()
     values: Array
     if kind is BYTES:
         values = np.empty(shape, dtype=object)
-        values.reshape(-1)[:] = [b"%d" % bit for bit in rng.integers(0, 2, math.prod(shape)).tolist()]
-    elif kind is BF16:  # the upper half of a single-precision number
-        words = rng.random(shape, np.float32).view(np.uint32)
-        values = np.right_shift(words, 16, out=words).astype(np.uint16)
-    elif kind.dtype.kind == "f":
-        values = rng.random(shape, np.float32).astype(kind.dtype)
+        values.reshape(-1)[:] = [b"%d" % bit for bit in random.integers(0, 2, math.prod(shape)).tolist()]
+        return values
+    if kind is not BF16 and kind.dtype.kind != "f":
+        low, high = (0, 255 if style == "normal" and kind.name == "UINT8" else 1) if limits is None else limits
+        return random.integers(int(low), int(high) + 1, shape, np.uint8 if limits is None else np.int64).astype(
+            kind.dtype
+        )
+    if style == "uniform" or (limits is not None and kind is not BF16):
+        values = random.random(shape, np.float32)
     else:
-        values = rng.integers(0, 2, shape, np.uint8).astype(kind.dtype, copy=False)
-    return values
+        values = random.standard_normal(shape, np.float32) * np.float32(100 if style == "large" else 1)
+    if kind is BF16:  # the upper half of a single-precision number
+        words = values.view(np.uint32)
+        return np.right_shift(words, 16, out=words).astype(np.uint16)
+    if limits is not None:
+        values = limits[0] + (limits[1] - limits[0]) * values
+    return values.astype(kind.dtype)
 
 
 _FORMAT = 1
@@ -144,7 +163,7 @@ _MAX_TIME_NS = 3600 * 10**9
 # Stored times for each number of rows: enough for a 95th percentile.
 _TIMES = 32
 # Configuration fields that change the compute time of a batch, besides the model's file.
-_FIELDS = {
+CONFIG_FIELDS = {
     "max_batch_size", "cpu_max_batch_size", "backend", "instance_group", "parameters", "optimization", "input", "output",
     "preprocess", "postprocess", "isolation",
 }  # fmt: skip
@@ -222,7 +241,7 @@ class LatencyStore:
             "instances": instances,
             "machine": str(machine),
             "cores": usable_cores(),
-            "config": config.model_dump(mode="json", exclude_defaults=True, include=_FIELDS),
+            "config": config.model_dump(mode="json", exclude_defaults=True, include=CONFIG_FIELDS),
         }
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return LatencyFile(self, self.folder / f"{key}.json", config.name, str(machine))
@@ -601,7 +620,7 @@ def sizes(config: ModelConfig) -> list[int]:
     Inputs have up to `MAX_RANDOM_BYTES`; with the outputs, and the row that is repeated, up to `MAX_INPUT_BYTES`.
     """
     max_rows, states = max(config.max_batch_size, 1), state_tensors(config.sequence_batching)[0]
-    row_bytes, output_bytes = _row_bytes((*config.served_input, *states)), _row_bytes(config.served_output)
+    row_bytes, output_bytes = row_bytes_of((*config.served_input, *states)), row_bytes_of(config.served_output)
     max_bytes = MAX_INPUT_BYTES - row_bytes
     row_counts = {max_rows, *(1 << power for power in range(max_rows.bit_length()))}
     if config.dynamic_batching is not None:
@@ -610,7 +629,7 @@ def sizes(config: ModelConfig) -> list[int]:
     return sorted(rows for rows in fitting if rows * (row_bytes + output_bytes) <= max_bytes)
 
 
-def _row_bytes(tensors: Iterable[ModelInput | ModelOutput]) -> int:
+def row_bytes_of(tensors: Iterable[ModelInput | ModelOutput]) -> int:
     """Return the bytes of a row of tensors; free dimensions count as 1."""
     return sum(
         math.prod(max(size, 1) for size in tensor.dims) * BY_CONFIG_NAME[tensor.data_type].size_bytes
@@ -629,7 +648,7 @@ def unmeasurable(config: ModelConfig) -> str:
             return f"input {tensor.name} is text"
         if any(size < 0 for size in tensor.dims):
             return f"input {tensor.name} has free dimensions"
-    input_bytes, output_bytes = _row_bytes(config.served_input), _row_bytes(config.served_output)
+    input_bytes, output_bytes = row_bytes_of(config.served_input), row_bytes_of(config.served_output)
     return "" if sizes(config) else f"a row has {input_bytes} bytes of inputs and {output_bytes} bytes of outputs"
 
 
@@ -654,8 +673,10 @@ def _warm(times_ns: Mapping[int, list[int]], instances: int) -> dict[int, list[i
 
 def feeds(config: ModelConfig) -> Feed:
     """Return a function that creates random inputs for a model that is not `unmeasurable`: one random row, repeated."""
+    random = np.random.default_rng()
     rows_of = {
-        tensor.name: _random(BY_CONFIG_NAME[tensor.data_type], (1, *tensor.dims)) for tensor in config.served_input
+        tensor.name: random_values(BY_CONFIG_NAME[tensor.data_type], (1, *tensor.dims), random)
+        for tensor in config.served_input
     }
 
     def feed(rows: int) -> dict[str, Array]:

@@ -52,7 +52,7 @@ _UNTIL_RELOADED = "Its requests run alone until it is loaded again"
 
 
 class OutputMismatch(ModelFailed):
-    """The shapes of the model's outputs do not match its inputs, so the rows of callers cannot be split out of them."""
+    """Rows cannot be split out of a batch: its outputs have other shapes, or other values than those of the rows alone."""
 
 
 class OutputCheck:

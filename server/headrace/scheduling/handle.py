@@ -106,7 +106,7 @@ class ModelHandle(VersionHandle):
             check,
             table,
             self._admission,
-            self._stop_batching,
+            self.stop_batching,
             layout,
             cost_model.thread_work.observe,
             clock,
@@ -495,8 +495,8 @@ class ModelHandle(VersionHandle):
             self._restore_requested = False
         settle_all([(entry.completion, error) for entry in self._scheduler.drop()])
 
-    def _stop_batching(self, mismatch: OutputMismatch) -> None:
-        """Stop merging and splitting requests after an output mismatch; any thread may call."""
+    def stop_batching(self, mismatch: OutputMismatch) -> None:
+        """Stop merging and splitting requests, because their outputs depend on their batch; any thread may call."""
         with self._lock:
             is_repeated = self._entry_factory.mismatch is not None
             self._entry_factory.mismatch = mismatch

@@ -22,6 +22,7 @@ from headrace.core.response_bodies import SequenceFigures
 from headrace.core.tensor import ModelSpec
 from headrace.observability.counters import Recorder, StepTotal
 from headrace.scheduling.admission import AdmissionForecast, WaitForecast
+from headrace.scheduling.batch_proof import BatchVerdict
 from headrace.scheduling.instance import WarmUp
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import HandlePolicy
@@ -108,6 +109,7 @@ class VersionHandle(ABC):
         callee_revision: returns a number that changes with the models that it may call by itself, 0 before the first call; None
             for a model that cannot call others.
         announced_rows: rows of pipeline requests that will reach the version after earlier steps; changed on the event loop.
+        batch_verdict: which batch sizes are proven; set by each load.
         infer: starts a request and returns its completion, to be awaited: `compute`, or the response cache in front of it. An
             attribute, since a method that looks for a cache would be one more call for every request.
     """
@@ -126,6 +128,7 @@ class VersionHandle(ABC):
         self.on_first_use: Callable[[], None] | None = None
         self.callee_revision: Callable[[], int] | None = None
         self.infer: Callable[[InferRequest], LoopCompletion] = self.compute
+        self.batch_verdict = BatchVerdict()
         self._cache: RequestCache | None = None
         self._clock = clock
         self._lock = threading.Lock()

@@ -180,7 +180,7 @@ async def test_a_group_runs_one_by_one_once_the_model_has_returned_other_rows(
     first = served.infer(infer_request(100))
     await wait_started(model)
     answers = Answers(served, [(1, 1), (2, 2), (3, 1)])
-    served._stop_batching(OutputMismatch("mixed"))
+    served.stop_batching(OutputMismatch("mixed"))
     assert served.max_group_rows == 1
     model.gate.set()
     await first

@@ -13,7 +13,8 @@ export function stateOf({ state, reason, serving }) {
   const dead = serving && !serving.pipeline && serving.living === 0 && !serving.parked;
   const word = dead ? "NO INSTANCE" : serving?.parked ? "PARKED" : state;
   const colour = !dead && state === "READY" ? "good" : state === "UNAVAILABLE" || dead ? "bad" : "soft";
-  const parts = [reason || (serving?.not_on_gpu ? `not on the GPU: ${serving.not_on_gpu}` : ""), serving?.traffic ? trafficText(serving.traffic) : ""];
+  const unproven = serving?.unproven_batches ? `batches are not proven: ${serving.unproven_batches}` : "";
+  const parts = [reason || (serving?.not_on_gpu ? `not on the GPU: ${serving.not_on_gpu}` : ""), unproven, serving?.traffic ? trafficText(serving.traffic) : ""];
   return { word, colour, reason: parts.filter(Boolean).join("; ") };
 }
 

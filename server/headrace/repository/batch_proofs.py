@@ -1,0 +1,435 @@
+"""Proves the batch sizes of a version at its first load on this machine, and stores the verdict in the state folder.
+
+<state>/proofs/<key>.json       {"format": 1, "model": ..., "starts": 1, "verdict": {...}}
+
+The key is the digest of all that decides the outputs of a batch: file, runtime, device, driver and configuration. A model whose
+graph is known to keep rows apart (`headrace.config.row_rules`) and runs on ONNX Runtime is not tested.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.backends.base import Execution, ExecutionLost, find_inner
+from headrace.config.completion import keeps_rows_apart
+from headrace.config.documents import open_regular_file
+from headrace.config.files import remove_oldest, write_durably
+from headrace.config.model_folder import MAX_INPUT_BYTES, ModelFolder
+from headrace.config.onnx_model import read_signature
+from headrace.config.ragged_rules import is_ragged
+from headrace.config.serving_plan import PYTHON_RUNTIMES, ServingPlan
+from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
+from headrace.core.errors import HeadraceError
+from headrace.core.model_config import ModelConfig
+from headrace.core.tensor import BY_CONFIG_NAME, Array
+from headrace.core.tensor_config import ModelInput, ModelOutput
+from headrace.pipelines.execution import steps_of
+from headrace.repository.accounted_model import AccountedModel, served_execution
+from headrace.repository.warmup import CONFIG_FIELDS, Warmup, machine_of, make_warmups, random_values, row_bytes_of
+from headrace.scheduling.batch_proof import BatchTests, BatchVerdict, Fault, ProofError, Row, run_rows
+
+logger = logging.getLogger("headrace.proof")
+
+_FORMAT = 1
+_MAX_BYTES = 1 << 16
+_MAX_RECORDS = 50_000
+# A proof that has ended its process so often is not started again.
+_MAX_STARTS = 2
+# Time of a proof; the sizes that are left are proven by the next load.
+_LIMIT_S = 2.0
+_ROWS = 4
+# Sizes of free dimensions, until the model runs.
+_FREE = (16, 64, 224)
+# Up to this largest batch of ONNX Runtime each size is tested.
+_EACH_SIZE = 8
+# Smallest bound by precision, as a share of an output's range.
+_FLOORS = {"fp32": 1e-5, "fp16": 1e-3, "bf16": 8e-3, "int8": 1e-2}
+NOT_TESTED = BatchVerdict()
+
+
+@dataclass(slots=True)
+class _Record:
+    """Content of a file."""
+
+    starts: int = 0
+    verdict: BatchVerdict | None = None
+    is_complete: bool = False
+
+
+class BatchProofs:
+    """Verdicts in a folder. Thread-safe: a record is replaced as a whole.
+
+    Args:
+        state: state folder; None stores nothing.
+        limit_s: time limit of a proof in seconds.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(self, state: Path | None, limit_s: float = _LIMIT_S, clock: Clock = monotonic_ns) -> None:
+        self._folder = None if state is None else state.expanduser() / "proofs"
+        self._limit_s, self._clock = limit_s, clock
+
+    def verdict(
+        self,
+        folder: ModelFolder,
+        version_number: int,
+        plan: ServingPlan,
+        digest: Callable[[], str],
+        model: AccountedModel,
+    ) -> BatchVerdict:
+        """Return the verdict of a loaded version, before its instances start; logs what is not proven.
+
+        Args:
+            folder: the model's folder.
+            version_number: version number.
+            plan: file and runtime.
+            digest: returns the digest of the file.
+            model: the loaded model.
+        """
+        config = folder.config
+        max_rows = model.max_rows
+        if config.proof == "off" or max_rows < 2 or not _merges(config, plan) or not _is_doubtful(folder, plan):
+            return NOT_TESTED
+        reason = _untestable(config)
+        if reason:
+            return BatchVerdict(reason=reason)
+        key = _key(config, plan, digest(), max_rows)
+        record = self._read(key)
+        if record.verdict is None or not record.is_complete:
+            record = self._prove(key, record, folder, version_number, plan, model)
+        verdict = record.verdict or NOT_TESTED
+        _log(config, verdict)
+        if config.proof == "warn":
+            return BatchVerdict(verdict.verified, verdict.faults, reason=verdict.reason)
+        return verdict
+
+    def _prove(
+        self,
+        key: str,
+        record: _Record,
+        folder: ModelFolder,
+        version_number: int,
+        plan: ServingPlan,
+        model: AccountedModel,
+    ) -> _Record:
+        config = folder.config
+        if record.starts >= _MAX_STARTS:
+            reason = "the process has ended while the batch sizes were being proven"
+            return _Record(record.starts, BatchVerdict(alone=True, reason=reason), True)
+        self._write(key, config.name, _Record(record.starts + 1, record.verdict))
+        proof = _Proof(folder, version_number, plan, model, self._clock)
+        verdict, is_complete = proof.run(int(self._limit_s * NS_PER_S), record.verdict)
+        record = _Record(0, verdict, is_complete)
+        self._write(key, config.name, record)
+        return record
+
+    def _read(self, key: str) -> _Record:
+        if self._folder is None:
+            return _Record()
+        try:
+            with open_regular_file(self._folder / f"{key}.json") as stream:
+                document: Any = json.loads(stream.read(_MAX_BYTES))
+            if document["format"] != _FORMAT:
+                return _Record()
+            stored = document["verdict"]
+            verdict = (
+                None
+                if stored is None
+                else BatchVerdict(
+                    tuple(map(int, stored["verified"])),
+                    {int(size): str(text) for size, text in stored["faults"].items()},
+                    stored["alone"] is True,
+                    tuple(map(int, stored["allowed"])),
+                    str(stored["reason"]),
+                )
+            )
+            return _Record(int(document["starts"]), verdict, document["is_complete"] is True)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return _Record()
+
+    def _write(self, key: str, model: str, record: _Record) -> None:
+        if self._folder is None:
+            return
+        document = {"format": _FORMAT, "model": model, **asdict(record)}
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_durably(self._folder / f"{key}.json", json.dumps(document).encode())
+            if key.startswith("00"):  # one write in 256
+                remove_oldest(self._folder, _MAX_RECORDS)
+        except OSError as error:
+            cure = "name a writable folder with --state-dir"
+            logger.warning("%s cannot be written: %s (%s)", self._folder, error.strerror, cure)
+
+
+def _merges(config: ModelConfig, plan: ServingPlan) -> bool:
+    """Return True if requests share batches or are cut; engines pad their batches in any case."""
+    is_cut = config.oversize == "split" or (config.cpu_max_batch_size or config.max_batch_size) < config.max_batch_size
+    return config.dynamic_batching is not None or is_cut or plan.runtime == "tensorrt"
+
+
+def _is_doubtful(folder: ModelFolder, plan: ServingPlan) -> bool:
+    """Return False for a graph that keeps rows apart, on ONNX Runtime, and for code."""
+    if plan.runtime in PYTHON_RUNTIMES:
+        return False
+    if plan.runtime == "tensorrt":
+        return True
+    return not keeps_rows_apart(folder.config, read_signature(plan.file, plan.file.name))
+
+
+def _untestable(config: ModelConfig) -> str:
+    if is_ragged(config):
+        return "its requests are joined, which no test covers yet"
+    if config.sequence_batching is not None:
+        return "its rows are sequences, which no test covers yet"
+    size_bytes = _ROWS * row_bytes_of((*config.served_input, *config.served_output))
+    return "" if size_bytes <= MAX_INPUT_BYTES else f"{_ROWS} rows have {size_bytes} bytes"
+
+
+def _key(config: ModelConfig, plan: ServingPlan, digest: str, max_rows: int) -> str:
+    parts = {
+        "format": _FORMAT,
+        "headrace": version("headrace"),
+        "digest": digest,
+        "runtime": plan.runtime,
+        "machine": str(machine_of(plan.runtime)),
+        "max_rows": max_rows,
+        "config": config.model_dump(mode="json", exclude_defaults=True, include={*CONFIG_FIELDS, "dynamic_batching"}),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _log(config: ModelConfig, verdict: BatchVerdict) -> None:
+    if verdict.state == "proven":
+        logger.debug("model %s: batches of %s rows are proven", config.name, verdict.verified)
+        return
+    effect = {"alone": "each request runs alone and whole", "limited": f"batches run with {verdict.allowed} rows"}
+    text = effect.get(verdict.state, "batches are not proven, and run")
+    if config.proof == "warn" and verdict.state != "untested":
+        text = "batches run in spite of it (proof: warn)"
+    level = logging.INFO if verdict.state == "untested" else logging.WARNING
+    logger.log(level, "model %s: %s: %s", config.name, text, verdict.reason)
+
+
+class _Proof:
+    """One proof of the batch sizes of a loaded model."""
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        version_number: int,
+        plan: ServingPlan,
+        model: AccountedModel,
+        clock: Clock,
+    ) -> None:
+        self._folder, self._config, self._plan, self._model = folder, folder.config, plan, model
+        self._source = folder.source_file(version_number)
+        self._outputs = [tensor.name for tensor in folder.config.served_output]
+        tensors: list[ModelInput | ModelOutput] = [*folder.config.served_input, *folder.config.served_output]
+        self._datatypes = {tensor.name: BY_CONFIG_NAME[tensor.data_type] for tensor in tensors}
+        self._ranges = _ranges(make_warmups(folder.config, folder.path))
+        self._clock = clock
+        self._precision = plan.stamp.precision if plan.stamp is not None else "fp32"
+        self._references: list[BatchTests] | None = None
+
+    def run(self, limit_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
+        """Return the verdict, and True if all sizes were tested within the limit."""
+        end_ns = self._clock() + limit_ns
+        try:
+            execution = self._model.execution(0)
+        except HeadraceError:  # the instance reports it
+            return NOT_TESTED, False
+        try:
+            return self._run(execution, end_ns, earlier)
+        except ExecutionLost as error:
+            return BatchVerdict(alone=True, reason=f"the model ended while it was being proven: {error}"), True
+        finally:
+            execution.close()
+
+    def _run(self, execution: Execution, end_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
+        try:
+            tests = [self._tests(execution, dims) for dims in self._dims()]
+        except ProofError as error:
+            return BatchVerdict(reason=f"random inputs prove nothing: {error}"), True
+        find_rows: Callable[[int], int] = getattr(find_inner(self._model, "run_rows"), "run_rows", int)
+        sizes = candidates(self._model.max_rows, self._preferred(), find_rows, self._plan.runtime == "tensorrt")
+        verified = [] if earlier is None else [size for size in earlier.verified if size in sizes]
+        faults: dict[int, str] = {}
+        is_complete = True
+        for size in sizes:
+            if size in verified:
+                continue
+            if self._clock() + sum(each.estimate_ns(size) for each in tests) > end_ns:
+                is_complete = False
+                continue
+            fault, is_model = self._check(execution, tests, size, find_rows(size))
+            if fault is None:
+                verified.append(size)
+                continue
+            faults[size] = str(fault)
+            if is_model:
+                return BatchVerdict((1,), faults, alone=True, reason=str(fault)), True
+        return self._verdict(sizes, sorted(verified), faults, find_rows, is_complete), is_complete
+
+    def _verdict(
+        self,
+        sizes: list[int],
+        verified: list[int],
+        faults: Mapping[int, str],
+        find_rows: Callable[[int], int],
+        is_complete: bool,
+    ) -> BatchVerdict:
+        """Return the verdict for a model that keeps rows apart, some of whose sizes are not proven."""
+        proven = (1, *verified)
+        if is_complete and not faults:
+            return BatchVerdict(proven)
+        if self._plan.runtime != "tensorrt":
+            if not verified:
+                return BatchVerdict(proven, faults, alone=True, reason=f"no batch was proven within {_LIMIT_S:g} s")
+            reason = f"larger batches are proven by later loads: {_LIMIT_S:g} s were too short"
+            allowed = tuple(range(1, verified[-1] + 1)) if verified[-1] < self._model.max_rows else ()
+            return BatchVerdict(proven, faults, allowed=allowed, reason=reason if allowed else "")
+        wrong = {find_rows(size) for size in sizes if size not in verified} - {find_rows(1)}
+        allowed = tuple(
+            rows for rows in range(1, self._model.max_rows + 1) if rows == 1 or find_rows(rows) not in wrong
+        )
+        reason = "; ".join(faults.values()) or f"other batches are proven by later loads: {_LIMIT_S:g} s were too short"
+        return BatchVerdict(proven, faults, allowed=allowed, reason=reason)
+
+    def _check(
+        self, execution: Execution, tests: list[BatchTests], size: int, padded: int
+    ) -> tuple[Fault | None, bool]:
+        """Return the fault of a size, and True if the model itself is at fault, or must be taken to be."""
+        run = run_rows(execution.run, self._outputs)
+
+        def fill_padding(nan: Sequence[Row]) -> None:
+            for _ in range(getattr(execution, "depth", 1) if padded > size else 0):
+                try:
+                    run([*nan] * padded)
+                except ExecutionLost:
+                    raise
+                except Exception as error:
+                    logger.debug("model %s refuses NaN: %s", self._config.name, error)
+
+        for index, each in enumerate(tests):
+            fault = each.check(size, fill_padding)
+            if fault is None:
+                continue
+            if self._plan.runtime == "onnxruntime":
+                return fault, True
+            references = self._reference_tests()
+            if references is None:
+                return fault, True
+            each.refer(references[index].run)
+            fault = each.check(size, fill_padding)
+            if fault is not None:
+                of_model = references[index].check(size)
+                return fault, of_model is not None
+        return None, False
+
+    def _reference_tests(self) -> list[BatchTests] | None:
+        """Return the tests of the model's ONNX file on the CPU; None without one, or if it does not run there."""
+        if self._references is None and self._source.is_file():
+            from headrace.backends.onnxruntime import OnnxRuntimeBackend
+
+            with suppress(HeadraceError, ProofError):
+                execution = OnnxRuntimeBackend().load(self._source, 1, {}).execution(0)
+                served = served_execution(execution, self._config, steps_of(self._config, self._folder.labels))
+                self._references = [self._tests(served, dims) for dims in self._dims()]
+        return self._references
+
+    def _dims(self) -> list[Mapping[str, Sequence[int]]]:
+        """Return the smallest shapes of each profile of an engine by input; an empty mapping for other models."""
+        ranges = getattr(find_inner(self._model, "shape_ranges"), "shape_ranges", None)
+        if not ranges:
+            return [{}]
+        shapes = [{name: low[1:] for name, (low, _high) in profile.items()} for profile in ranges]
+        return [each for index, each in enumerate(shapes) if each not in shapes[:index]]
+
+    def _tests(self, execution: Execution, dims: Mapping[str, Sequence[int]]) -> BatchTests:
+        """Return tests with rows on which the model returns finite, different outputs.
+
+        Raises:
+            ProofError: no rows do.
+        """
+        run = run_rows(execution.run, self._outputs)
+        floor = next((bound for name, bound in _FLOORS.items() if name in self._precision), _FLOORS["fp16"])
+        problem, equal = "", None
+        for rows in self._row_sets(dims):
+            try:
+                tests = BatchTests(run, rows, self._datatypes, floor, self._clock)
+            except ExecutionLost:
+                raise
+            except Exception as error:
+                kind = "" if isinstance(error, ProofError) else f"{type(error).__name__}: "
+                problem = problem or f"{kind}{error}"
+                continue
+            if tests.is_telling:
+                return tests
+            equal = equal or tests
+        if equal is None:
+            raise ProofError(problem)
+        return equal
+
+    def _row_sets(self, dims: Mapping[str, Sequence[int]]) -> Iterator[list[Row]]:
+        has_free = any(size < 0 for tensor in self._config.served_input for size in tensor.dims)
+        for free in _FREE if has_free else _FREE[:1]:
+            for style in ("normal", "uniform", "large"):
+                random = np.random.default_rng(0)
+                yield [self._row(random, style, free, dims) for _ in range(_ROWS)]
+
+    def _row(
+        self, random: np.random.Generator, style: str, free: int, dims: Mapping[str, Sequence[int]]
+    ) -> dict[str, Array]:
+        row = {}
+        for tensor in self._config.served_input:
+            own = dims.get(tensor.name, ())
+            lows = own if len(own) == len(tensor.dims) else (0,) * len(tensor.dims)
+            shape = [size if size >= 0 else max(low, 0) or free for size, low in zip(tensor.dims, lows, strict=True)]
+            datatype = BY_CONFIG_NAME[tensor.data_type]
+            row[tensor.name] = random_values(datatype, (1, *shape), random, style, self._ranges.get(tensor.name))
+        return row
+
+    def _preferred(self) -> Sequence[int]:
+        batching = self._config.dynamic_batching
+        return () if batching is None else batching.preferred_batch_size
+
+
+def candidates(max_rows: int, preferred: Sequence[int], find_rows: Callable[[int], int], is_padded: bool) -> list[int]:
+    """Return the batch sizes to test, the most important first.
+
+    Args:
+        max_rows: largest batch.
+        preferred: preferred batch sizes.
+        find_rows: returns the number of rows that run for a batch.
+        is_padded: True for an engine, whose batches are padded: the emptiest batch of each bucket is tested, too.
+    """
+    powers = [1 << power for power in range(1, max_rows.bit_length())]
+    if is_padded:
+        groups: dict[int, list[int]] = {}
+        for rows in range(1, max_rows + 1):
+            groups.setdefault(find_rows(rows), []).append(rows)
+        others = [group[-1] for group in groups.values()] + [group[0] for group in groups.values()]
+    else:
+        others = [*powers, *range(1, min(max_rows, _EACH_SIZE) + 1)]
+    ordered = dict.fromkeys([2, 3, max_rows, *preferred, *others])
+    return [size for size in ordered if 1 < size <= max_rows]
+
+
+def _ranges(warmups: Sequence[Warmup]) -> dict[str, tuple[float, float]]:
+    """Return the smallest and the largest value of each input of the warm-up requests, if they differ."""
+    ranges = {}
+    for warmup in warmups:
+        for name, values in warmup.inputs.items():
+            if values.dtype.kind in "fiu" and values.size and values.min() < values.max():
+                ranges[name] = float(values.min()), float(values.max())
+    return ranges

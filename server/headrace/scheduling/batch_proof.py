@@ -1,0 +1,326 @@
+"""Tests whether batching changes an answer: rows of a batch against the same rows in other batches, and alone.
+
+`BatchTests` runs three tests of a batch size over any function that runs a batch:
+
+    influence    the other rows are replaced by other values, NaN and the largest number: a row stays equal to the bit
+    position     a row has the same outputs at every place of a batch, and beside other rows
+    alone        a row has the outputs of the same row run alone
+
+A replaced row never changes the place of a row, so a deterministic kernel returns equal bits. Where repeated runs of one batch
+differ, their spread is allowed. Position and alone have a wider bound: kernels add in another order for another size or place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headrace.backends.base import ExecutionLost
+from headrace.core.clock import Clock, monotonic_ns
+from headrace.core.tensor import BF16, Array, Datatype
+
+Row = Mapping[str, Array]
+"""Inputs or outputs of one row by name, each of shape (1, ...)."""
+RunBatch = Callable[[Sequence[Row]], Sequence[Row]]
+"""Runs rows as one batch and returns the outputs of each, in order."""
+
+# Rows beside a reference that differ by up to this multiple of the model's own difference to it.
+_REFERENCE_FACTOR = 3.0
+# Steps of an output's datatype by which kernels may differ.
+_STEPS = 4
+# Runs of the same batch that measure its spread, and the allowed multiple of that.
+_REPEATS = 3
+_SPREAD_FACTOR = 2.0
+# Runs of a batch in `check`.
+_RUNS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BatchVerdict:
+    """Batch sizes of a version that are proven.
+
+    Attributes:
+        verified: proven batch sizes in rows, ascending.
+        faults: reason by batch size that is not proven.
+        alone: True if each request runs alone and whole.
+        allowed: numbers of rows that may run, ascending; () for all.
+        reason: why requests run alone, sizes are not used, or nothing was tested; "" if there is no such reason.
+    """
+
+    verified: tuple[int, ...] = ()
+    faults: Mapping[int, str] = field(default_factory=dict)
+    alone: bool = False
+    allowed: tuple[int, ...] = ()
+    reason: str = ""
+
+    @property
+    def state(self) -> str:
+        """Return "proven", "alone", "limited", "warned" or "untested"."""
+        if self.alone:
+            return "alone"
+        if self.allowed:
+            return "limited"
+        if self.faults:
+            return "warned"
+        return "proven" if self.verified else "untested"
+
+    def parameters(self) -> dict[str, str | float | bool]:
+        """Return the metadata of a version; empty if nothing was tested."""
+        parameters: dict[str, str | float | bool] = {}
+        if self.verified:
+            parameters["headrace.verified_batches"] = ", ".join(map(str, self.verified))
+            parameters["headrace.unproven_batch_sizes"] = len(self.faults)
+        if self.reason:
+            parameters["headrace.unproven_batches"] = self.reason
+        return parameters
+
+    def report(self) -> dict[str, object]:
+        """Return the fields for `headrace explain`."""
+        faults = {str(size): text for size, text in sorted(self.faults.items())}
+        return {"state": self.state, "reason": self.reason, "verified_batches": list(self.verified), "faults": faults}
+
+
+class ProofError(Exception):
+    """The rows prove nothing: the model fails on them alone, or returns no usable outputs."""
+
+
+class Fault(NamedTuple):
+    """Reason why a batch size is not proven.
+
+    Attributes:
+        test: "influence", "position", "alone", "memory" or "run".
+        text: description with output, row and difference.
+    """
+
+    test: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.test}: {self.text}"
+
+
+def run_rows(run: Callable[[dict[str, Array]], dict[str, Array]], outputs: Sequence[str]) -> RunBatch:
+    """Return a function that runs rows by a function of joined inputs, e.g. `Execution.run`.
+
+    Args:
+        run: takes and returns arrays of shape (rows, ...).
+        outputs: names of the outputs to return.
+    """
+
+    def run_batch(rows: Sequence[Row]) -> list[Row]:
+        results = run({name: np.concatenate([row[name] for row in rows]) for name in rows[0]})
+        for name in outputs:
+            if results[name].shape[:1] != (len(rows),):
+                raise ProofError(f"output '{name}' has the shape {list(results[name].shape)} for {len(rows)} rows")
+        return [{name: results[name][index : index + 1] for name in outputs} for index in range(len(rows))]
+
+    return run_batch
+
+
+class BatchTests:
+    """Tests batch sizes of one model with one set of rows.
+
+    Args:
+        run: runs a batch.
+        rows: at least two different rows.
+        datatypes: datatype of each input and output.
+        floor: smallest bound of position and alone, as a share of an output's range, e.g. 1e-5 in FP32.
+        clock: monotonic nanoseconds.
+
+    Attributes:
+        run: as in the argument.
+        is_telling: False if all rows have equal outputs alone, so that a row at another place may go unnoticed.
+
+    Raises:
+        ProofError: the rows prove nothing.
+    """
+
+    def __init__(
+        self,
+        run: RunBatch,
+        rows: Sequence[Row],
+        datatypes: Mapping[str, Datatype],
+        floor: float,
+        clock: Clock = monotonic_ns,
+    ) -> None:
+        self.run, self._rows, self._datatypes, self._clock = run, rows, datatypes, clock
+        self._random = np.random.default_rng(len(rows))
+        begun_ns = clock()
+        self._alone = [self._copies(run([row]))[0] for row in rows]
+        self._row_ns = (clock() - begun_ns) / len(rows)
+        for output in self._alone:
+            for name, values in output.items():
+                if values.dtype.kind == "f" and not np.isfinite(values).all():
+                    raise ProofError(f"output '{name}' of a row alone is not finite")
+        first = self._alone[0]
+        self.is_telling = any(_differing(first, other) for other in self._alone[1:])
+        self._bounds = {name: _bound([output[name] for output in self._alone], floor) for name in first}
+
+    def refer(self, run: RunBatch) -> None:
+        """Widen the bounds by the difference between the rows alone and a reference.
+
+        Args:
+            run: runs a batch of the reference, e.g. of ONNX Runtime.
+        """
+        for row, alone in zip(self._rows, self._alone, strict=True):
+            reference = self._copies(run([row]))[0]
+            for name, values in alone.items():
+                own = difference(values, reference[name])
+                if np.isfinite(own):
+                    self._bounds[name] = max(self._bounds[name], _REFERENCE_FACTOR * own)
+
+    def estimate_ns(self, size: int) -> float:
+        """Return the expected time of `check` in nanoseconds."""
+        return _RUNS * size * self._row_ns
+
+    def check(self, size: int, before: Callable[[Sequence[Row]], None] = lambda _rows: None) -> Fault | None:
+        """Test a batch size; return the first fault, None if it is proven.
+
+        Args:
+            size: rows of the batch, at least 2.
+            before: called before each of the batches, e.g. to fill the memory of padding rows; the argument is a row of NaN.
+        """
+        begun_ns = self._clock()
+        try:
+            fault = self._check(size, before)
+        except Exception as error:
+            if isinstance(error, ExecutionLost):
+                raise
+            return Fault("run", f"a batch of {size} rows fails: {type(error).__name__}: {error}")
+        self._row_ns = (self._clock() - begun_ns) / size / _RUNS
+        return fault
+
+    def _check(self, size: int, before: Callable[[Sequence[Row]], None]) -> Fault | None:
+        drawn = self._draw(size)
+        before([self._extreme(0)])
+        batch = [self._rows[index] for index in drawn]
+        first = self.run(batch)
+        kept = self._copies(first)
+        results = [(place, index, kept[place]) for place, index in enumerate(drawn)]
+        for parity in (0, 1):
+            others = self._draw(size)
+            mixed, indices = self._replaced(batch, drawn, others, parity)
+            try:
+                outputs = self._copies(self.run(mixed))
+            except Exception as error:  # a model may refuse NaN: then other values replace the rows
+                if isinstance(error, ExecutionLost):
+                    raise
+                indices = [(drawn if place % 2 == parity else others)[place] for place in range(size)]
+                outputs = self._copies(self.run([self._rows[index] for index in indices]))
+            for place in range(parity, size, 2):
+                fault = self._influence(size, place, kept[place], outputs[place], batch)
+                if fault is not None:
+                    return fault
+            results += [(place, index, outputs[place]) for place, index in enumerate(indices) if index >= 0]
+        for place, (before_output, output) in enumerate(zip(kept, self._copies(first), strict=True)):
+            name = _differing(before_output, output)
+            if name:
+                return Fault("memory", f"output '{name}' of row {place} of {size} changes when the next batch runs")
+        return self._compare(size, results)
+
+    def _draw(self, size: int) -> list[int]:
+        """Return indices of rows: all rows in one order after the other, so that equal rows have no fixed distance."""
+        count = len(self._rows)
+        orders = [self._random.permutation(count) for _ in range(-(-size // count))]
+        indices: list[int] = np.concatenate(orders)[:size].tolist()
+        return indices
+
+    def _replaced(
+        self, batch: list[Row], drawn: list[int], others: list[int], parity: int
+    ) -> tuple[list[Row], list[int]]:
+        """Return the batch with every second row replaced, and the index of each row; -1 for NaN and the largest number."""
+        rows, indices = list(batch), list(drawn)
+        for number, place in enumerate(range(1 - parity, len(batch), 2)):
+            kind = (number + parity) % 3
+            rows[place] = self._rows[others[place]] if kind == 2 else self._extreme(kind)
+            indices[place] = others[place] if kind == 2 else -1
+        return rows, indices
+
+    def _extreme(self, kind: int) -> Row:
+        """Return a row of NaN (0) or of the largest number (1); inputs that are no floats have ordinary values."""
+        return {name: _extreme(values, self._datatypes[name], kind) for name, values in self._rows[-1].items()}
+
+    def _copies(self, outputs: Sequence[Row]) -> list[dict[str, Array]]:
+        return [
+            {name: _decoded(values, self._datatypes.get(name)).copy() for name, values in output.items()}
+            for output in outputs
+        ]
+
+    def _influence(self, size: int, place: int, own: Row, other: Row, batch: list[Row]) -> Fault | None:
+        name = _differing(own, other)
+        if not name:
+            return None
+        repeats = [self._copies(self.run(batch))[place] for _ in range(_REPEATS)]
+        for name in own:  # every output now
+            spread = max(difference(own[name], repeat[name]) for repeat in repeats)
+            differs = difference(own[name], other[name])
+            if differs > _SPREAD_FACTOR * spread:
+                text = f"output '{name}' of row {place} of {size} changes by {differs:.3g} with the other rows"
+                return Fault("influence", text)
+        return None
+
+    def _compare(self, size: int, results: list[tuple[int, int, dict[str, Array]]]) -> Fault | None:
+        for place, index, output in results:
+            for name, values in output.items():
+                differs, bound = difference(values, self._alone[index][name]), self._bounds[name]
+                if differs <= bound:
+                    continue
+                rows = f"output '{name}' of row {place} of {size}"
+                if any(other == index and difference(values, twin[name]) > bound for _, other, twin in results):
+                    text = f"{rows} differs by {differs:.3g} from that of an equal row at another place"
+                    return Fault("position", f"{text}, {bound:.3g} is allowed")
+                return Fault("alone", f"{rows} differs by {differs:.3g} from the row alone, {bound:.3g} is allowed")
+        return None
+
+
+def difference(one: Array, other: Array) -> float:
+    """Return the largest absolute difference; infinity for other shapes, other text, and a NaN in only one of both."""
+    if one.shape != other.shape:
+        return float("inf")
+    if one.dtype.kind not in "fiub" or np.array_equal(one, other):
+        return 0.0 if np.array_equal(one, other) else float("inf")
+    if one.dtype.kind != "f":
+        return float("inf")
+    unequal = ~((one == other) | (np.isnan(one) & np.isnan(other)))
+    if not unequal.any():
+        return 0.0
+    with np.errstate(all="ignore"):
+        gaps = np.abs(one[unequal].astype(np.float64) - other[unequal].astype(np.float64))
+    return float(gaps.max()) if np.isfinite(gaps).all() else float("inf")
+
+
+def _differing(one: Row, other: Row) -> str:
+    return next((name for name, values in one.items() if difference(values, other[name])), "")
+
+
+def _bound(values: Sequence[Array], floor: float) -> float:
+    """Return the largest allowed difference of an output; 0 for numbers that are no floats."""
+    if values[0].dtype.kind != "f" or any(each.shape != values[0].shape for each in values) or not values[0].size:
+        return 0.0
+    stacked = np.stack(values).astype(np.float64)
+    kind: Any = values[0].dtype
+    step = float(np.finfo(kind).eps) * _STEPS * float(np.abs(stacked).max())
+    return max(floor * float(stacked.max() - stacked.min()), step)
+
+
+def _decoded(values: Array, datatype: Datatype | None) -> Array:
+    """Return BF16, which NumPy lacks, as FP32."""
+    if datatype is not BF16:
+        return values
+    widened: Array = (values.astype(np.uint32) << 16).view(np.float32)
+    return widened
+
+
+def _extreme(values: Array, datatype: Datatype, kind: int) -> Array:
+    number: Any
+    if datatype is BF16:
+        number = (0x7FC0, 0x7F7F)[kind]
+    elif values.dtype.kind == "f":
+        dtype: Any = values.dtype
+        number = (np.nan, np.finfo(dtype).max)[kind]
+    else:
+        return values
+    return np.full_like(values, number)

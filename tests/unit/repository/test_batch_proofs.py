@@ -1,0 +1,266 @@
+"""Proof of batch sizes at the load of an ONNX model: what is tested, what a failure does, and what is stored."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from headrace.backends.onnxruntime import OnnxRuntimeExecution
+from headrace.core.errors import ModelFailed
+from headrace.core.ledger import CPU
+from headrace.core.request import InferRequest, InferResponse
+from headrace.observability.metrics import MetricsPage
+from headrace.repository import batch_proofs
+from headrace.repository.batch_proofs import BatchProofs, candidates
+from headrace.repository.explanation import explain
+from headrace.repository.gpu_model_cache import GpuModelCache
+from headrace.repository.reconciler import ControlPolicy
+from headrace.repository.registry import Registry
+
+from tests.support.control_thread import running
+from tests.support.models import add_model
+from tests.support.networks import network
+from tests.support.prometheus import read_page
+
+Array = np.ndarray[Any, Any]
+ALL = ControlPolicy("none")
+MIXED = "M = ReduceMean <axes: ints = [0]> (x)\n y = Sub (x, M)"
+# The analysis of the graph cannot prove it, and it is right.
+APART = "i = NonZero (x)\n j = Cast <to: int = 1> (i)\n s = ReduceSum (j)\n z = Mul (s, zero)\n y = Add (x, z)"
+PROVEN = "y = Tanh (x)"
+BATCHES = "max_batch_size: 8\ndynamic_batching: {max_queue_delay_microseconds: 50000}\n"
+SIZES = tuple(range(1, 9))
+
+
+def option(name: str, text: str) -> str:
+    return f'parameters {{ key: "headrace.{name}" value {{ string_value: "{text}" }} }}\n'
+
+
+def model_of(text: str) -> onnx.ModelProto:
+    return network(text, {"zero": np.array(0.0)}, ("N", 4))
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    return tmp_path / "repository"
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each run of ONNX Runtime."""
+    rows: list[int] = []
+    run = OnnxRuntimeExecution.run
+
+    def count(self: OnnxRuntimeExecution, inputs: dict[str, Array]) -> dict[str, Array]:
+        rows.append(len(inputs["x"]))
+        return run(self, inputs)
+
+    monkeypatch.setattr(OnnxRuntimeExecution, "run", count)
+    return rows
+
+
+async def infer(registry: Registry, *requests: Array) -> list[Array]:
+    """Return the outputs of requests that are queued together."""
+    handle = registry.lease("m", "")
+    try:
+        pending = [
+            handle.infer(InferRequest(inputs={"x": x}, rows=len(x), shape_key=(4,), received_ns=0)) for x in requests
+        ]
+        responses = [await completion for completion in pending]
+        return [np.asarray(response.outputs["y"]) for response in responses if isinstance(response, InferResponse)]
+    finally:
+        handle.release()
+
+
+def inputs(*rows: int) -> list[Array]:
+    random = np.random.default_rng(2)
+    return [random.standard_normal((count, 4)).astype(np.float32) for count in rows]
+
+
+async def test_requests_to_a_model_with_mixed_rows_run_alone_and_whole(
+    repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_model(repository, "m", model_of(MIXED), config=BATCHES)
+    requests = inputs(1, 3, 2)
+    async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        answers = await infer(registry, *requests)
+        document = explain(registry, "m")
+        ((_, _, source),) = registry.sources()
+        parameters = source.spec.parameters
+        page = MetricsPage(registry.sources).render()[1].decode()
+        gauges = [s.value for f in read_page(page) if f.name == "headrace_unproven_batch_sizes" for s in f.samples]
+    for x, answer in zip(requests, answers, strict=True):
+        np.testing.assert_allclose(answer, x - x.mean(axis=0), atol=1e-6)
+    assert document["batches"]["state"] == "alone"
+    assert document["findings"][0].kind == "unproven_batches"
+    reason = document["batches"]["reason"]
+    assert reason.startswith("influence: output 'y' of row 0 of 2 changes by")
+    assert parameters["headrace.verified_batches"] == "1"
+    assert gauges == [1.0]
+    assert parameters["headrace.unproven_batches"] == reason
+    assert [r for r in caplog.records if r.name == "headrace.proof" and reason in r.getMessage()]
+
+
+async def test_requests_that_share_batches_without_a_proof_change_each_other(repository: Path) -> None:
+    """The fault that the proof guards against."""
+    add_model(repository, "m", model_of(MIXED), config=BATCHES)
+    requests = inputs(1, 3, 2)
+    async with running(repository, ALL) as (_, registry):
+        answers = await infer(registry, *requests)
+    x = np.concatenate(requests)
+    np.testing.assert_allclose(np.concatenate(answers), x - x.mean(axis=0), atol=1e-6)
+
+
+async def test_a_larger_request_is_refused_instead_of_cut(repository: Path) -> None:
+    add_model(repository, "m", model_of(MIXED), config=BATCHES + option("oversize", "split"))
+    async with running(repository, ALL, proofs=BatchProofs(None)) as (_, registry):
+        with pytest.raises(ModelFailed, match=r"no longer split because its outputs are wrong.*influence"):
+            await infer(registry, *inputs(9))
+        assert len(await infer(registry, *inputs(8))) == 1
+
+
+@pytest.mark.parametrize(("mode", "state"), [("warn", "warned"), ("off", None)])
+async def test_a_model_may_run_in_spite_of_the_proof(repository: Path, mode: str, state: str | None) -> None:
+    add_model(repository, "m", model_of(MIXED), config=BATCHES + option("proof", mode))
+    async with running(repository, ALL, proofs=BatchProofs(None)) as (_, registry):
+        answers = await infer(registry, *inputs(1, 1))
+        document = explain(registry, "m")
+    assert np.abs(answers[0]).max() > 0  # it shared a batch
+    assert document.get("batches", {"state": None})["state"] == state
+
+
+async def test_a_model_that_only_the_proof_knows_to_be_right_serves_all_sizes(
+    repository: Path, tmp_path: Path, sizes: list[int]
+) -> None:
+    add_model(repository, "m", model_of(APART), config=BATCHES)
+    async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        document = explain(registry, "m")
+        assert set(sizes) == set(SIZES)
+        sizes.clear()
+        await infer(registry, *inputs(2, 3))
+        assert sizes == [5]
+    assert document["batches"] == {"state": "proven", "reason": "", "verified_batches": list(SIZES), "faults": {}}
+    sizes.clear()
+    async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        assert explain(registry, "m")["batches"] == document["batches"]
+    assert sizes == []  # a second start costs nothing
+
+
+@pytest.mark.parametrize("config", ["", "max_batch_size: 8\n", BATCHES])
+async def test_a_graph_that_keeps_rows_apart_is_not_run(repository: Path, sizes: list[int], config: str) -> None:
+    add_model(repository, "m", model_of(PROVEN), config=config)
+    async with running(repository, ALL, proofs=BatchProofs(None)) as (_, registry):
+        assert "batches" not in explain(registry, "m")
+    assert sizes == []
+
+
+@pytest.mark.parametrize("config", ["", "max_batch_size: 8\n"])
+async def test_a_model_whose_requests_run_alone_anyway_is_not_run(
+    repository: Path, sizes: list[int], config: str
+) -> None:
+    add_model(repository, "m", model_of(MIXED), config=config)
+    async with running(repository, ALL, proofs=BatchProofs(None)) as (_, registry):
+        assert "batches" not in explain(registry, "m")
+    assert sizes == []
+
+
+async def test_a_model_that_its_first_request_loads_is_proven_then(repository: Path) -> None:
+    add_model(repository, "m", model_of(MIXED), config=BATCHES)
+    models = GpuModelCache()
+    models.ledger.set_limit(CPU, 1 << 30)
+    requests = inputs(1, 3)
+    async with running(repository, ALL, proofs=BatchProofs(None), gpu_model_cache=models) as (_, registry):
+        answers = await infer(registry, *requests)
+        document = explain(registry, "m")
+    for x, answer in zip(requests, answers, strict=True):
+        np.testing.assert_allclose(answer, x - x.mean(axis=0), atol=1e-6)
+    assert document["batches"]["state"] == "alone"
+
+
+async def test_sizes_for_which_the_time_is_too_short_are_not_used_until_later_loads_prove_them(
+    repository: Path, tmp_path: Path, sizes: list[int]
+) -> None:
+    add_model(repository, "m", model_of(APART), config=BATCHES)
+
+    class Clock:
+        """Each row takes a second."""
+
+        def __call__(self) -> int:
+            return sum(sizes) * 10**9
+
+    states = []
+    for _ in range(2):
+        async with running(repository, ALL, proofs=BatchProofs(tmp_path, 30.0, Clock())) as (_, registry):
+            states.append(explain(registry, "m")["batches"])
+            sizes.clear()
+            await infer(registry, *inputs(5))
+            if len(states) == 1:
+                assert sizes == [3, 2]
+            sizes.clear()
+    assert (states[0]["state"], states[0]["verified_batches"]) == ("limited", [1, 2, 3])
+    assert states[1]["verified_batches"][-1] == 8
+
+
+async def test_a_process_that_ended_twice_while_proving_serves_one_request_at_a_time(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_model(repository, "m", model_of(APART), config=BATCHES)
+
+    class Ended(BaseException):
+        """Stands for the end of the process."""
+
+    def end(*_args: object) -> None:
+        raise Ended
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_proofs._Proof, "run", end)
+        for _ in range(2):
+            async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+                assert not registry.used_sources()
+    async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        batches = explain(registry, "m")["batches"]
+    assert (batches["state"], batches["reason"]) == (
+        "alone",
+        "the process has ended while the batch sizes were being proven",
+    )
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 1}', '{"format": 1, "verdict": {"verified": 7}}'])
+async def test_a_broken_record_is_replaced(repository: Path, tmp_path: Path, content: str) -> None:
+    add_model(repository, "m", model_of(MIXED), config=BATCHES)
+    async with running(repository, ALL, proofs=BatchProofs(tmp_path)):
+        (record,) = (tmp_path / "proofs").iterdir()
+    stored = json.loads(record.read_text())
+    record.write_text(content)
+    async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        assert explain(registry, "m")["batches"]["state"] == "alone"
+    assert json.loads(record.read_text())["verdict"]["alone"] == stored["verdict"]["alone"] is True
+
+
+async def test_random_inputs_that_the_model_refuses_prove_nothing(
+    repository: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    text = "n = Constant <value_float: float = nan> ()\n M = ReduceMean <axes: ints = [0]> (x)\n s = Sub (x, M)\n y = Add (s, n)"
+    add_model(repository, "m", model_of(text), config=BATCHES)
+    async with running(repository, ALL, proofs=BatchProofs(None)) as (_, registry):
+        batches = explain(registry, "m")["batches"]
+    assert (batches["state"], batches["verified_batches"]) == ("untested", [])
+    assert batches["reason"] == "random inputs prove nothing: output 'y' of a row alone is not finite"
+    assert "batches are not proven, and run" in caplog.text
+
+
+def test_the_most_important_sizes_come_first() -> None:
+    assert candidates(8, (), int, False) == [2, 3, 8, 4, 1 + 4, 6, 7]
+    assert candidates(64, (24,), int, False)[:5] == [2, 3, 64, 24, 4]
+    assert candidates(1, (), int, False) == []
+
+    def padded(rows: int) -> int:
+        return next(bucket for bucket in (1, 4, 8) if bucket >= rows)
+
+    assert candidates(8, (), padded, True) == [2, 3, 8, 4, 5]

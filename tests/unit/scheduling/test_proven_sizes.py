@@ -1,0 +1,60 @@
+"""Batches are cut and padded to the numbers of rows that are proven."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.core.errors import ModelFailed
+from headrace.scheduling.proven_sizes import ProvenSizes
+
+Array = np.ndarray[Any, Any]
+
+
+class Doubling:
+    """Y = 2 X; records the rows of each run."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.is_closed = False
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        self.sizes.append(len(inputs["X"]))
+        return {"Y": inputs["X"] * 2, "rows": np.arange(len(inputs["X"]))}
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize(
+    ("allowed", "rows", "sizes"),
+    [
+        ((1, 2, 4), 4, [4]),
+        ((1, 2, 4), 3, [4]),
+        ((1, 2, 8), 5, [8]),
+        ((1, 2), 5, [2, 2, 1]),
+        ((1,), 3, [1, 1, 1]),
+        ((1, 5, 8), 3, [5]),
+        ((1, 3), 8, [3, 3, 3]),
+    ],
+)
+def test_a_batch_runs_in_proven_sizes(allowed: Sequence[int], rows: int, sizes: list[int]) -> None:
+    inner = Doubling()
+    x = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)
+    outputs = ProvenSizes(inner, allowed).run({"X": x})
+    assert inner.sizes == sizes
+    np.testing.assert_array_equal(outputs["Y"], x * 2)
+    assert len(outputs["rows"]) == rows
+
+
+def test_a_batch_that_must_not_be_cut_is_refused() -> None:
+    inner = Doubling()
+    execution = ProvenSizes(inner, (1,), "influence: output 'Y'")
+    assert len(execution.run({"X": np.zeros((1, 2))})["Y"]) == 1
+    with pytest.raises(ModelFailed, match=r"3 rows, of which no batch is proven: send one row. influence: output 'Y'"):
+        execution.run({"X": np.zeros((3, 2))})
+    assert inner.sizes == [1]
+    execution.close()
+    assert inner.is_closed
