@@ -28,7 +28,7 @@ from headrace.config.model_folder import MAX_INPUT_BYTES, ModelFolder
 from headrace.config.onnx_model import read_signature
 from headrace.config.ragged_rules import is_ragged
 from headrace.config.serving_plan import PYTHON_RUNTIMES, ServingPlan
-from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
+from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import HeadraceError
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME, Array
@@ -127,8 +127,10 @@ class BatchProofs:
             reason = "the process has ended while the batch sizes were being proven"
             return _Record(record.starts, BatchVerdict(alone=True, reason=reason), True)
         self._write(key, config.name, _Record(record.starts + 1, record.verdict))
-        proof = _Proof(folder, version_number, plan, model, self._clock)
+        proof, begun_ns = _Proof(folder, version_number, plan, model, self._clock), self._clock()
         verdict, is_complete = proof.run(int(self._limit_s * NS_PER_S), record.verdict)
+        took_ms = (self._clock() - begun_ns) // NS_PER_MS
+        logger.debug("model %s took %d ms to prove batches of %s rows", config.name, took_ms, verdict.verified)
         record = _Record(0, verdict, is_complete)
         self._write(key, config.name, record)
         return record
@@ -210,7 +212,6 @@ def _key(config: ModelConfig, plan: ServingPlan, digest: str, max_rows: int) -> 
 
 def _log(config: ModelConfig, verdict: BatchVerdict) -> None:
     if verdict.state == "proven":
-        logger.debug("model %s: batches of %s rows are proven", config.name, verdict.verified)
         return
     effect = {"alone": "each request runs alone and whole", "limited": f"batches run with {verdict.allowed} rows"}
     text = effect.get(verdict.state, "batches are not proven, and run")

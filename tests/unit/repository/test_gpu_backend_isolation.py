@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import headrace
+import numpy as np
 import pytest
 from headrace.backends.base import InFlightBatch
 from headrace.backends.process.backend import IsolatedBackend, IsolatedExecution
+from headrace.core.errors import ModelFailed
+from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.repository import loader as loader_module
+from headrace.repository.batch_proofs import BatchProofs
 from headrace.repository.reconciler import ControlPolicy
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
@@ -24,6 +28,7 @@ from tests.support import gpu_ragged_cases as cases
 from tests.support.control_thread import index, infer_values, put, running, same
 from tests.support.fake_gpu import install_gpu
 from tests.support.models import affine
+from tests.support.networks import network
 from tests.support.processes import isolated_children_of_this_process
 
 # Each of these starts processes of its own; together they take most of a minute.
@@ -135,3 +140,23 @@ async def test_a_plan_that_contradicts_its_configuration(tmp_path: Path) -> None
     async with running(repository, ALL) as (_, registry):
         reason = next(reason for (name, _version), (_state, reason) in index(registry).items() if name == "m")
         assert "input 'X' has the shape [17] in the configuration, [16] in the plan" in reason
+
+
+async def test_an_engine_that_mixes_rows_takes_single_rows_only(tmp_path: Path) -> None:
+    """Its process pads batches, so that a request of several rows would not be whole."""
+    text = "M = ReduceMean <axes: ints = [0]> (x)\n y = Sub (x, M)"
+    order = TargetSpec("fp32", (ShapeRange({"x": ((1, 4), (8, 4), (8, 4))}),))
+    TensorRtTarget().build(network(text, {}, ("N", 4)), order, tmp_path / "mixed.plan", silent)
+    tensors = "input: [{name: x, data_type: fp32, dims: [4]}]\noutput: [{name: y, data_type: fp32, dims: [4]}]\n"
+    repository = with_plan(tmp_path, tensors, (tmp_path / "mixed.plan").read_bytes())
+    (repository / "m" / "1" / "model.onnx").unlink()
+    async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        handle = registry.lease("m", "")
+        x = np.ones((3, 4), np.float32)
+        requests = [InferRequest(inputs={"x": x[:n]}, rows=n, shape_key=(4,), received_ns=0) for n in (1, 3)]
+        try:
+            await handle.infer(requests[0])
+            with pytest.raises(ModelFailed, match="3 rows, of which no batch is proven"):
+                await handle.infer(requests[1])
+        finally:
+            handle.release()

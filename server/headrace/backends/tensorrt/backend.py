@@ -40,6 +40,8 @@ from headrace.backends.tensorrt.plan import (
     ProfileRange,
     Shape,
     TensorRtPlan,
+    TuningResult,
+    buckets,
     choose_profile,
     installed,
     load,
@@ -249,6 +251,16 @@ class TensorRtModel:
             else {n: t.replay_us for n, t in tuning_result.timings.items() if n in tuning_result.buckets}
         )
 
+    def run_rows(self, rows: int) -> int:
+        """Return the number of rows that run for a batch of `rows`, padding included; call it once an execution was opened."""
+        plan, placement = next(iter(self._plans.values())), self._placements[0]
+        tuning_result = plan.tuning_result or TuningResult(buckets(plan.profiles, placement.max_rows))
+        return tuning_result.padded(rows)
+
+    def run_unpadded(self) -> None:
+        """Run each batch with its own number of rows; called once, before the executions that serve are created."""
+        self._placements = [placement._replace(padded=False) for placement in self._placements]
+
     @property
     def inputs(self) -> Sequence[PlanTensor]:
         """Input tensors of the plan."""
@@ -361,7 +373,7 @@ class TensorRtExecution:
         self._ports = PlanBindings(plan, stages or {}, states.hidden)
         self._input_types = self._ports.input_types
         self._batched = placement.max_rows > 0
-        self._joined = placement.joined
+        self._joined, self._padded = placement.joined, placement.padded
         self._device = None if kernel is None else placement.device
         self._on_device = CurrentDevice(placement.device, plan.name)
         self.slot_states = DeviceStates(states, plan.allocator, self._on_device) if states.tensors else None
@@ -494,8 +506,8 @@ class TensorRtExecution:
 
     def _choose_run_shapes(self, requested: dict[str, Shape], rows: int) -> InputShapes:
         exact, tuning_result = self._ports.plan_shapes(requested), self._resources.tuning_result
-        if not rows:
-            candidates: tuple[int, ...] = (0,)
+        if not (rows and self._padded):
+            candidates: tuple[int, ...] = (rows,)
         elif self._resources.has_fixed_shapes and rows <= tuning_result.buckets[-1]:
             candidates = (tuning_result.padded(rows),)
         else:

@@ -323,6 +323,7 @@ class InstancePlacement(NamedTuple):
         spins: the host keeps a core busy while it waits; None: for one-graph batches, whose latency is microseconds.
         joined: the requests of a batch are joined, so that nearly every batch has shapes of its own: each slot has one context
             for all of them, without a CUDA graph. Only with `max_rows` 0.
+        padded: batches are padded to buckets; False: each runs with its own number of rows, without a CUDA graph.
     """
 
     device: int
@@ -332,6 +333,7 @@ class InstancePlacement(NamedTuple):
     one_graph_rows: int | None = None
     spins: bool | None = None
     joined: bool = False
+    padded: bool = True
 
 
 class BatchViews(NamedTuple):
