@@ -68,7 +68,7 @@ $(VENV)/.manifests: requirements/manifests.lock $(VENV)/.dev | $(BIN)/python
 	@touch $@
 
 # Only files with such tests are collected: a worker collects all tests in 13 s, those of these files in 5 s.
-SLOW_FILES = $$(grep -rlE "mark\.slow|\bDEEP\b" --include="test_*.py" tests)
+SLOW_FILES = $$(grep -rlE "mark\.slow|\b(DEEP|MORE_EXAMPLES)\b" --include="test_*.py" tests)
 test-slow: $(VENV)/.dev $(VENV)/.kserve $(VENV)/.manifests models ## tests marked slow, then those marked timing, alone
 	@status=0; $(BIN)/python -m pytest $(PARALLEL) -m "slow and not timing" $(SLOW_FILES) || status=$$?; \
 	  $(BIN)/python -m pytest -n 0 -m timing $$(grep -rlF mark.timing --include="test_*.py" tests) || status=$$?; exit $$status

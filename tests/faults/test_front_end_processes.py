@@ -1,6 +1,6 @@
 """Faults of a server with front-end processes: SIGKILL and hangs of each process, and SIGTERM during them.
 
-Each fault is repeated in the slow tests: ten times, or as often as FAULT_REPEATS says (50 take half an hour on two cores).
+A whole run of the slow tests repeats each fault ten times, or as often as FAULT_REPEATS says (50: half an hour on two cores).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
-from tests.support.examples import examples
+from tests.support.examples import MORE_EXAMPLES
 from tests.support.models import add_model, busy, row_sums
 from tests.support.processes import alive, children, words
 from tests.support.serving import HOST, Server, free_port, serving
 from tests.support.waiting import at_rest, until
 
-REPEATS = int(os.environ.get("FAULT_REPEATS", examples(10)))
+REPEATS = int(os.environ.get("FAULT_REPEATS", "10"))
 # A process that only waits for a processor of a busy machine must not count as hung.
 HANG_TIMEOUT_S = "3"
-MANY = pytest.param(REPEATS, marks=[pytest.mark.slow, pytest.mark.timeout(120 + 30 * REPEATS)], id="many")
+MANY = pytest.param(REPEATS, marks=[*MORE_EXAMPLES, pytest.mark.timeout(120 + 30 * REPEATS)], id="many")
 REPEATED = pytest.mark.parametrize("times", [pytest.param(2, id="twice"), MANY])
 BODY = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}).encode()
 FRONT_ENDS = 2

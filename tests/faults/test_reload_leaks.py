@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import skimage
 
-from tests.support.examples import examples
+from tests.support.examples import MORE_EXAMPLES
 from tests.support.models import add_model, add_pipeline, affine, channel_means, ensemble_config
 from tests.support.processes import children
 from tests.support.python_models import DECOUPLED, add_python_model
@@ -46,7 +46,7 @@ REPEATED = pytest.mark.parametrize(
     "times",
     [
         pytest.param(4, id="few"),
-        pytest.param(examples(50), marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="many"),
+        pytest.param(50, marks=[*MORE_EXAMPLES, pytest.mark.timeout(1800)], id="many"),
     ],
 )
 

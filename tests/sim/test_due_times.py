@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.completions import RecordedCompletion, request
-from tests.support.examples import examples
+from tests.support.examples import MORE_EXAMPLES, examples
 
 MS = 1_000_000
 ROWS = 32
@@ -186,12 +186,12 @@ def test_two_flooding_clients_share_by_weight() -> None:
 # With admission, by the simulator
 
 
-@pytest.mark.parametrize("calm", [0.1, pytest.param(0.3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calm", [0.1, pytest.param(0.3, marks=MORE_EXAMPLES)])
 @pytest.mark.parametrize(
     ("batch_us", "row_us", "slo_ms"),
     [
         (8000, 500, 50),
-        *(pytest.param(*device, marks=pytest.mark.slow) for device in ((4000, 250, 25), (5900, 159, 25))),
+        *(pytest.param(*device, marks=MORE_EXAMPLES) for device in ((4000, 250, 25), (5900, 159, 25))),
     ],
 )
 @pytest.mark.parametrize("variation", [0.0, 0.08])
@@ -254,7 +254,7 @@ def test_early_timeouts_preserve_most_goodput_without_admission_control(
 
 
 @pytest.mark.parametrize("slo_ms", [6, 12, 50])
-@pytest.mark.parametrize("instances", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("instances", [1, pytest.param(3, marks=MORE_EXAMPLES)])
 def test_below_capacity_the_promise_costs_nothing(slo_ms: float, instances: int) -> None:
     result, _ = figures(0.8, slo_ms, instances)
     assert result.answered > 0.995 * result.requests

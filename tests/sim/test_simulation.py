@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sim import test_pipelined_time, test_virtual_time
-from tests.support.examples import examples
+from tests.support.examples import MORE_EXAMPLES, examples
 from tests.support.virtual_pipeline import Cost, CostModel
 
 MS = 1_000_000
@@ -53,7 +53,7 @@ def mean_wait_ms(done: Replay, service_ms: float = 1.0) -> float:
     [
         (0.0, 0.3),
         (1.0, 0.3),
-        *(pytest.param(*values, marks=pytest.mark.slow) for values in ((0.5, 0.6), (0.0, 0.8), (1.0, 0.8))),
+        *(pytest.param(*values, marks=MORE_EXAMPLES) for values in ((0.5, 0.6), (0.0, 0.8), (1.0, 0.8))),
     ],
 )
 def test_mean_waits_are_those_of_pollaczek_and_khinchine(load: float, variation: float) -> None:

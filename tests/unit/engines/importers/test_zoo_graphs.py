@@ -14,6 +14,8 @@ from headrace_engines.importers.onnx_proof import prove
 from headrace_engines.importers.random_weights import weights_of
 from onnx import helper, numpy_helper
 
+from tests.support.examples import MORE_EXAMPLES
+
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 NAMES = (
     "bvlc_alexnet", "densenet121", "inception_v1", "inception_v2", "resnet50", "shufflenet", "squeezenet", "vgg19", "zfnet512",
@@ -49,9 +51,15 @@ def narrow(model: onnx.ModelProto) -> onnx.ModelProto:
 
 # The others have large images between their layers, or hundreds of layers.
 QUICK = ("inception_v1", "shufflenet", "squeezenet")
+SLOW = ("bvlc_alexnet", "inception_v2")
+PROVEN = [
+    *QUICK,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    *(pytest.param(name, marks=MORE_EXAMPLES) for name in NAMES if name not in QUICK + SLOW),
+]
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize("name", PROVEN)
 def test_batches_have_the_values_of_single_runs(name: str) -> None:
     model = narrow(zoo_model(name))
     freed = free_batch(model).model

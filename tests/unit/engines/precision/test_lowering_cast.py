@@ -18,12 +18,13 @@ from headrace_engines.simplify import simplify
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
+from tests.support.examples import MORE_EXAMPLES
 from tests.support.networks import samples_of
 from tests.support.onnx_blocks import Network, small_cnn, transformer_block
 
 LIGHT = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("*.onnx"))
 DEEP = ("light_densenet121", "light_inception_v2", "light_resnet50")
-NETWORKS = [pytest.param(path, marks=pytest.mark.slow) if path.stem in DEEP else path for path in LIGHT]
+NETWORKS = [pytest.param(path, marks=MORE_EXAMPLES) if path.stem in DEEP else path for path in LIGHT]
 PRECISIONS = ("fp16", "bf16")
 LOW = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 

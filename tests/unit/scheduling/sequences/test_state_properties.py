@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from headrace.scheduling.policy import SequencePolicy
 
+from tests.support.examples import examples
 from tests.support.virtual_sequences import random_run
 from tests.support.virtual_states import VirtualStates, policies
 
@@ -26,5 +27,5 @@ def test_random_interleavings(policy: SequencePolicy) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", policies())
 def test_ten_thousand_random_interleavings(policy: SequencePolicy) -> None:
-    for seed in range(1000, 2700):
+    for seed in range(1000, 1000 + examples(1700)):
         run(seed, policy)

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.examples import examples
 from tests.support.virtual_sequences import VirtualSequences, VirtualVersion, random_run
 
 POLICIES = [
@@ -127,5 +128,5 @@ def test_refusals_of_admission_leave_the_table_as_it_is(policy: SequencePolicy) 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES + ITERATIVE)
 def test_ten_thousand_random_interleavings(policy: SequencePolicy) -> None:
-    for seed in range(1000, 3000):
+    for seed in range(1000, 1000 + examples(2000)):
         random_run(seed, policy)
