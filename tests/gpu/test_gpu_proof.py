@@ -1,0 +1,69 @@
+"""Proof of the batch sizes of engines that TensorRT builds, on a real GPU: seeded faults are found, right networks pass."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import onnx
+import pytest
+from headrace.repository.batch_proofs import BatchProofs
+from headrace.repository.explanation import explain
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import ShapeRange, TargetSpec
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
+
+from tests.support import proof_cases as cases
+from tests.support.control_thread import running
+from tests.support.gpu_marks import gpu_marks
+from tests.support.tensorrt_networks import FLOAT, HALF, convolutions
+
+pytestmark = gpu_marks(180, "pydantic", "onnx", "onnxruntime")
+
+ROWS = 64
+NETWORK = f"""backend: tensorrt
+max_batch_size: {ROWS}
+dynamic_batching: {{}}
+input: [{{name: x, data_type: fp32, dims: [3, 16, 16]}}]
+output: [{{name: logits, data_type: fp32, dims: [10]}}]
+"""
+
+
+@pytest.mark.parametrize("source", ["", cases.RIGHT])
+async def test_a_right_engine_is_proven_with_its_padding(tmp_path: Path, source: str) -> None:
+    await cases.check_right_engine(tmp_path, source)
+
+
+async def test_a_size_that_only_the_engine_computes_wrongly_is_not_used(tmp_path: Path) -> None:
+    await cases.check_wrong_size(tmp_path)
+
+
+async def test_an_engine_that_mixes_rows_of_a_right_model_runs_them_one_by_one(tmp_path: Path) -> None:
+    await cases.check_mixing_engine(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["", cases.MIXED])
+async def test_requests_to_a_model_that_mixes_rows_run_alone_and_whole_without_padding(
+    tmp_path: Path, source: str
+) -> None:
+    await cases.check_mixing_model(tmp_path, source)
+
+
+@pytest.mark.parametrize("element", [FLOAT, HALF])
+@pytest.mark.parametrize("has_source", [False, True])
+async def test_a_right_network_raises_no_false_alarm(
+    tmp_path: Path, element: int, has_source: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "headrace.proof")
+    version = tmp_path / "repository" / "m" / "1"
+    version.mkdir(parents=True)
+    profile = ShapeRange({"x": ((1, 3, 16, 16), (8, 3, 16, 16), (ROWS, 3, 16, 16))})
+    spec = TargetSpec("fp32" if element == FLOAT else "fp16", (profile,))
+    TensorRtTarget(optimization_level=1).build(convolutions(element), spec, version / "model.plan", silent)
+    if has_source:
+        onnx.save(convolutions(), version / "model.onnx")
+    (version.parent / "config.yaml").write_text(NETWORK)
+    async with running(tmp_path / "repository", cases.ALL, proofs=BatchProofs(tmp_path, 20.0)) as (_, registry):
+        batches = explain(registry, "m")["batches"]
+    assert (batches["state"], batches["faults"]) == ("proven", {}), batches
+    print([record.getMessage() for record in caplog.records if "to prove" in record.getMessage()])
