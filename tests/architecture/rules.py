@@ -180,6 +180,7 @@ EXTRA: dict[str, str] = {
     "server/headrace/core/*_config.py": "pydantic",
     "server/headrace/core/config_*.py": "pydantic",
     "server/headrace/core/command_line.py": "rich",
+    "server/headrace/core/request.py": "msgspec",
     "server/headrace/core/response_bodies.py": "msgspec",
     "server/headrace/backends/onnxruntime.py": "onnxruntime",
     "server/headrace/backends/onnxruntime_cuda.py": "onnxruntime",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from headrace.core.errors import HeadraceError
 from headrace.core.tensor import Array
@@ -55,8 +56,7 @@ class SequenceFields(NamedTuple):
     end: ParameterValue = False
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class InferRequest:
+class InferRequest(msgspec.Struct, eq=False, kw_only=True):  # made in C: a quarter of the time of a dataclass
     """One decoded and checked inference request.
 
     Attributes:
@@ -97,15 +97,19 @@ class InferRequest:
     size_bytes: int = 0
     client: str = ""
     outputs: tuple[str, ...] = ()
-    parameters: Mapping[str, ParameterValue] = field(default_factory=lambda: NO_PARAMETERS)
+    parameters: Mapping[str, ParameterValue] = NO_PARAMETERS
     due_ns: int = 0
     call: object = None
     resident_outputs: frozenset[str] = frozenset()
-    output_ranges: Mapping[str, tuple[str, int, int]] = field(default_factory=lambda: NO_RANGES)
+    output_ranges: Mapping[str, tuple[str, int, int]] = NO_RANGES
     members: GroupMembers | None = None
     internal: bool = False
     responses: Responses | None = None
     sequence: SequenceFields | None = None
+
+    def replace(self, **changes: object) -> InferRequest:
+        """Return a copy with other values of some attributes."""
+        return msgspec.structs.replace(self, **changes)
 
 
 class BatchTimes(NamedTuple):
@@ -141,8 +145,7 @@ class PipelineStepTimes(NamedTuple):
     rows: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class InferResponse:
+class InferResponse(msgspec.Struct, eq=False):
     """The rows of a batch that belong to one request.
 
     Attributes:

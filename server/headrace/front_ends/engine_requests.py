@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -517,7 +516,7 @@ class FrontEndLink:
             row += rows
             received_ns = frame.received_ns[index]
             self._start(
-                group, index, replace(request, inputs=part, rows=rows, received_ns=received_ns, size_bytes=size_bytes)
+                group, index, request.replace(inputs=part, rows=rows, received_ns=received_ns, size_bytes=size_bytes)
             )
 
     def _start(self, group: _Group, index: int, request: InferRequest) -> None:

@@ -204,6 +204,7 @@ class RemoteHandle:
         self.spec = row.spec
         self.recorder: Recorder = RemoteRecorder(models, row.number, row.histograms)
         self.has_cache = row.has_cache
+        self.protocol_cache: dict[object, Any] = {}
         self.pending: list[tuple[InferRequest, RemoteCompletion]] = []
         self._mailbox = models.mailbox
         self._leases, self._is_retired = 0, False

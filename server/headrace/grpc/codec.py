@@ -28,6 +28,7 @@ from headrace.inference.request_options import EMPTY_FINAL_PARAMETER, request_pa
 from headrace.inference.request_template import (
     MAX_SHARED_BYTES,
     MAX_TEMPLATE_BYTES,
+    MAX_TEMPLATES,
     Codec,
     ReadContent,
     RequestTemplate,
@@ -124,6 +125,8 @@ _FIXED_BYTES = {1: 8, 5: 4}
 _MAX_LENGTH_BYTES = 5
 # A field of 2 bytes becomes an object of 100 bytes. No request has this many inputs, outputs and parameters.
 _MAX_FIELDS = 4096
+# Of a message that `scan` compares with the next ones.
+_MAX_REPEATED_SPANS = 16
 _MAX_PARAMETERS = 1024
 # Limit on cached descriptions of outputs.
 _MAX_DESCRIPTIONS = 1024
@@ -154,6 +157,21 @@ def scan(message: RequestMessage) -> Envelope:
     Raises:
         BadRequest: the bytes are not a ModelInferRequest.
     """
+    repeated = _repeated.get(len(message))
+    if repeated is not None:
+        for start, part in repeated[0]:
+            if message[start : start + len(part)] != part:
+                break
+        else:
+            return repeated[1]
+    envelope = _read_fields(message)
+    is_short = len(envelope.header) <= MAX_TEMPLATE_BYTES and len(envelope.spans) <= _MAX_REPEATED_SPANS
+    if is_short and not envelope.id:
+        _remember(message, envelope)
+    return envelope
+
+
+def _read_fields(message: RequestMessage) -> Envelope:
     name = version = request_id = ""
     spans: list[tuple[int, int]] = []
     header: list[RequestMessage] = []
@@ -198,6 +216,22 @@ def scan(message: RequestMessage) -> Envelope:
     return Envelope(name, version, request_id, bytes(header[0]) if len(header) == 1 else b"".join(header), spans)
 
 
+# By the size of a message: its parts outside raw contents, each with its position, and its envelope.
+_repeated: dict[int, tuple[list[tuple[int, bytes]], Envelope]] = {}
+
+
+def _remember(message: RequestMessage, envelope: Envelope) -> None:
+    """Let `scan` compare the next message of this size instead of reading its fields."""
+    if len(_repeated) >= MAX_TEMPLATES:
+        _repeated.clear()
+    parts: list[tuple[int, bytes]] = []
+    end = 0
+    for start, size_bytes in [*envelope.spans, (len(message), 0)]:
+        parts.append((end, bytes(message[end:start])))
+        end = start + size_bytes
+    _repeated[len(message)] = parts, envelope
+
+
 class GrpcCodec(Codec[RequestMessage, Envelope, Message]):
     """Codec of serialized ModelInferRequest and ModelInferResponse messages; the layout of a message comes from `scan`.
 
@@ -224,6 +258,14 @@ class GrpcCodec(Codec[RequestMessage, Envelope, Message]):
         if template is None:
             template = self._parse_template(header, len(spans))
             self._templates.add(header, template)
+        if template.views and len(template.views) == len(spans):
+            inputs = {}
+            for (name, view, _, size), (start, size_bytes) in zip(template.views, spans, strict=True):
+                if size != size_bytes:
+                    break
+                inputs[name] = view(message, start)
+            else:
+                return template, inputs, envelope.id
         if len(template.raw) != len(spans):
             # Inputs without elements may have raw contents or none: one header has two templates.
             template = self._parse_template(header, len(spans))
@@ -307,7 +349,7 @@ class GrpcCodec(Codec[RequestMessage, Envelope, Message]):
                 if shared is not None:
                     builder.add_shared(entry, shared)
                 elif contents or entry.elements:
-                    builder.add_raw(entry, 0)
+                    builder.add_raw(entry, entry.elements * entry.spec.datatype.size_bytes)
                 else:  # typed contents without elements are often left out
                     builder.add_literal(entry, np.empty(entry.shape, entry.spec.datatype.dtype))
             elif shared is not None:

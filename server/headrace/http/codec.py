@@ -132,6 +132,11 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
             template, position = self._image_template(body), len(body)
         else:
             template, position = self._raw_template(body)
+        if template.views and position + template.raw_bytes == len(body):
+            inputs = {}
+            for name, view, offset, _ in template.views:
+                inputs[name] = view(body, position + offset)
+            return template, inputs, template.request_id
         inputs = dict(template.literals)
         for entry in template.raw:
             inputs[entry.spec.name] = tensor_codec.from_binary(

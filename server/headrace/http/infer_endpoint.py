@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Seque
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 import orjson
 
@@ -209,7 +208,6 @@ class InferEndpoint:
         services.access.on_change(self.forget_heads)
         self._load_reports = services.load_reports
         services.options_reader.on_change(self.forget_heads)
-        self._loads: WeakKeyDictionary[Handle, LoadHeaders] = WeakKeyDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
         """Serve one request; never raises for an invalid request.
@@ -295,7 +293,9 @@ class InferEndpoint:
         """
         size, parts = self.service.finish(pending, encoded)
         assert pending.handle is not None
-        extra_headers = self.load_headers(pending.handle, pending.done_ns)
+        handle = pending.handle
+        load: LoadHeaders = handle.protocol_cache.get(self) or self._new_load_headers(handle)
+        extra_headers = load.at(pending.done_ns, handle)
         if pending.options is not NO_OPTIONS or pending.template.timing:
             extra_headers = self.requested_headers(pending, extra_headers)
         return size, parts, extra_headers
@@ -370,10 +370,11 @@ class InferEndpoint:
 
     def load_headers(self, handle: Handle, now_ns: int) -> Headers:
         """Return the headers with the load of a version; `now_ns` is monotonic."""
-        load = self._loads.get(handle)
-        if load is None:
-            load = self._loads[handle] = LoadHeaders(self._load_reports)
-        return load.at(now_ns, handle)
+        return (handle.protocol_cache.get(self) or self._new_load_headers(handle)).at(now_ns, handle)
+
+    def _new_load_headers(self, handle: Handle) -> LoadHeaders:
+        load = handle.protocol_cache[self] = LoadHeaders(self._load_reports)
+        return load
 
     def requested_headers(self, pending: PendingRequest, extra_headers: Headers) -> Headers:
         """Add the headers that a request enables: timing, and a load report in place of one in another format."""
@@ -382,7 +383,7 @@ class InferEndpoint:
             report = self._load_reports.headers(pending.load, pending.done_ns, pending.options.load_format)
             if report:
                 assert pending.handle is not None
-                extra_headers, pairs = self._loads[pending.handle].brief, pairs + report
+                extra_headers, pairs = pending.handle.protocol_cache[self].brief, pairs + report
         return extra_headers.with_pairs(pairs) if pairs else extra_headers
 
     async def respond(

@@ -86,7 +86,7 @@ class RawInput(msgspec.Struct, frozen=True, eq=False):
         spec: tensor spec of the input.
         shape: as declared.
         elements: product of the shape.
-        size_bytes: declared size of the data (HTTP, shared memory); 0 if the data have a size of their own (gRPC).
+        size_bytes: size of the data: as declared (HTTP, shared memory), or that of the elements (gRPC).
         shared: range of shared memory with the data, None if they are in the message.
     """
 
@@ -97,11 +97,17 @@ class RawInput(msgspec.Struct, frozen=True, eq=False):
     shared: SharedRange | None = None
 
 
+InputView = tuple[str, Callable[[Any, int], Array], int, int]
+
+
 class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
     """Checked header of a request, valid for every request with the same header.
 
     Attributes:
         raw: binary inputs in the order of their data in the message.
+        views: of each of `raw` its name, a function that returns the tensor at a position of the message without checks, the
+            distance of its data from those of the first, and their size, in bytes. () if one must be checked for each request.
+        raw_bytes: size of the data of all `views`.
         literals: inputs whose data are part of the header (JSON, typed contents).
         shared: inputs whose data are in shared memory.
         rows, shape_key: as in `InferRequest`.
@@ -140,6 +146,8 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
     parameters: Mapping[str, ParameterValue] = NO_PARAMETERS
     resident_outputs: frozenset[str] = frozenset()
     sequence: SequenceFields | None = None
+    views: tuple[InputView, ...] = ()
+    raw_bytes: int = 0
 
     def attach(
         self, regions: Regions | None, inputs: dict[str, Array], devices: frozenset[int]
@@ -395,6 +403,7 @@ class TemplateBuilder:
         model = self._factory.spec
         rows = check_rows(model, self._shapes)
         selected = self._factory.select_outputs(outputs, binary)
+        views = () if self._literals else _views(self._raw)
         return RequestTemplate(
             raw=tuple(self._raw),
             literals=self._literals,
@@ -414,7 +423,24 @@ class TemplateBuilder:
             output_names=() if len(selected) == len(self._factory.all_json) else tuple(o.spec.name for o in selected),
             parameters=model_parameters(parameters) if parameters else NO_PARAMETERS,
             sequence=sequence_fields(parameters) if parameters else None,
+            views=views,
+            raw_bytes=sum([size_bytes for _, _, _, size_bytes in views]),
         )
+
+
+def _views(raw: Sequence[RawInput]) -> tuple[InputView, ...]:
+    """Return `RequestTemplate.views`: inputs whose elements have a size, if the declared sizes of their data are right."""
+    views: list[InputView] = []
+    position = 0
+    for entry in raw:
+        datatype = entry.spec.datatype
+        size_bytes = entry.elements * datatype.size_bytes
+        if datatype is BYTES or not size_bytes or entry.size_bytes != size_bytes:
+            return ()
+        view: Callable[[Any, int], Array] = partial(np.ndarray, entry.shape, datatype.dtype)  # type: ignore[arg-type]
+        views.append((entry.spec.name, view, position, size_bytes))
+        position += size_bytes
+    return tuple(views)
 
 
 def _is_costly(output: RequestedOutput) -> bool:

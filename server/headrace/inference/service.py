@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple
-from weakref import WeakKeyDictionary
 
 from headrace.core.access import Scope
 from headrace.core.clock import monotonic_ns
@@ -182,7 +181,6 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         self._wire = wire
         self._new_codec = new_codec
         self._mailbox: Mailbox | None = None  # of the streams of responses
-        self._codecs: WeakKeyDictionary[Handle, Codec[Content, Layout, Encoded]] = WeakKeyDictionary()
         self._logger = logging.getLogger(f"headrace.{wire.name}")
 
     def needs_charge(self, options: RequestOptions) -> bool:
@@ -240,9 +238,9 @@ class InferenceService(Generic[Content, Layout, Encoded]):
 
     def codec(self, handle: Handle) -> Codec[Content, Layout, Encoded]:
         """Return the codec of a model version."""
-        codec = self._codecs.get(handle)
+        codec: Codec[Content, Layout, Encoded] | None = handle.protocol_cache.get(self)
         if codec is None:
-            codec = self._codecs[handle] = self._new_codec(handle.spec)
+            codec = handle.protocol_cache[self] = self._new_codec(handle.spec)
         return codec
 
     async def read_large(self, handle: Handle, content: Content, layout: Layout) -> ReadContent | None:
@@ -290,7 +288,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             HeadraceError: the request is invalid or rejected.
         """
         handle, options = pending.handle or self.admit(pending, deadline_ns), pending.options
-        codec = self._codecs.get(handle) or self.codec(handle)
+        codec = handle.protocol_cache.get(self) or self.codec(handle)
         request, template = codec.decode(
             content, layout, pending.received_ns, pending.deadline_ns, options.client, parts
         )

@@ -36,10 +36,13 @@ class Handle(LoadedVersion, Protocol):
     Attributes:
         spec: input and output tensor specs.
         recorder: counters of the version.
+        protocol_cache: objects that protocols keep as long as the version lives, by the object that keeps them. For the event
+            loop alone.
     """
 
     spec: ModelSpec
     recorder: Recorder
+    protocol_cache: dict[object, Any]
 
     @property
     def has_cache(self) -> bool:

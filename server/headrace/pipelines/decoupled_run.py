@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -158,7 +157,7 @@ class DecoupledRun:
                 self._start_stream(self.request.inputs)
                 return
             inner = LoopCompletion(self._mailbox)
-            run = self._create(self._route.head, replace(self.request, responses=None), inner)
+            run = self._create(self._route.head, self.request.replace(responses=None), inner)
             self._head = run, inner
             run.start()
             inner.then(self._head_done)
@@ -220,8 +219,7 @@ class DecoupledRun:
         responses.on_consumed = self._consumed
         try:
             self._rows, shape_key = bound.shapes.rows(arrays)
-            request = replace(
-                self.request,
+            request = self.request.replace(
                 inputs=arrays,
                 rows=self._rows,
                 shape_key=shape_key,
@@ -298,7 +296,7 @@ class DecoupledRun:
                 continue
             inner = part.completion = LoopCompletion(self._mailbox)
             # A sequence is one of requests: a response of the step is none, and would start it again.
-            alone = replace(self.request, inputs=tensors, responses=None, sequence=None)
+            alone = self.request.replace(inputs=tensors, responses=None, sequence=None)
             part.run = self._create(tail, alone, inner)
             part.run.start()
             # After `start`: a part that is over at once must not be sent within this loop.

@@ -8,7 +8,6 @@ docs/decisions/0025-rows-of-a-pipeline.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -121,7 +120,7 @@ class RowRuns:
             inputs = {name: array[row : row + 1].reshape(array.shape[1:]) for name, array in request.inputs.items()}
             size_bytes = request.size_bytes // request.rows
             inner = self._running[row] = LoopCompletion(self._mailbox)
-            alone = replace(request, inputs=inputs, rows=1, shape_key=None, size_bytes=size_bytes)
+            alone = request.replace(inputs=inputs, rows=1, shape_key=None, size_bytes=size_bytes)
             run = self._create(alone, inner, self._each_rows)
             self._runs.append(run)
             run.start()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -171,8 +171,7 @@ def split_request(request: InferRequest, max_rows: int) -> list[InferRequest]:
     """
     starts = range(0, request.rows, max_rows)
     return [
-        replace(
-            request,
+        request.replace(
             inputs={name: array[start : start + max_rows] for name, array in request.inputs.items()},
             rows=min(max_rows, request.rows - start),
             size_bytes=request.size_bytes // len(starts),

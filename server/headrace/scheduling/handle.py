@@ -573,8 +573,7 @@ def _halves(request: InferRequest, first: int) -> list[tuple[InferRequest, int]]
     halves = []
     for members, part in ((slice(count, None), slice(front_rows, None)), (slice(count), slice(front_rows))):
         own = GroupMembers(received_ns[members], rows[members])
-        half = replace(
-            request,
+        half = request.replace(
             inputs={name: array[part] for name, array in request.inputs.items()},
             rows=sum(own.rows),
             members=own,

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headrace.backends.base import LoadedModel, ProcessStatus
 from headrace.core.clock import Clock, monotonic_ns
@@ -108,6 +108,7 @@ class VersionHandle(ABC):
             published.
         callee_revision: returns a number that changes with the models that it may call by itself, 0 before the first call; None
             for a model that cannot call others.
+        protocol_cache: objects that protocols keep as long as the version lives, by the object that keeps them.
         announced_rows: rows of pipeline requests that will reach the version after earlier steps; changed on the event loop.
         batch_verdict: which batch sizes are proven; set by each load.
         infer: starts a request and returns its completion, to be awaited: `compute`, or the response cache in front of it. An
@@ -126,6 +127,7 @@ class VersionHandle(ABC):
         self.used_ns = self.announced_rows = 0
         self.serial, self.digest, self.is_unused = next(_serials), "", False
         self.on_first_use: Callable[[], None] | None = None
+        self.protocol_cache: dict[object, Any] = {}
         self.callee_revision: Callable[[], int] | None = None
         self.infer: Callable[[InferRequest], LoopCompletion] = self.compute
         self.batch_verdict = BatchVerdict()

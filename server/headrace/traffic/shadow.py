@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -115,7 +115,7 @@ class ShadowQueue:
         elif len(self._waiting) >= MAX_REQUESTS or self._size_bytes + size_bytes > MAX_BYTES:
             on_result("queue_full")
         else:
-            copied = replace(request, inputs=copies(request.inputs), client="", call=None, resident_outputs=frozenset())
+            copied = request.replace(inputs=copies(request.inputs), client="", call=None, resident_outputs=frozenset())
             return ShadowJob(copied, stable, shadow, on_result, size_bytes=size_bytes)
         return None
 

@@ -156,16 +156,16 @@ class RoutedHandle:
 
     Attributes:
         split, target, handle, figures: see Args.
-        spec, recorder: of the version.
+        spec, recorder, protocol_cache: of the version.
     """
 
-    __slots__ = ("__weakref__", "_mailbox", "figures", "handle", "recorder", "spec", "split", "target")
+    __slots__ = ("_mailbox", "figures", "handle", "protocol_cache", "recorder", "spec", "split", "target")
 
     def __init__(
         self, split: TrafficSplit, target: str, handle: VersionHandle, mailbox: Mailbox, figures: VersionFigures
     ) -> None:
         self.split, self.target, self.handle, self._mailbox, self.figures = split, target, handle, mailbox, figures
-        self.spec, self.recorder = handle.spec, handle.recorder
+        self.spec, self.recorder, self.protocol_cache = handle.spec, handle.recorder, handle.protocol_cache
 
     @property
     def has_cache(self) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from headrace.core.errors import BadRequest
+from headrace.grpc import codec as codec_module
 from headrace.grpc.codec import scan
 from tritonclient.grpc import service_pb2 as pb
 
@@ -54,6 +55,24 @@ def test_a_golden_request() -> None:
     assert decoded.inputs["B"].tolist() == [[0.5], [1.5]]
     assert (decoded.inputs["A"].dtype, decoded.inputs["B"].dtype) == ("<i4", "<f4")
     assert (decoded.rows, decoded.received_ns, decoded.id, decoded.size_bytes) == (2, 1_000, "id", len(wire))
+
+
+def test_a_message_of_the_size_of_an_earlier_one_is_read_by_its_own_bytes() -> None:
+    first, second = request().SerializeToString(), request().SerializeToString()
+    assert scan(second) is scan(first)  # compared, not read
+    for position in range(len(first)):  # every byte counts: of names, tags and sizes, but not of tensors
+        other = bytearray(first)
+        other[position] ^= 1
+        answers = []
+        for message in (bytes(other), bytes(other)):
+            try:
+                envelope = scan(message)
+                answers.append((envelope.model_name, envelope.header, envelope.spans))
+            except BadRequest as error:
+                answers.append(str(error))
+            codec_module._repeated.clear()
+        assert answers[0] == answers[1], position
+        scan(first)
 
 
 def test_tensors_are_views_of_the_message() -> None:

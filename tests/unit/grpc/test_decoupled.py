@@ -52,6 +52,7 @@ class Handle:
 
     def __init__(self, models: Models, spec: ModelSpec) -> None:
         self.spec, self._models, self.recorder = spec, models, Recorder()
+        self.protocol_cache: dict[object, Any] = {}
 
     def admit(self) -> None:
         pass

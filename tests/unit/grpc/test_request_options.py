@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -95,12 +96,13 @@ def test_cached_templates_of_a_version_are_freed_with_it() -> None:
         models[0].answer()
         await pending
         steps = service.service
-        assert len(steps._codecs) == 1
+        codec = weakref.ref(models[0].protocol_cache[steps])
+        assert codec() is not None
         steps._models = nothing
         del pending
         models.clear()
         gc.collect()
-        assert not steps._codecs
+        assert codec() is None
 
     run(test)
 

@@ -62,6 +62,7 @@ class Model:
         self.rejection: HeadraceError | None = None
         self.observer = AccessRecorder(active)
         self.recorder = Recorder()
+        self.protocol_cache: dict[object, Any] = {}
 
     def lease(self, name: str, version: str) -> Model:
         if name != "fake":

@@ -45,6 +45,7 @@ class Handle:
     def __init__(self, spec: ModelSpec = SPEC) -> None:
         self.spec = spec
         self.recorder = Recorder()
+        self.protocol_cache: dict[object, Any] = {}
         self.requests: list[InferRequest] = []
         self.completions: list[LoopCompletion] = []
         self.failures: list[HeadraceError] = []

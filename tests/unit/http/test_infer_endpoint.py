@@ -58,6 +58,7 @@ class Handle:
     ) -> None:
         self.spec = SPEC
         self.recorder = Recorder()
+        self.protocol_cache: dict[object, Any] = {}
         self.timed = timed
         self.error = error
         self.silent = silent
