@@ -709,3 +709,32 @@ def _check_external(tensor: onnx.TensorProto, path: Path, name: str) -> None:
     # ONNX Runtime also takes weights beside the file that a link in place of the model leads to.
     if not within(folder / relative, folder) and not within(folder / relative, path.resolve().parent):
         raise refuse(name, None, f"{subject}, which leads out of the model's folder", cure)
+
+
+# Operators that pass indices on.
+_PASSES_INDICES = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+
+
+def table_sizes(path: Path, name: str) -> dict[str, int]:
+    """Return the rows of the smallest constant table that a graph indexes with an input, by input; others are left out.
+
+    Args:
+        path: the ONNX file.
+        name: name of the file for findings.
+
+    Raises:
+        ConfigError: the file is unreadable, or not an ONNX model.
+    """
+    graph = _load(path, name).graph
+    shapes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
+    sources = {info.name: info.name for info in graph.input if info.name not in shapes}
+    sizes: dict[str, int] = {}
+    for node in graph.node:
+        first, indices = (*node.input, "", "")[:2]
+        if node.op_type in _PASSES_INDICES and first in sources:
+            sources.update(dict.fromkeys(node.output, sources[first]))
+        elif node.op_type == "Gather" and indices in sources and shapes.get(first):
+            axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+            source, rows = sources[indices], shapes[first][axis % len(shapes[first])]
+            sizes[source] = min(sizes.get(source, rows), rows)
+    return sizes

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,18 +26,19 @@ from headrace.config.completion import keeps_rows_apart
 from headrace.config.documents import open_regular_file
 from headrace.config.files import remove_oldest, write_durably
 from headrace.config.model_folder import MAX_INPUT_BYTES, ModelFolder
-from headrace.config.onnx_model import read_signature
-from headrace.config.ragged_rules import is_ragged
+from headrace.config.onnx_model import read_signature, table_sizes
 from headrace.config.serving_plan import PYTHON_RUNTIMES, ServingPlan
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME, Array
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.pipelines.execution import steps_of
 from headrace.repository.accounted_model import AccountedModel, served_execution
 from headrace.repository.warmup import CONFIG_FIELDS, Warmup, machine_of, make_warmups, random_values, row_bytes_of
-from headrace.scheduling.batch_proof import BatchTests, BatchVerdict, Fault, ProofError, Row, run_rows
+from headrace.scheduling.assembly import Staging
+from headrace.scheduling.batch_proof import BatchTests, BatchVerdict, Fault, ProofError, Row, RunBatch, run_rows
+from headrace.scheduling.joining import RaggedLayout
 
 logger = logging.getLogger("headrace.proof")
 
@@ -78,6 +80,7 @@ class BatchProofs:
     def __init__(self, state: Path | None, limit_s: float = _LIMIT_S, clock: Clock = monotonic_ns) -> None:
         self._folder = None if state is None else state.expanduser() / "proofs"
         self._limit_s, self._clock = limit_s, clock
+        self._records: dict[str, _Record] = {}  # of this process, so that an evicted model is not tested again
 
     def verdict(
         self,
@@ -86,6 +89,7 @@ class BatchProofs:
         plan: ServingPlan,
         digest: Callable[[], str],
         model: AccountedModel,
+        layout: RaggedLayout | None = None,
     ) -> BatchVerdict:
         """Return the verdict of a loaded version, before its instances start; logs what is not proven.
 
@@ -95,6 +99,7 @@ class BatchProofs:
             plan: file and runtime.
             digest: returns the digest of the file.
             model: the loaded model.
+            layout: joins the rows of a batch of a ragged model; None for any other.
         """
         config = folder.config
         max_rows = model.max_rows
@@ -104,30 +109,23 @@ class BatchProofs:
         if reason:
             return BatchVerdict(reason=reason)
         key = _key(config, plan, digest(), max_rows)
-        record = self._read(key)
+        record = self._records.get(key) or self._read(key)
         if record.verdict is None or not record.is_complete:
-            record = self._prove(key, record, folder, version_number, plan, model)
+            proof = _Proof(folder, version_number, plan, model, layout, self._clock)
+            record = self._prove(key, record, config, proof)
+        self._records[key] = record
         verdict = record.verdict or NOT_TESTED
         _log(config, verdict)
         if config.proof == "warn":
             return BatchVerdict(verdict.verified, verdict.faults, reason=verdict.reason)
         return verdict
 
-    def _prove(
-        self,
-        key: str,
-        record: _Record,
-        folder: ModelFolder,
-        version_number: int,
-        plan: ServingPlan,
-        model: AccountedModel,
-    ) -> _Record:
-        config = folder.config
+    def _prove(self, key: str, record: _Record, config: ModelConfig, proof: _Proof) -> _Record:
         if record.starts >= _MAX_STARTS:
             reason = "the process has ended while the batch sizes were being proven"
             return _Record(record.starts, BatchVerdict(alone=True, reason=reason), True)
         self._write(key, config.name, _Record(record.starts + 1, record.verdict))
-        proof, begun_ns = _Proof(folder, version_number, plan, model, self._clock), self._clock()
+        begun_ns = self._clock()
         verdict, is_complete = proof.run(int(self._limit_s * NS_PER_S), record.verdict)
         took_ms = (self._clock() - begun_ns) // NS_PER_MS
         logger.debug("model %s took %d ms to prove batches of %s rows", config.name, took_ms, verdict.verified)
@@ -189,8 +187,6 @@ def _is_doubtful(folder: ModelFolder, plan: ServingPlan) -> bool:
 
 
 def _untestable(config: ModelConfig) -> str:
-    if is_ragged(config):
-        return "its requests are joined, which no test covers yet"
     if config.sequence_batching is not None:
         return "its rows are sequences, which no test covers yet"
     size_bytes = _ROWS * row_bytes_of((*config.served_input, *config.served_output))
@@ -230,6 +226,7 @@ class _Proof:
         version_number: int,
         plan: ServingPlan,
         model: AccountedModel,
+        layout: RaggedLayout | None,
         clock: Clock,
     ) -> None:
         self._folder, self._config, self._plan, self._model = folder, folder.config, plan, model
@@ -237,8 +234,12 @@ class _Proof:
         self._outputs = [tensor.name for tensor in folder.config.served_output]
         tensors: list[ModelInput | ModelOutput] = [*folder.config.served_input, *folder.config.served_output]
         self._datatypes = {tensor.name: BY_CONFIG_NAME[tensor.data_type] for tensor in tensors}
-        self._ranges = _ranges(make_warmups(folder.config, folder.path))
-        self._clock = clock
+        tables: dict[str, int] = {}
+        with suppress(ConfigError):  # a plan without its ONNX file
+            tables = table_sizes(self._source, self._source.name)
+        self._ranges = {name: (0.0, rows - 1.0) for name, rows in tables.items()}
+        self._ranges |= _ranges(make_warmups(folder.config, folder.path))
+        self._clock, self._layout = clock, layout
         self._precision = plan.stamp.precision if plan.stamp is not None else "fp32"
         self._references: list[BatchTests] | None = None
 
@@ -261,8 +262,13 @@ class _Proof:
             tests = [self._tests(execution, dims) for dims in self._dims()]
         except ProofError as error:
             return BatchVerdict(reason=f"random inputs prove nothing: {error}"), True
-        find_rows: Callable[[int], int] = getattr(find_inner(self._model, "run_rows"), "run_rows", int)
-        sizes = candidates(self._model.max_rows, self._preferred(), find_rows, self._plan.runtime == "tensorrt")
+        find_rows: Callable[[int], int] = int
+        if self._layout is None:
+            find_rows = getattr(find_inner(self._model, "run_rows"), "run_rows", int)
+        is_padded = self._plan.runtime == "tensorrt" and self._layout is None
+        sizes = candidates(self._model.max_rows, self._preferred(), find_rows, is_padded)
+        if self._layout is not None:
+            sizes = [size for size in sizes if self._fits(tests[0], size)]
         verified = [] if earlier is None else [size for size in earlier.verified if size in sizes]
         faults: dict[int, str] = {}
         is_complete = True
@@ -293,24 +299,32 @@ class _Proof:
         proven = (1, *verified)
         if is_complete and not faults:
             return BatchVerdict(proven)
-        if self._plan.runtime != "tensorrt":
-            if not verified:
-                return BatchVerdict(proven, faults, alone=True, reason=f"no batch was proven within {_LIMIT_S:g} s")
-            reason = f"larger batches are proven by later loads: {_LIMIT_S:g} s were too short"
-            allowed = tuple(range(1, verified[-1] + 1)) if verified[-1] < self._model.max_rows else ()
-            return BatchVerdict(proven, faults, allowed=allowed, reason=reason if allowed else "")
-        wrong = {find_rows(size) for size in sizes if size not in verified} - {find_rows(1)}
-        allowed = tuple(
-            rows for rows in range(1, self._model.max_rows + 1) if rows == 1 or find_rows(rows) not in wrong
-        )
         reason = "; ".join(faults.values()) or f"other batches are proven by later loads: {_LIMIT_S:g} s were too short"
-        return BatchVerdict(proven, faults, allowed=allowed, reason=reason)
+        if self._layout is not None or not verified:  # joined rows cannot be cut
+            is_alone = self._layout is not None or not faults
+            return BatchVerdict(proven, faults, is_alone, () if is_alone else (1,), reason)
+        max_rows = self._model.max_rows
+        if self._plan.runtime == "tensorrt":
+            wrong = {find_rows(size) for size in sizes if size not in verified} - {find_rows(1)}
+            allowed = [rows for rows in range(1, max_rows + 1) if rows == 1 or find_rows(rows) not in wrong]
+        else:
+            allowed = list(proven if faults else range(1, verified[-1] + 1))
+        if len(allowed) == max_rows:  # the largest is proven, some between are left
+            return BatchVerdict(proven)
+        return BatchVerdict(proven, faults, allowed=tuple(allowed), reason=reason)
+
+    def _fits(self, tests: BatchTests, size: int) -> bool:
+        """Return True if an engine supports the joined rows of a batch of the tests."""
+        assert self._layout is not None
+        self._layout.ranges = getattr(find_inner(self._model, "shape_ranges"), "shape_ranges", ())
+        entries: Any = [SimpleNamespace(inputs=row) for row in tests.largest(size)]
+        return len(self._layout.divide(entries).groups) == 1
 
     def _check(
         self, execution: Execution, tests: list[BatchTests], size: int, padded: int
     ) -> tuple[Fault | None, bool]:
         """Return the fault of a size, and True if the model itself is at fault, or must be taken to be."""
-        run = run_rows(execution.run, self._outputs)
+        run = self._run_batch(execution)
 
         def fill_padding(nan: Sequence[Row]) -> None:
             for _ in range(getattr(execution, "depth", 1) if padded > size else 0):
@@ -325,7 +339,7 @@ class _Proof:
             fault = each.check(size, fill_padding)
             if fault is None:
                 continue
-            if self._plan.runtime == "onnxruntime":
+            if self._plan.runtime == "onnxruntime" or self._layout is not None:
                 return fault, True
             references = self._reference_tests()
             if references is None:
@@ -351,7 +365,7 @@ class _Proof:
     def _dims(self) -> list[Mapping[str, Sequence[int]]]:
         """Return the smallest shapes of each profile of an engine by input; an empty mapping for other models."""
         ranges = getattr(find_inner(self._model, "shape_ranges"), "shape_ranges", None)
-        if not ranges:
+        if not ranges or self._layout is not None:
             return [{}]
         shapes = [{name: low[1:] for name, (low, _high) in profile.items()} for profile in ranges]
         return [each for index, each in enumerate(shapes) if each not in shapes[:index]]
@@ -362,7 +376,7 @@ class _Proof:
         Raises:
             ProofError: no rows do.
         """
-        run = run_rows(execution.run, self._outputs)
+        run = self._run_batch(execution)
         floor = next((bound for name, bound in _FLOORS.items() if name in self._precision), _FLOORS["fp16"])
         problem, equal = "", None
         for rows in self._row_sets(dims):
@@ -386,7 +400,8 @@ class _Proof:
         for free in _FREE if has_free else _FREE[:1]:
             for style in ("normal", "uniform", "large"):
                 random = np.random.default_rng(0)
-                yield [self._row(random, style, free, dims) for _ in range(_ROWS)]
+                joined = self._layout is not None
+                yield [self._row(random, style, free >> index * joined, dims) for index in range(_ROWS)]
 
     def _row(
         self, random: np.random.Generator, style: str, free: int, dims: Mapping[str, Sequence[int]]
@@ -399,6 +414,18 @@ class _Proof:
             datatype = BY_CONFIG_NAME[tensor.data_type]
             row[tensor.name] = random_values(datatype, (1, *shape), random, style, self._ranges.get(tensor.name))
         return row
+
+    def _run_batch(self, execution: Execution) -> RunBatch:
+        layout = self._layout
+        if layout is None:
+            return run_rows(execution.run, self._outputs)
+
+        def run_joined(rows: Sequence[Row]) -> Sequence[Row]:
+            arrangement = layout.arrange(rows)
+            # Missing rows are found as a difference.
+            return arrangement.split(execution.run(arrangement.stack(Staging(len(rows)))), lambda _outputs, _rows: None)
+
+        return run_joined
 
     def _preferred(self) -> Sequence[int]:
         batching = self._config.dynamic_batching

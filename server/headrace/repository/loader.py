@@ -453,14 +453,17 @@ class Loader:
             if self.proofs is None:
                 return model
             try:
-                return self._proven(self.proofs.verdict(folder, version, plan, digest, model), plan, model)
+                ragged = ragged_policy(folder.config)
+                layout = None if ragged is None else RaggedLayout(ragged, model_spec(folder, version))
+                verdict = self.proofs.verdict(folder, version, plan, digest, model, layout)
+                return self._proven(verdict, plan, model)
             except BaseException:
                 model.close()
                 raise
 
     def _proven(self, verdict: BatchVerdict, plan: ServingPlan, model: AccountedModel) -> AccountedModel:
         """Return the model as the verdict allows it to run."""
-        if verdict.alone and plan.runtime == "tensorrt":
+        if verdict.alone and plan.runtime == "tensorrt" and not is_ragged(model.config):
             engine = find_inner(model, "run_unpadded")
             if engine is not None:
                 engine.run_unpadded()

@@ -156,6 +156,7 @@ class BatchTests:
                 if values.dtype.kind == "f" and not np.isfinite(values).all():
                     raise ProofError(f"output '{name}' of a row alone is not finite")
         first = self._alone[0]
+        self._has_lengths = any(row[name].shape != values.shape for name, values in rows[0].items() for row in rows)
         self.is_telling = any(_differing(first, other) for other in self._alone[1:])
         self._bounds = {name: _bound([output[name] for output in self._alone], floor) for name in first}
 
@@ -171,6 +172,11 @@ class BatchTests:
                 own = difference(values, reference[name])
                 if np.isfinite(own):
                     self._bounds[name] = max(self._bounds[name], _REFERENCE_FACTOR * own)
+
+    def largest(self, size: int) -> list[Row]:
+        """Return a batch of `size` rows, the largest first."""
+        ordered = sorted(self._rows, key=lambda row: -sum(values.size for values in row.values()))
+        return [ordered[index % len(ordered)] for index in range(size)]
 
     def estimate_ns(self, size: int) -> float:
         """Return the expected time of `check` in nanoseconds."""
@@ -195,7 +201,7 @@ class BatchTests:
 
     def _check(self, size: int, before: Callable[[Sequence[Row]], None]) -> Fault | None:
         drawn = self._draw(size)
-        before([self._extreme(0)])
+        before([self._extreme(self._rows[-1], 0)])
         batch = [self._rows[index] for index in drawn]
         first = self.run(batch)
         kept = self._copies(first)
@@ -208,7 +214,9 @@ class BatchTests:
             except Exception as error:  # a model may refuse NaN: then other values replace the rows
                 if isinstance(error, ExecutionLost):
                     raise
-                indices = [(drawn if place % 2 == parity else others)[place] for place in range(size)]
+                indices = [
+                    (drawn if place % 2 == parity or self._has_lengths else others)[place] for place in range(size)
+                ]
                 outputs = self._copies(self.run([self._rows[index] for index in indices]))
             for place in range(parity, size, 2):
                 fault = self._influence(size, place, kept[place], outputs[place], batch)
@@ -234,14 +242,17 @@ class BatchTests:
         """Return the batch with every second row replaced, and the index of each row; -1 for NaN and the largest number."""
         rows, indices = list(batch), list(drawn)
         for number, place in enumerate(range(1 - parity, len(batch), 2)):
-            kind = (number + parity) % 3
-            rows[place] = self._rows[others[place]] if kind == 2 else self._extreme(kind)
-            indices[place] = others[place] if kind == 2 else -1
+            kind, other = (number + parity) % 3, self._rows[others[place]]
+            # A row of another length would move the rows behind it, which kernels may then add in another order.
+            if kind == 2 and all(values.shape == other[name].shape for name, values in batch[place].items()):
+                rows[place], indices[place] = other, others[place]
+            else:
+                rows[place], indices[place] = self._extreme(batch[place], kind % 2), -1
         return rows, indices
 
-    def _extreme(self, kind: int) -> Row:
-        """Return a row of NaN (0) or of the largest number (1); inputs that are no floats have ordinary values."""
-        return {name: _extreme(values, self._datatypes[name], kind) for name, values in self._rows[-1].items()}
+    def _extreme(self, row: Row, kind: int) -> Row:
+        """Return a row with NaN (0) or the largest number (1) in place of its floats."""
+        return {name: _extreme(values, self._datatypes[name], kind) for name, values in row.items()}
 
     def _copies(self, outputs: Sequence[Row]) -> list[dict[str, Array]]:
         return [
@@ -298,9 +309,10 @@ def _differing(one: Row, other: Row) -> str:
 
 def _bound(values: Sequence[Array], floor: float) -> float:
     """Return the largest allowed difference of an output; 0 for numbers that are no floats."""
-    if values[0].dtype.kind != "f" or any(each.shape != values[0].shape for each in values) or not values[0].size:
+    stacked = np.concatenate([each.reshape(-1) for each in values])
+    if stacked.dtype.kind != "f" or not stacked.size:
         return 0.0
-    stacked = np.stack(values).astype(np.float64)
+    stacked = stacked.astype(np.float64)
     kind: Any = values[0].dtype
     step = float(np.finfo(kind).eps) * _STEPS * float(np.abs(stacked).max())
     return max(floor * float(stacked.max() - stacked.min()), step)

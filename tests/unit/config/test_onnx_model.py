@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from headrace.config.onnx_model import external_files, read_signature
+from headrace.config.onnx_model import external_files, read_signature, table_sizes
 from headrace.core.errors import ConfigError
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
@@ -167,3 +167,24 @@ def test_weights_of_subgraphs_and_functions_are_looked_at_too(tmp_path: Path) ->
         path = saved(tmp_path, model)
         os.utime(path, ns=(len(model.functions) + 1, 1))
         assert "not in the model's folder" in refusal(path)
+
+
+def test_the_smallest_table_that_an_input_indexes(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (int64[N, 3] ids, int64[N, 3] kinds, int64[N, 3] mask, float[N] x) => (float y)
+        <float[30, 4] words = {}, float[4, 5] parts = {}, float[2, 4] kind_table = {}> {
+          w = Gather (words, ids)
+          flat = Cast <to: int = 6> (ids)
+          p = Gather <axis: int = -1> (parts, flat)
+          k = Gather (kind_table, kinds)
+          m = Cast <to: int = 1> (mask)
+          own = Gather (x, ids)
+          y = Add (w, k)
+        }""".replace("{}", "{0}")
+    )
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(np.zeros(tuple(tensor.dims), np.float32), tensor.name))
+    assert table_sizes(saved(tmp_path, model), "model.onnx") == {"ids": 5, "kinds": 2}
+    with pytest.raises(ConfigError, match="cannot be read"):
+        table_sizes(tmp_path / "missing.onnx", "missing.onnx")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.support.control_thread import running
 from tests.support.models import add_model
 from tests.support.networks import network
 from tests.support.prometheus import read_page
+from tests.support.ragged_models import RAGGED_CONFIG, ragged_sums
 
 Array = np.ndarray[Any, Any]
 ALL = ControlPolicy("none")
@@ -264,3 +266,46 @@ def test_the_most_important_sizes_come_first() -> None:
         return next(bucket for bucket in (1, 4, 8) if bucket >= rows)
 
     assert candidates(8, (), padded, True) == [2, 3, 8, 4, 5]
+
+
+def shifted_sums() -> onnx.ModelProto:
+    """`ragged_sums` with a fault: each sum begins one element too late, but for the first request."""
+    model = ragged_sums()
+    one = onnx.helper.make_node("Min", ["starts", "one"], ["after_first"])
+    late = onnx.helper.make_node("Add", ["starts", "after_first"], ["late"])
+    index = next(number for number, node in enumerate(model.graph.node) if node.output[0] == "until_start")
+    model.graph.node[index].input[1] = "late"
+    model.graph.node.insert(index, late)
+    model.graph.node.insert(index, one)
+    return model
+
+
+@pytest.mark.parametrize(("build", "state"), [(ragged_sums, "proven"), (shifted_sums, "alone")])
+async def test_joined_rows_are_tested_with_different_lengths(
+    repository: Path, build: Callable[[], onnx.ModelProto], state: str
+) -> None:
+    add_model(repository, "m", build(), config=RAGGED_CONFIG)
+    async with running(repository, ALL, proofs=BatchProofs(None)) as (_, registry):
+        batches = explain(registry, "m")["batches"]
+    assert batches["state"] == state, batches
+
+
+async def test_whole_numbers_fill_the_table_that_they_index(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((50, 4)).astype(np.float32)
+    text = "r = Gather (table, x)\n M = ReduceMean <axes: ints = [0]> (r)\n y = Sub (r, M)"
+    model = network(text, {"table": table}, ("N", 2))
+    model.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.INT64
+    add_model(repository, "m", onnx.shape_inference.infer_shapes(model), config=BATCHES)
+    values: list[int] = []
+    run = OnnxRuntimeExecution.run
+
+    def collect(self: OnnxRuntimeExecution, inputs: dict[str, Array]) -> dict[str, Array]:
+        values.extend(inputs["x"].reshape(-1).tolist())
+        return run(self, inputs)
+
+    monkeypatch.setattr(OnnxRuntimeExecution, "run", collect)
+    async with running(repository, ALL, proofs=BatchProofs(None)) as (_, registry):
+        assert explain(registry, "m")["batches"]["state"] == "alone"
+    assert 20 < max(values) < 50
+    assert min(values) >= 0

@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
+from headrace.backends.onnxruntime_cuda import CudaExecution
 from headrace.repository.batch_proofs import BatchProofs
 from headrace.repository.explanation import explain
 
 from tests.support import proof_cases as cases
 from tests.support.control_thread import running
+from tests.support.cuda_provider import FakeProvider
+from tests.unit.repository.test_loader_cuda_provider import provider as provider
 
 
 @pytest.mark.parametrize("source", ["", cases.RIGHT])
@@ -41,3 +46,27 @@ async def test_a_second_start_runs_no_tests(trt: Any, tmp_path: Path, monkeypatc
             seen.append(explain(registry, "m")["batches"])
         monkeypatch.setattr("headrace.repository.batch_proofs._Proof.run", None)
     assert seen[0] == seen[1]
+
+
+async def test_a_size_that_only_the_cuda_provider_computes_wrongly_is_not_used(
+    provider: FakeProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = tmp_path / "repository" / "m" / "1"
+    version.mkdir(parents=True)
+    onnx.save(cases.model_of(cases.UNKNOWN), version / "model.onnx")
+    gpu = "instance_group: [{kind: gpu, count: 1}]\n"
+    (version.parent / "config.yaml").write_text(cases.CONFIG.replace("backend: tensorrt\n", gpu))
+    run = CudaExecution.run
+
+    def wrong_for_three(self: CudaExecution, inputs: dict[str, cases.Array]) -> dict[str, cases.Array]:
+        outputs = run(self, inputs)
+        return {"y": outputs["y"] + 0.1} if len(inputs["x"]) == 3 else outputs
+
+    monkeypatch.setattr(CudaExecution, "run", wrong_for_three)
+    async with running(tmp_path / "repository", cases.ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        batches = explain(registry, "m")["batches"]
+        for rows in range(1, 9):
+            for x, y in await cases.infer(registry, rows):
+                np.testing.assert_allclose(y, x, atol=1e-6)
+    assert (batches["state"], list(batches["faults"])) == ("limited", ["3"])
+    assert batches["verified_batches"] == [1, 2, 4, 5, 6, 7, 8]
