@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-INTERVAL_S = 0.005
+INTERVAL_S = 0.02  # a stall that a test refuses takes 0.5 s or more
 TIMEOUT_S = 30.0
 
 

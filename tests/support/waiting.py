@@ -31,13 +31,16 @@ class HasEnded(Protocol):
         """True once it has ended."""
 
 
-def until(condition: Callable[[], object], timeout_s: float = 60.0, *, before: HasEnded | None = None) -> None:
+def until(
+    condition: Callable[[], object], timeout_s: float = 60.0, *, before: HasEnded | None = None, pause_s: float = 0.01
+) -> None:
     """Wait until a condition is true.
 
     Args:
-        condition: called every 10 ms.
+        condition: what is waited for.
         timeout_s: the limit.
         before: a call that must not have ended by then.
+        pause_s: time between two calls of the condition, in seconds; more for one that sends large requests.
 
     Raises:
         AssertionError: the limit was reached, or `before` ended first.
@@ -46,7 +49,7 @@ def until(condition: Callable[[], object], timeout_s: float = 60.0, *, before: H
     while not condition():
         assert time.monotonic() < deadline, f"it did not come true within {timeout_s:g} s"
         assert before is None or not before.done(), "it came true too late"
-        time.sleep(0.01)
+        time.sleep(pause_s)
 
 
 async def until_async(condition: Callable[[], Awaitable[object] | object], timeout_s: float = 60.0) -> None:
