@@ -72,6 +72,7 @@ SHORTER = (
     (r"^(headrace simulate.*?) --seconds [\d.]+", r"\g<1>"),
     (r"^headrace simulate ", "headrace simulate --seconds 0.2 "),
     (r"^headrace bench ((?:http|grpc)://)", r"headrace bench --duration 0.2 --warm-up 0 --processes 1 \g<1>"),
+    (r"^headrace bisect efficientnet_lite0 ", "headrace bisect digits "),
     (r"^headrace tune ", "headrace tune --seconds 0.02 --instances 1 --repeats 1 --max-batch-size 4 "),
     (r"^(headrace serve .*--model-repository )model_repository", r"\g<1>my_models"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -62,6 +63,23 @@ def endless_einsum() -> onnx.ModelProto:
 def repository(tmp_path: Path) -> Path:
     models.add_model(tmp_path / "repository", "neighbour", models.affine(seed=1))
     return tmp_path / "repository"
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state folder with the records of the models `neighbour` and `other`: a trial takes a second of a processor."""
+    folder = tmp_path_factory.mktemp("tried")
+    models.add_model(folder / "models", "neighbour", models.affine(seed=1))
+    models.add_model(folder / "models", "other", models.affine(seed=3))
+    result = run_headrace("validate", folder / "models", "--state-dir", folder / "state")
+    assert result.returncode == 0, result.stdout
+    return folder / "state"
+
+
+@pytest.fixture
+def tried_before(tried: Path, tmp_path: Path) -> None:
+    """`neighbour` and `other` count as tried in the state folder of the test."""
+    shutil.copytree(tried, tmp_path / "state")
 
 
 @contextmanager
@@ -124,6 +142,7 @@ def test_a_crash_at_the_start_makes_one_model_unavailable(repository: Path, tmp_
     assert records == {path: path.stat().st_mtime_ns for path in (tmp_path / "state" / "tried").iterdir()}
 
 
+@pytest.mark.usefixtures("tried_before")
 def test_a_crash_on_a_load_request_does_not_disturb_the_neighbour(repository: Path, tmp_path: Path) -> None:
     explicit = ["--model-control", "explicit", "--load-model", "neighbour"]
     with serving(repository, tmp_path, *options(tmp_path), *explicit) as server:
@@ -139,6 +158,7 @@ def test_a_crash_on_a_load_request_does_not_disturb_the_neighbour(repository: Pa
         until(lambda: not children(server.process.pid))
 
 
+@pytest.mark.usefixtures("tried_before")
 def test_a_crash_by_polling_does_not_disturb_the_neighbour(repository: Path, tmp_path: Path) -> None:
     poll = ["--model-control", "poll", "--poll-interval-s", "0.05"]
     with serving(repository, tmp_path, *options(tmp_path), *poll) as server, answering(server):
@@ -175,12 +195,11 @@ def test_without_trials_the_server_loads_the_file_itself(off: list[str], reposit
     assert ("no state folder remembers" in server.text) == (off[0] == "--state-dir")
 
 
+@pytest.mark.usefixtures("tried_before")
 def test_a_load_that_does_not_end_is_killed_at_its_limit(repository: Path, tmp_path: Path) -> None:
     models.add_model(repository, "bad", nested_functions())
     models.add_model(repository, "other", models.affine(seed=3))
     explicit = ["--model-control", "explicit", "--load-model", "neighbour"]
-    run_headrace("validate", repository / "neighbour", "--state-dir", tmp_path / "state")
-    run_headrace("validate", repository / "other", "--state-dir", tmp_path / "state")
     with serving(repository, tmp_path, *options(tmp_path, 3), *explicit) as server, answering(server) as answers:
         status, body = load(server, "bad")
         assert status == 400
@@ -191,6 +210,7 @@ def test_a_load_that_does_not_end_is_killed_at_its_limit(repository: Path, tmp_p
         until(lambda: not children(server.process.pid))
 
 
+@pytest.mark.usefixtures("tried_before")
 def test_a_model_whose_helper_the_kernel_kills_is_loaded_by_the_server(repository: Path, tmp_path: Path) -> None:
     """The kernel sends SIGKILL where memory is short: that says nothing about the file."""
     warmup = 'value { data_type: TYPE_INT64 dims: 1 input_data_file: "steps" }'
@@ -198,7 +218,6 @@ def test_a_model_whose_helper_the_kernel_kills_is_loaded_by_the_server(repositor
     folder = models.add_model(repository, "long", models.busy(), config=config)
     (folder / "warmup").mkdir()
     (folder / "warmup" / "steps").write_bytes(np.int64(20_000).tobytes())  # half a second or more
-    run_headrace("validate", repository / "neighbour", "--state-dir", tmp_path / "state")
     explicit = ["--model-control", "explicit", "--load-model", "neighbour"]
     with serving(repository, tmp_path, *options(tmp_path), *explicit) as server, ThreadPoolExecutor(1) as thread:
         with answering(server):
@@ -210,10 +229,11 @@ def test_a_model_whose_helper_the_kernel_kills_is_loaded_by_the_server(repositor
         assert state(server, "long") == ("READY", "")
         line = "model long runs for the first time in the server itself: its helper process was killed by SIGKILL"
         assert f"{line}: is there enough memory?" in server.text
-        assert len(list((tmp_path / "state" / "tried").iterdir())) == 1, "the next start tries it again"
+        assert len(list((tmp_path / "state" / "tried").iterdir())) == 2, "the next start tries it again"
         until(lambda: not children(server.process.pid))
 
 
+@pytest.mark.usefixtures("tried_before")
 def test_shapes_whose_inference_does_not_end_are_not_inferred(repository: Path, tmp_path: Path) -> None:
     models.add_model(repository, "ellipses", endless_einsum())
     with serving(repository, tmp_path, *options(tmp_path)) as server, answering(server):
@@ -234,6 +254,7 @@ def test_measurements_at_load_take_a_gibibyte_at_most(datatype: str, power: int,
         assert peak_bytes < 1284 << 20  # with 154 MiB of the server itself: a fork has 16 MiB less than an interpreter
 
 
+@pytest.mark.usefixtures("tried_before")
 def test_a_load_that_does_not_end_does_not_delay_the_stop(repository: Path, tmp_path: Path) -> None:
     models.add_model(repository, "neverending", nested_functions())
     server = start(repository, tmp_path / "log", *options(tmp_path, 600))

@@ -45,7 +45,7 @@ ISOLATED = "isolation: process\nmax_batch_size: 8\n"
 REPEATED = pytest.mark.parametrize(
     "times",
     [
-        pytest.param(4, id="few"),
+        pytest.param(2, id="few"),
         pytest.param(50, marks=[*MORE_EXAMPLES, pytest.mark.timeout(1800)], id="many"),
     ],
 )
