@@ -23,7 +23,8 @@ from tests.support.certificates import Certificates
 from tests.support.models import add_model, affine
 from tests.support.serving import HOST, Server, free_port, run_headrace, serving
 
-SHORT = ("--duration", "0.4", "--warm-up", "0.1", "--processes", "2")
+# One client process: each imports for most of a second. Tests of sweeps have two.
+SHORT = ("--duration", "0.4", "--warm-up", "0.1", "--processes", "1")
 
 
 @dataclass
@@ -60,7 +61,17 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_a_closed_loop_is_a_sweep(bench: Bench, protocol: str) -> None:
     document = bench.measure(
-        bench.url(protocol), "net", "--concurrency", "1,6", "--check", "--slo", "10000", "--batch", "2"
+        bench.url(protocol),
+        "net",
+        "--concurrency",
+        "1,6",
+        "--check",
+        "--slo",
+        "10000",
+        "--batch",
+        "2",
+        "--processes",
+        "2",
     )
     assert [point["label"] for point in document["points"]] == ["concurrency 1", "concurrency 6"]
     for point in document["points"]:
@@ -89,7 +100,7 @@ def test_an_open_loop_offers_every_request(bench: Bench, protocol: str) -> None:
 
 def test_the_processor_time_of_the_server_is_read(bench: Bench) -> None:
     pid = str(bench.server.process.pid)
-    document = bench.measure(bench.url("http"), "net", "--server-pid", pid, "--duration", "2")
+    document = bench.measure(bench.url("http"), "net", "--server-pid", pid, "--duration", "1")
     (point,) = document["points"]
     assert point["server_cpu_us_per_request"] > 0
     assert point["client_cpu_us_per_request"] > 0

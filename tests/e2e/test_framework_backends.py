@@ -63,9 +63,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> 
     import_module("skops.io").dump(
         models["logistic"], _folder(repository, "logistic", CONFIG % "sklearn") / "model.skops"
     )
-    joblib = _folder(repository, "pickled", CONFIG % "sklearn" + 'default_model_filename: "model.joblib"\n')
-    import_module("joblib").dump(models["logistic"], joblib / "model.joblib")
-    models["boosted"].save_model(_folder(repository, "boosted", SCORES % "xgboost") / "model.json")
+    boosted = _folder(repository, "boosted", SCORES % "xgboost" + 'default_model_filename: "model.ubj"\n')
+    models["boosted"].save_model(boosted / "model.ubj")
     models["forest"].save_model(_folder(repository, "forest", SCORES % "lightgbm") / "model.txt")
     (_folder(repository, "broken", SCORES % "xgboost") / "model.json").write_text("not a model")
     with serving(repository, folder) as started:
@@ -80,9 +79,8 @@ def infer(server: Server, name: str, rows: Any) -> dict[str, Any]:
     return {each["name"]: np.array(each["data"]).reshape(each["shape"]) for each in outputs}
 
 
-@pytest.mark.parametrize("name", ["logistic", "pickled"])
-def test_scikit_learn(server: Server, models: dict[str, Any], name: str) -> None:
-    result = infer(server, name, ROWS[:7])
+def test_scikit_learn(server: Server, models: dict[str, Any]) -> None:
+    result = infer(server, "logistic", ROWS[:7])
     np.testing.assert_array_equal(result["label"][:, 0], models["logistic"].predict(ROWS[:7]))
     np.testing.assert_allclose(result["probabilities"], models["logistic"].predict_proba(ROWS[:7]), rtol=1e-12)
 
@@ -118,10 +116,6 @@ def test_parameters_of_these_models_are_not_reported_as_useless(server: Server) 
     assert "has no effect" not in server.text
 
 
-def test_a_pickle_is_read_with_a_warning(server: Server) -> None:
-    assert "model.joblib runs code in it; skops.io.dump writes files without code" in server.text
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> Iterator[Server]:
     """A server of files, of a folder with one, and of version folders, without any configuration."""
@@ -133,26 +127,16 @@ def files(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> I
     for name in ("in_folder", "versions/in_version/1", "versions/unnamed/1", "versions/torch/1"):
         (folder / name).mkdir(parents=True)
     joblib.dump(models["logistic"], folder / "pickled.joblib")
-    skops.dump(RandomForestRegressor(3).fit(ROWS, ROWS[:, 0]), folder / "regressor.skops")
-    skops.dump(StandardScaler().fit(ROWS), folder / "scaler.skops")
     models["boosted"].save_model(folder / "boosted.json")
-    models["boosted"].save_model(folder / "binary.ubj")
     models["forest"].save_model(folder / "forest.txt")
-    skops.dump(models["logistic"], folder / "in_folder" / "model.skops")
+    skops.dump(StandardScaler().fit(ROWS), folder / "in_folder" / "model.skops")
     (folder / "in_folder" / "notes.txt").write_text("a tree\n")
     (folder / "in_folder" / "metrics.json").write_text('{"accuracy": 1}')
-    skops.dump(models["logistic"], folder / "versions" / "in_version" / "1" / "model.skops")
+    regressor = RandomForestRegressor(3).fit(ROWS, ROWS[:, 0])
+    skops.dump(regressor, folder / "versions" / "in_version" / "1" / "model.skops")
     joblib.dump(models["logistic"], folder / "versions" / "unnamed" / "1" / "churn.joblib")
     (folder / "versions" / "torch" / "1" / "model.pt").write_bytes(b"x")
-    single = (
-        "pickled.joblib",
-        "regressor.skops",
-        "scaler.skops",
-        "boosted.json",
-        "binary.ubj",
-        "forest.txt",
-        "in_folder",
-    )
+    single = ("pickled.joblib", "boosted.json", "forest.txt", "in_folder")
     with open_paths([folder / name for name in (*single, "versions")], str(folder / "state")) as served:
         first, *others = map(str, served.repositories)
         options = [word for other in others for word in ("--model-repository", other)]
@@ -162,17 +146,19 @@ def files(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> I
 
 def test_files_without_a_configuration_have_the_tensors_of_the_model(files: Server, models: dict[str, Any]) -> None:
     logistic, matrix = models["logistic"], import_module("xgboost").DMatrix(ROWS[:7])
-    for name in ("pickled", "in_folder", "in_version"):
-        result = infer(files, name, ROWS[:7])
-        np.testing.assert_array_equal(result["label"][:, 0], logistic.predict(ROWS[:7]))
-        np.testing.assert_allclose(result["probabilities"], logistic.predict_proba(ROWS[:7]), rtol=1e-12)
-    assert infer(files, "regressor", ROWS[:7])["prediction"].shape == (7, 1)
-    np.testing.assert_allclose(infer(files, "scaler", ROWS)["transform"].mean(axis=0), 0, atol=1e-9)
-    for name in ("boosted", "binary"):
-        np.testing.assert_allclose(
-            infer(files, name, ROWS[:7])["prediction"], models["boosted"].predict(matrix), rtol=1e-6
-        )
+    result = infer(files, "pickled", ROWS[:7])
+    np.testing.assert_array_equal(result["label"][:, 0], logistic.predict(ROWS[:7]))
+    np.testing.assert_allclose(result["probabilities"], logistic.predict_proba(ROWS[:7]), rtol=1e-12)
+    assert infer(files, "in_version", ROWS[:7])["prediction"].shape == (7, 1)
+    np.testing.assert_allclose(infer(files, "in_folder", ROWS)["transform"].mean(axis=0), 0, atol=1e-9)
+    np.testing.assert_allclose(
+        infer(files, "boosted", ROWS[:7])["prediction"], models["boosted"].predict(matrix), rtol=1e-6
+    )
     np.testing.assert_allclose(infer(files, "forest", ROWS[:7])["prediction"], models["forest"].predict(ROWS[:7]))
+
+
+def test_a_pickle_is_read_with_a_warning(files: Server) -> None:
+    assert ".joblib runs code in it; skops.io.dump writes files without code" in files.text
 
 
 def test_the_cure_of_a_file_names_its_backend(files: Server) -> None:
