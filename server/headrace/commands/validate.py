@@ -29,6 +29,7 @@ from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.integrity.verified_copy import ModelVerifier, open_verifier
+from headrace.repository.batch_proofs import BatchProofs
 from headrace.repository.builds import BUILDER, EngineBuilds
 from headrace.repository.deployment import Deployments, ModelSource
 from headrace.repository.environments import Environments, environments_root
@@ -336,6 +337,8 @@ def _tensor(tensor: ModelInput | ModelOutput, batched: bool) -> str:
 _CLOSE_TIMEOUT_S = 30.0
 # A server measures each model for longer before it serves it; a few runs show whether it fails.
 _MEASURE_S = 0.02
+# A server proves fewer batch sizes at its first load, and the others later.
+_PROOF_S = 600.0
 
 
 def trial_load(
@@ -376,6 +379,7 @@ def trial_load(
         interpreters=environments,
         verifier=open_verifier(model_keys_file, state),
         trials=trials,
+        proofs=BatchProofs(state, _PROOF_S),
     )
     # Never started: build requests stay queued, so no engine is built.
     builds = EngineBuilds(BUILDER, lambda _order, _failure: None)
@@ -383,7 +387,7 @@ def trial_load(
     others = {path.name: RepositoryModel(path.name, path, repository) for path in folders(repository)[0]}
     # A pipeline needs the models that it calls.
     models = in_load_order([RepositoryModel(name, folder, repository)], others)
-    findings = {model.name: _load_errors(deployments, model) for model in models}[name]
+    findings = (*{model.name: _load_errors(deployments, model) for model in models}[name], *_unproven(registry, name))
     states = [[row["version"], row["state"], row["reason"]] for row in registry.index() if row["name"] == name]
     substitutes = [[version, reason] for model, version, reason in registry.substitutes() if model == name]
     is_ready = any(state == _READY for _, state, _ in states)
@@ -396,6 +400,19 @@ def trial_load(
     loop.close()
     found = [[f.path, f.line, f.message, f.cure, f.fatal] for f in findings]
     return {"states": states, "findings": found, "substitutes": substitutes, "tensors": tensors}
+
+
+def _unproven(registry: Registry, name: str) -> list[Finding]:
+    """Return a warning for each version whose batches are not proven."""
+    cure = "see docs/proof.md"
+    reasons = [(version, handle.batch_verdict) for model, version, handle in registry.sources() if model == name]
+    return [
+        Finding(
+            f"{name}/{version}", None, f"batches are not proven ({verdict.state}): {verdict.reason}", cure, fatal=False
+        )
+        for version, verdict in reasons
+        if verdict.state not in ("proven", "untested")
+    ]
 
 
 def _load_errors(deployments: Deployments, model: RepositoryModel) -> Sequence[Finding]:

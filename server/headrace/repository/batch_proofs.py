@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,8 +47,10 @@ _MAX_BYTES = 1 << 16
 _MAX_RECORDS = 50_000
 # A proof that has ended its process so often is not started again.
 _MAX_STARTS = 2
-# Time of a proof; the sizes that are left are proven by the next load.
+# Time of the first proof, and how much longer the next load may take for the sizes that are left.
 _LIMIT_S = 2.0
+_NEXT_LIMIT = 4
+_MAX_ATTEMPTS = 6
 _ROWS = 4
 # Sizes of free dimensions, until the model runs.
 _FREE = (16, 64, 224)
@@ -57,15 +59,24 @@ _EACH_SIZE = 8
 # Smallest bound by precision, as a share of an output's range.
 _FLOORS = {"fp32": 1e-5, "fp16": 1e-3, "bf16": 8e-3, "int8": 1e-2}
 NOT_TESTED = BatchVerdict()
+_TOO_SHORT = "the time was too short to prove other batches: later loads, or `headrace validate`, prove them"
 
 
 @dataclass(slots=True)
 class _Record:
-    """Content of a file."""
+    """Content of a file.
+
+    Attributes:
+        starts: proofs that have begun since the last one that ended.
+        verdict: of the last proof.
+        is_complete: True if all sizes were tested.
+        attempts: proofs that have ended.
+    """
 
     starts: int = 0
     verdict: BatchVerdict | None = None
     is_complete: bool = False
+    attempts: int = 0
 
 
 class BatchProofs:
@@ -124,12 +135,13 @@ class BatchProofs:
         if record.starts >= _MAX_STARTS:
             reason = "the process has ended while the batch sizes were being proven"
             return _Record(record.starts, BatchVerdict(alone=True, reason=reason), True)
-        self._write(key, config.name, _Record(record.starts + 1, record.verdict))
+        self._write(key, config.name, replace(record, starts=record.starts + 1))
         begun_ns = self._clock()
-        verdict, is_complete = proof.run(int(self._limit_s * NS_PER_S), record.verdict)
+        limit_s = self._limit_s * _NEXT_LIMIT**record.attempts
+        verdict, is_complete = proof.run(int(limit_s * NS_PER_S), record.verdict)
         took_ms = (self._clock() - begun_ns) // NS_PER_MS
         logger.debug("model %s took %d ms to prove batches of %s rows", config.name, took_ms, verdict.verified)
-        record = _Record(0, verdict, is_complete)
+        record = _Record(0, verdict, is_complete, record.attempts + 1)
         self._write(key, config.name, record)
         return record
 
@@ -153,7 +165,8 @@ class BatchProofs:
                     str(stored["reason"]),
                 )
             )
-            return _Record(int(document["starts"]), verdict, document["is_complete"] is True)
+            attempts = min(int(document["attempts"]), _MAX_ATTEMPTS)
+            return _Record(int(document["starts"]), verdict, document["is_complete"] is True, attempts)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return _Record()
 
@@ -239,13 +252,13 @@ class _Proof:
             tables = table_sizes(self._source, self._source.name)
         self._ranges = {name: (0.0, rows - 1.0) for name, rows in tables.items()}
         self._ranges |= _ranges(make_warmups(folder.config, folder.path))
-        self._clock, self._layout = clock, layout
+        self._clock, self._layout, self._end_ns = clock, layout, clock()
         self._precision = plan.stamp.precision if plan.stamp is not None else "fp32"
         self._references: list[BatchTests] | None = None
 
     def run(self, limit_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
         """Return the verdict, and True if all sizes were tested within the limit."""
-        end_ns = self._clock() + limit_ns
+        self._end_ns = end_ns = self._clock() + limit_ns
         try:
             execution = self._model.execution(0)
         except HeadraceError:  # the instance reports it
@@ -299,7 +312,7 @@ class _Proof:
         proven = (1, *verified)
         if is_complete and not faults:
             return BatchVerdict(proven)
-        reason = "; ".join(faults.values()) or f"other batches are proven by later loads: {_LIMIT_S:g} s were too short"
+        reason = "; ".join(faults.values()) or _TOO_SHORT
         if self._layout is not None or not verified:  # joined rows cannot be cut
             is_alone = self._layout is not None or not faults
             return BatchVerdict(proven, faults, is_alone, () if is_alone else (1,), reason)
@@ -381,7 +394,7 @@ class _Proof:
         problem, equal = "", None
         for rows in self._row_sets(dims):
             try:
-                tests = BatchTests(run, rows, self._datatypes, floor, self._clock)
+                tests = BatchTests(run, rows, self._datatypes, floor, self._clock, self._end_ns)
             except ExecutionLost:
                 raise
             except Exception as error:

@@ -36,6 +36,7 @@ _REPEATS = 3
 _SPREAD_FACTOR = 2.0
 # Runs of a batch in `check`.
 _RUNS = 3
+_MIN_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ class BatchTests:
         datatypes: datatype of each input and output.
         floor: smallest bound of position and alone, as a share of an output's range, e.g. 1e-5 in FP32.
         clock: monotonic nanoseconds.
+        end_ns: monotonic time after which two rows suffice; None for all rows.
 
     Attributes:
         run: as in the argument.
@@ -145,11 +147,16 @@ class BatchTests:
         datatypes: Mapping[str, Datatype],
         floor: float,
         clock: Clock = monotonic_ns,
+        end_ns: int | None = None,
     ) -> None:
-        self.run, self._rows, self._datatypes, self._clock = run, rows, datatypes, clock
+        self.run, self._datatypes, self._clock = run, datatypes, clock
         self._random = np.random.default_rng(len(rows))
         begun_ns = clock()
-        self._alone = [self._copies(run([row]))[0] for row in rows]
+        self._alone: list[dict[str, Array]] = []
+        for row in rows:
+            if len(self._alone) < _MIN_ROWS or end_ns is None or clock() < end_ns:
+                self._alone.append(self._copies(run([row]))[0])
+        self._rows = rows = rows[: len(self._alone)]
         self._row_ns = (clock() - begun_ns) / len(rows)
         for output in self._alone:
             for name, values in output.items():

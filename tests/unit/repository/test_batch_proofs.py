@@ -184,20 +184,27 @@ async def test_a_model_that_its_first_request_loads_is_proven_then(repository: P
     assert document["batches"]["state"] == "alone"
 
 
+class RowClock:
+    """A clock for which each row takes a second.
+
+    Args:
+        sizes: rows of each run.
+    """
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __call__(self) -> int:
+        return sum(self.sizes) * 10**9
+
+
 async def test_sizes_for_which_the_time_is_too_short_are_not_used_until_later_loads_prove_them(
     repository: Path, tmp_path: Path, sizes: list[int]
 ) -> None:
     add_model(repository, "m", model_of(APART), config=BATCHES)
-
-    class Clock:
-        """Each row takes a second."""
-
-        def __call__(self) -> int:
-            return sum(sizes) * 10**9
-
     states = []
     for _ in range(2):
-        async with running(repository, ALL, proofs=BatchProofs(tmp_path, 30.0, Clock())) as (_, registry):
+        async with running(repository, ALL, proofs=BatchProofs(tmp_path, 30.0, RowClock(sizes))) as (_, registry):
             states.append(explain(registry, "m")["batches"])
             sizes.clear()
             await infer(registry, *inputs(5))
@@ -205,7 +212,22 @@ async def test_sizes_for_which_the_time_is_too_short_are_not_used_until_later_lo
                 assert sizes == [3, 2]
             sizes.clear()
     assert (states[0]["state"], states[0]["verified_batches"]) == ("limited", [1, 2, 3])
-    assert states[1]["verified_batches"][-1] == 8
+    assert "`headrace validate`, prove them" in states[0]["reason"]
+    assert (states[1]["state"], states[1]["verified_batches"]) == ("proven", list(SIZES))
+
+
+async def test_a_model_that_is_too_slow_for_two_rows_runs_requests_alone_until_later_loads(
+    repository: Path, tmp_path: Path, sizes: list[int]
+) -> None:
+    add_model(repository, "m", model_of(APART), config=BATCHES)
+    states = []
+    for _ in range(4):
+        sizes.clear()
+        async with running(repository, ALL, proofs=BatchProofs(tmp_path, 2.0, RowClock(sizes))) as (_, registry):
+            states.append(explain(registry, "m")["batches"]["state"])
+            if len(states) == 1:
+                assert sizes == [1, 1]
+    assert states == ["alone", "alone", "limited", "proven"]
 
 
 async def test_a_process_that_ended_twice_while_proving_serves_one_request_at_a_time(

@@ -12,6 +12,7 @@ from headrace.commands.validate import inspect, main
 from rich.console import Console
 
 from tests.support.models import add_model, add_pipeline, affine, ensemble_config
+from tests.support.networks import network
 from tests.support.onnx_models import write_model
 from tests.support.wheels import OFFLINE, add_numpy
 
@@ -194,3 +195,13 @@ def test_environments_are_made_in_the_named_folder(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "headrace", "validate", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [path.name for path in (tmp_path / "environments").iterdir() if (path / "bin" / "python").exists()]
+
+
+def test_batches_that_change_answers_are_a_warning_and_all_sizes_are_proven_for_the_server(tmp_path: Path) -> None:
+    mixed = network("M = ReduceMean <axes: ints = [0]> (x)\n y = Sub (x, M)", {}, ("N", 4))
+    add_model(tmp_path / "models", "mixed", mixed, config="max_batch_size: 8\ndynamic_batching {}\n")
+    console = Console(file=io.StringIO(), width=300)
+    assert main([tmp_path / "models"], console, state_dir=str(tmp_path / "state")) == 0
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "mixed/1: warning: batches are not proven (alone): influence: output 'y' of row 0 of 2" in text
+    assert list((tmp_path / "state" / "proofs").iterdir())
