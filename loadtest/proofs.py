@@ -18,12 +18,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import headrace
 import onnx
 from headrace.config.model_folder import read_model_folder
 from headrace.core.optimization_config import Calibration
 from headrace.core.tensor import BY_ORT_NAME
+from headrace.repository import batch_proofs
+from headrace.repository.batch_proofs import BOUNDS, LARGEST_BOUND
 from headrace_engines.errors import BuildError
 from headrace_engines.precision.lowering import cast_model
 from headrace_engines.progress import silent
@@ -107,7 +110,10 @@ def prove(source: Path, precision: str, rows: int, work: Path) -> tuple[bool, st
     built_s = time.monotonic() - begun_s
     sizes = reason = first_ms = ""
     loads = 0
-    with _proof_log() as lines, tempfile.TemporaryDirectory() as state:
+    # A plan of a builder has a stamp with its precision, which this one has not.
+    bound = BOUNDS.get("tf32" if precision == "fp32" else precision, LARGEST_BOUND)
+    stamped = patch.object(batch_proofs, "smallest_bound", lambda _plan: bound)
+    with stamped, _proof_log() as lines, tempfile.TemporaryDirectory() as state:
         while loads < _LOADS and (not loads or "later loads" in reason):
             loads += 1
             with headrace.Server(folder, state_dir=state, trial_limit_s=0, profile_s=0) as server:

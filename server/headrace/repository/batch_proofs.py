@@ -27,7 +27,7 @@ from headrace.config.documents import open_regular_file
 from headrace.config.files import remove_oldest, write_durably
 from headrace.config.model_folder import MAX_INPUT_BYTES, ModelFolder
 from headrace.config.onnx_model import read_signature, table_sizes
-from headrace.config.serving_plan import PYTHON_RUNTIMES, ServingPlan
+from headrace.config.serving_plan import GPU_RUNTIMES, PYTHON_RUNTIMES, ServingPlan
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.model_config import ModelConfig
@@ -56,8 +56,9 @@ _ROWS = 4
 _FREE = (16, 64, 224)
 # Up to this largest batch of ONNX Runtime each size is tested.
 _EACH_SIZE = 8
-# Smallest bound by precision, as a share of an output's range.
-_FLOORS = {"fp32": 1e-5, "fp16": 1e-3, "bf16": 8e-3, "int8": 1e-2}
+# Smallest bound by precision, as a share of an output's range. GPUs compute FP32 with TF32, which has the fraction of FP16.
+BOUNDS = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 1e-3, "bf16": 8e-3}
+LARGEST_BOUND = 1e-2
 NOT_TESTED = BatchVerdict()
 _TOO_SHORT = "the time was too short to prove other batches: later loads, or `headrace validate`, prove them"
 
@@ -206,6 +207,13 @@ def _untestable(config: ModelConfig) -> str:
     return "" if size_bytes <= MAX_INPUT_BYTES else f"{_ROWS} rows have {size_bytes} bytes"
 
 
+def smallest_bound(plan: ServingPlan) -> float:
+    """Return the smallest bound of an output, as a share of its range; a plan without a stamp may have any precision."""
+    on_gpu = plan.runtime in GPU_RUNTIMES
+    precision = plan.stamp.precision if plan.stamp is not None else "unknown" if plan.runtime == "tensorrt" else "fp32"
+    return BOUNDS.get("tf32" if on_gpu and precision == "fp32" else precision, LARGEST_BOUND)
+
+
 def _key(config: ModelConfig, plan: ServingPlan, digest: str, max_rows: int) -> str:
     parts = {
         "format": _FORMAT,
@@ -253,7 +261,7 @@ class _Proof:
         self._ranges = {name: (0.0, rows - 1.0) for name, rows in tables.items()}
         self._ranges |= _ranges(make_warmups(folder.config, folder.path))
         self._clock, self._layout, self._end_ns = clock, layout, clock()
-        self._precision = plan.stamp.precision if plan.stamp is not None else "fp32"
+        self._floor = smallest_bound(plan)
         self._references: list[BatchTests] | None = None
 
     def run(self, limit_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
@@ -390,11 +398,10 @@ class _Proof:
             ProofError: no rows do.
         """
         run = self._run_batch(execution)
-        floor = next((bound for name, bound in _FLOORS.items() if name in self._precision), _FLOORS["fp16"])
         problem, equal = "", None
         for rows in self._row_sets(dims):
             try:
-                tests = BatchTests(run, rows, self._datatypes, floor, self._clock, self._end_ns)
+                tests = BatchTests(run, rows, self._datatypes, self._floor, self._clock, self._end_ns)
             except ExecutionLost:
                 raise
             except Exception as error:

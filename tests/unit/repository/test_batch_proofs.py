@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from headrace.core.ledger import CPU
 from headrace.core.request import InferRequest, InferResponse
 from headrace.observability.metrics import MetricsPage
 from headrace.repository import batch_proofs
-from headrace.repository.batch_proofs import BatchProofs, candidates
+from headrace.repository.batch_proofs import BatchProofs, candidates, smallest_bound
 from headrace.repository.explanation import explain
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.reconciler import ControlPolicy
@@ -331,3 +332,21 @@ async def test_whole_numbers_fill_the_table_that_they_index(repository: Path, mo
         assert explain(registry, "m")["batches"]["state"] == "alone"
     assert 20 < max(values) < 50
     assert min(values) >= 0
+
+
+@pytest.mark.parametrize(
+    ("runtime", "precision", "bound"),
+    [
+        ("onnxruntime", None, 1e-5),
+        ("onnxruntime", "int8", 1e-2),
+        ("onnxruntime_cuda", None, 1e-3),
+        ("tensorrt", "fp32", 1e-3),
+        ("tensorrt", "bf16", 8e-3),
+        ("tensorrt", "fp8", 1e-2),
+        ("tensorrt", None, 1e-2),
+    ],
+)
+def test_the_smallest_bound_follows_the_precision(runtime: str, precision: str | None, bound: float) -> None:
+    stamp = None if precision is None else SimpleNamespace(precision=precision)
+    plan: Any = SimpleNamespace(runtime=runtime, stamp=stamp)
+    assert smallest_bound(plan) == bound
