@@ -326,8 +326,7 @@ class _Proof:
             return BatchVerdict(proven, faults, is_alone, () if is_alone else (1,), reason)
         max_rows = self._model.max_rows
         if self._plan.runtime == "tensorrt":
-            wrong = {find_rows(size) for size in sizes if size not in verified} - {find_rows(1)}
-            allowed = [rows for rows in range(1, max_rows + 1) if rows == 1 or find_rows(rows) not in wrong]
+            allowed = allowed_rows(max_rows, [size for size in sizes if size not in verified], find_rows)
         else:
             allowed = list(proven if faults else range(1, verified[-1] + 1))
         if len(allowed) == max_rows:  # the largest is proven, some between are left
@@ -471,6 +470,18 @@ def candidates(max_rows: int, preferred: Sequence[int], find_rows: Callable[[int
         others = [*powers, *range(1, min(max_rows, _EACH_SIZE) + 1)]
     ordered = dict.fromkeys([2, 3, max_rows, *preferred, *others])
     return [size for size in ordered if 1 < size <= max_rows]
+
+
+def allowed_rows(max_rows: int, unproven: Sequence[int], find_rows: Callable[[int], int]) -> list[int]:
+    """Return the numbers of rows that an engine may run: one, and those of buckets of which each tested size is proven.
+
+    Args:
+        max_rows: largest batch.
+        unproven: tested sizes that are not proven, and those for which there was no time.
+        find_rows: returns the number of rows that run for a batch.
+    """
+    wrong = {find_rows(size) for size in unproven}
+    return [rows for rows in range(1, max_rows + 1) if rows == 1 or find_rows(rows) not in wrong]
 
 
 def _ranges(warmups: Sequence[Warmup]) -> dict[str, tuple[float, float]]:

@@ -66,7 +66,7 @@ class BatchVerdict:
             return "limited"
         if self.faults:
             return "warned"
-        return "proven" if self.verified else "untested"
+        return "proven" if self.verified and not self.reason else "untested"
 
     def parameters(self) -> dict[str, str | float | bool]:
         """Return the metadata of a version; empty if nothing was tested."""

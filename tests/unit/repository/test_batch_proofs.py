@@ -18,7 +18,7 @@ from headrace.core.ledger import CPU
 from headrace.core.request import InferRequest, InferResponse
 from headrace.observability.metrics import MetricsPage
 from headrace.repository import batch_proofs
-from headrace.repository.batch_proofs import BatchProofs, candidates, smallest_bound
+from headrace.repository.batch_proofs import BatchProofs, allowed_rows, candidates, smallest_bound
 from headrace.repository.explanation import explain
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.reconciler import ControlPolicy
@@ -289,6 +289,16 @@ def test_the_most_important_sizes_come_first() -> None:
         return next(bucket for bucket in (1, 4, 8) if bucket >= rows)
 
     assert candidates(8, (), padded, True) == [2, 3, 8, 4, 5]
+
+
+def test_no_batch_runs_in_a_bucket_with_a_size_that_is_not_proven() -> None:
+    def padded(rows: int) -> int:
+        return next(bucket for bucket in (2, 4, 8) if bucket >= rows)
+
+    assert allowed_rows(8, [], padded) == list(SIZES)
+    assert allowed_rows(8, [3], padded) == [1, 2, 5, 6, 7, 8]
+    assert allowed_rows(8, [8], padded) == [1, 2, 3, 4]
+    assert allowed_rows(8, [2, 4], padded) == [1, 5, 6, 7, 8]  # one row has no other bucket
 
 
 def shifted_sums() -> onnx.ModelProto:
