@@ -314,6 +314,7 @@ class ThreadCompletion(Completion):
 def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> list[Completion]:
     """Settle the members of a batch with one wake-up per event loop; returns those that had been settled before."""
     posts: dict[Mailbox, list[LoopCompletion]] = {}
+    mailbox: Mailbox | None = None
     others: list[Completion] = []
     lost: list[Completion] = []
     for completion, outcome in pairs:
@@ -322,9 +323,9 @@ def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> list[Completion]:
             continue
         completion.outcome = outcome
         if type(completion) is LoopCompletion or type(completion) is GroupCompletion:
-            settled = posts.get(completion._mailbox)
-            if settled is None:
-                settled = posts[completion._mailbox] = []
+            if completion._mailbox is not mailbox:
+                mailbox = completion._mailbox
+                settled = posts.setdefault(mailbox, [])
             settled.append(completion)
         else:
             others.append(completion)
@@ -334,8 +335,8 @@ def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> list[Completion]:
             after()
     for other in others:
         other.notify()
-    for mailbox, settled in posts.items():
-        mailbox.post(settled)
+    for each, settled in posts.items():
+        each.post(settled)
     return lost
 
 

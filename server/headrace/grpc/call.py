@@ -21,7 +21,7 @@ from headrace.core.errors import (
 )
 from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.grpc.message_memory import message_allocator
-from headrace.grpc.methods import DirectMethod, GrpcCall, Message, RequestMessage, StartedRequest
+from headrace.grpc.methods import GrpcCall, Message, RequestMessage, StartedRequest
 from headrace.grpc.response_room import ResponseRoom
 from headrace.grpc.status import ErrorStatus, error_status
 from headrace.grpc.wire import (
@@ -162,7 +162,7 @@ class ServerCall(Http2Stream):
     connection: Http2Connection
 
     def __init__(self, connection: Http2Connection, stream_id: int, head: RequestHead, server: CallServer) -> None:
-        super().__init__(connection, stream_id)
+        Http2Stream.__init__(self, connection, stream_id)  # `super` would cost another call for each request
         self._head = head
         self._server = server
         self._client_limits = server.client_limits
@@ -419,28 +419,24 @@ class UnaryCall(ServerCall):
         self.awaiting_body = False
         self._reader = None
         self.received_ns = monotonic_ns()
-        method, direct = self._head.method, self._head.direct
-        if direct is not None and self._start_directly(direct, message):
+        direct, request = self._head.direct, None
+        if direct is not None:
+            try:
+                request = direct.start(message, self)
+            except Exception as error:
+                self._fail_method(error)
+                return
+        if request is None:  # it needs a task
+            method = self._head.method
+            assert method is not None
+            self._task = self.connection.loop.create_task(self._serve(method, message))
             return
-        assert method is not None
-        self._task = self.connection.loop.create_task(self._serve(method, message))
-
-    def _start_directly(self, method: DirectMethod, message: RequestMessage) -> bool:
-        """Start the method without a task; returns False if this request needs one."""
-        try:
-            request = method.start(message, self)
-        except Exception as error:
-            self._fail_method(error)
-            return True
-        if request is None:
-            return False
         self._request, completion = request, request.completion
         self.completion = completion
         if completion.woken:  # the request ran on the event loop
             self._end_request()
         else:
             completion.then(self._end_request)
-        return True
 
     def _end_request(self) -> None:
         """End the call after the completion of its request is settled; never raises."""

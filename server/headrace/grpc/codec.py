@@ -159,8 +159,8 @@ def scan(message: RequestMessage) -> Envelope:
     """
     repeated = _repeated.get(len(message))
     if repeated is not None:
-        for start, part in repeated[0]:
-            if message[start : start + len(part)] != part:
+        for place, part in repeated[0]:
+            if message[place] != part:
                 break
         else:
             return repeated[1]
@@ -217,17 +217,18 @@ def _read_fields(message: RequestMessage) -> Envelope:
 
 
 # By the size of a message: its parts outside raw contents, each with its position, and its envelope.
-_repeated: dict[int, tuple[list[tuple[int, bytes]], Envelope]] = {}
+_repeated: dict[int, tuple[list[tuple[slice, bytes]], Envelope]] = {}
 
 
 def _remember(message: RequestMessage, envelope: Envelope) -> None:
     """Let `scan` compare the next message of this size instead of reading its fields."""
     if len(_repeated) >= MAX_TEMPLATES:
         _repeated.clear()
-    parts: list[tuple[int, bytes]] = []
+    parts: list[tuple[slice, bytes]] = []
     end = 0
     for start, size_bytes in [*envelope.spans, (len(message), 0)]:
-        parts.append((end, bytes(message[end:start])))
+        if start > end:
+            parts.append((slice(end, start), bytes(message[end:start])))
         end = start + size_bytes
     _repeated[len(message)] = parts, envelope
 

@@ -10,8 +10,9 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+import msgspec
 import orjson
 
 from headrace.core.access import AccessControl, Principal
@@ -165,7 +166,7 @@ class InferHeaders:
         return not self.content_encoding and self.options.trace is None and self.options.routing is None
 
 
-class ParsedHead(NamedTuple):
+class ParsedHead(msgspec.Struct, frozen=True, eq=False):  # its attributes are read faster than those of a tuple
     """Parsed request line and headers of an inference request.
 
     Attributes:
@@ -550,7 +551,7 @@ def success_head(
     if accept_encoding:
         headers, parts = _success_headers(header_size, parts, accept_encoding)
         return _STATUS_OK + header_lines(headers) + extra_headers.lines, parts
-    size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+    size = sum(map(len, parts))
     head = _JSON_HEAD % size if header_size is None else _BINARY_HEAD % (header_size, size)
     return head + extra_headers.lines, parts
 

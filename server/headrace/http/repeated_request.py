@@ -139,18 +139,22 @@ class RepeatedRequest:
         """Write the response, after the completion is settled; never raises."""
         pending = self._pending
         assert pending is not None, "a completion calls back once"
-        self._connection.completion = None
-        endpoint, accept_encoding = self._endpoint, self._head.headers.accept_encoding
+        connection, endpoint, headers = self._connection, self._endpoint, self._head.headers
+        connection.completion = None
+        accept_encoding = headers.accept_encoding
         try:
             if (pending.template.is_costly or accept_encoding) and endpoint.service.is_large(pending, True):
-                large = endpoint.respond_large(pending, self._head.headers, self._write, self._fail)
-                self._writing = self._connection.loop.create_task(large)
+                large = endpoint.respond_large(pending, headers, self._write, self._fail)
+                self._writing = connection.loop.create_task(large)
                 return
             header_size, parts, extra_headers = endpoint.finish(pending)
-            if self._head.headers.cors:
-                extra_headers = extra_headers.with_pairs(self._head.headers.cors)
+            if headers.cors:
+                extra_headers = extra_headers.with_pairs(headers.cors)
             head, parts = success_head(header_size, parts, accept_encoding, extra_headers)
-            self._write(head, parts)
+            if connection.write(self, head, parts):  # as `_write`, without its call
+                self._end()
+            else:
+                self._write(head, parts)
         except Exception as error:
             self._fail(pending, error)
 

@@ -206,7 +206,7 @@ class Http2Connection(asyncio.Protocol):
         if self._partial_body_bytes or self._skip_bytes:
             position = self._read_body(data, position)
         cached_heads, streams = self._header_cache.entries, self.streams
-        max_length_kind = self.limits.frame_bytes << 8 | 0xFF
+        max_length_kind, min_window = self.limits.frame_bytes << 8 | 0xFF, self.limits.connection_window_bytes >> 1
         fast_path = self.settings_received and not self._control.in_header_block
         frame_budget = self.frame_budget
         slice_end, slice_end_ns = frame_budget.available - _SLICE_COST, monotonic_ns() + _SLICE_NS
@@ -231,7 +231,7 @@ class Http2Connection(asyncio.Protocol):
                     stream = streams.get(stream_id)
                     if stream is not None and stream.remote_open and not flags & PADDED and end > start:
                         self._receive_window -= end - start
-                        if self._receive_window < self.limits.connection_window_bytes >> 1:
+                        if self._receive_window < min_window:
                             self._restore_window()
                         stream.receive_window -= end - start
                         if stream.receive_window < 0:

@@ -548,17 +548,22 @@ class RequestObserver:
         tracer: selects and writes traces.
         log: the access log.
         secret_clients: client names are secrets (`--client-header` names such a header), so records have pseudonyms.
+
+    Attributes:
+        active: False if no request can be selected; the only check for each request while nothing is traced or logged.
     """
 
     def __init__(self, tracer: Tracer, log: RequestLog, secret_clients: bool = False) -> None:
         self._tracer = tracer
         self._log = log
+        self._on_change: Callable[[], None] = lambda: None
+        self.active = tracer.active or log.active
+        tracer.on_change = self._on_traces
         self._pseudonyms = Pseudonyms() if secret_clients else None
 
-    @property
-    def active(self) -> bool:
-        """False if no request can be selected; the only check for each request while nothing is traced or logged."""
-        return self._tracer.active or self._log.active
+    def _on_traces(self) -> None:
+        self.active = self._tracer.active or self._log.active
+        self._on_change()
 
     @property
     def traces(self) -> bool:
@@ -572,7 +577,7 @@ class RequestObserver:
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Set a callback for changes of `traces`; called on the event loop."""
-        self._tracer.on_change = callback
+        self._on_change = callback
 
     def sample(self, model: str, context: TraceContext | None) -> SamplingDecision | None:
         """Select a request for a trace and the log; call it once for each request before it is queued, while `active`.

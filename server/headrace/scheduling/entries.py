@@ -53,6 +53,9 @@ class EntryFactory:
     def __post_init__(self) -> None:
         self._max_rows, self._objective_ns = self.policy.batch.max_rows, self.policy.batch.objective_ns
         self.mismatch: OutputMismatch | None = None
+        has_steps = self.policy.levels > 1 or self.policy.by_member
+        # Of every request that fits into a batch, the entry is made in the same way.
+        self._is_plain = not has_steps and self.queue_key is None and self.sequencer is None
 
     def entries(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
         """Create the entries of a request; its outcome settles `completion`.
@@ -67,6 +70,11 @@ class EntryFactory:
             TooLarge: the request has more rows than the queue holds.
             ModelFailed: the request has more rows than a batch, and the model has returned outputs that cannot be joined.
         """
+        if self._is_plain and request.rows <= self._max_rows:
+            entry = Entry(request, completion, 0, now_ns, self._objective_ns)
+            entry.remove = self.remove
+            completion.after = entry.on_settled
+            return [entry]
         level = 0 if self.policy.levels == 1 else self._level(request)
         if request.rows <= self._max_rows:
             entry = Entry(request, completion, level, now_ns, self._objective_ns)

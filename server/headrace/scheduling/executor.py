@@ -406,6 +406,7 @@ class InlineGate:
         recorder: counters of the version.
         bodies: counts requests in the front ends; None without front ends.
         clock: returns monotonic nanoseconds.
+        quiet_ns: monotonic time before which no request runs on the loop: two were in flight together.
     """
 
     name: str
@@ -420,26 +421,22 @@ class InlineGate:
         self._supported = False
         self._iteration_open = False  # a request has run in this iteration of the loop
         self._handled_stalls = 0  # `latency_table.stalls` of which a pause is over or runs
-        self._quiet_ns = self._enabled_ns = -FAR_NS
+        self.quiet_ns = self._enabled_ns = -FAR_NS
 
     def support(self, execution: Execution) -> None:
         """Allow runs on the event loop if the execution runs on any thread."""
         self._supported = self.bound_ns > 0 and runs_on_any_thread(execution)
 
-    def allows(self, entry: Entry, leases: int) -> bool:
+    def allows(self, entry: Entry) -> bool:
         """Return True if a request may run before the loop reads others that arrived with it; also sets `entry.inline`.
 
         At most one request does so in an iteration of the loop. A second one shows that requests arrive together: it is queued,
         and runs with those behind it, or on the loop if there is none.
 
         Args:
-            entry: the only entry of the request.
-            leases: requests of the version between lease and release.
+            entry: the only entry of the request, which is the only one of the version between lease and release.
         """
         now_ns = entry.enqueued_ns
-        if leases > 1:
-            self._quiet_ns = now_ns + INLINE_QUIET_NS
-            return False
         stalls = self.latency_table.stalls
         if stalls != self._handled_stalls:
             # A run on an instance was that slow: the time may depend on the values in the request.
@@ -448,7 +445,7 @@ class InlineGate:
         bodies = self.bodies
         entry.inline = (
             self._supported
-            and now_ns >= self._quiet_ns
+            and now_ns >= self.quiet_ns
             and now_ns >= self._enabled_ns
             and (bodies is None or bodies.cells[BodyMemory.REQUESTS] <= 1)
             and entry.deadline_ns - now_ns > self.bound_ns

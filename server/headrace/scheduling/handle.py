@@ -23,7 +23,14 @@ from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import AdmissionController, Quotas
 from headrace.scheduling.batching import CostModel
 from headrace.scheduling.entries import EntryFactory, Sequencer
-from headrace.scheduling.executor import BatchResults, InlineGate, OutputCheck, OutputMismatch, SerialRunner
+from headrace.scheduling.executor import (
+    INLINE_QUIET_NS,
+    BatchResults,
+    InlineGate,
+    OutputCheck,
+    OutputMismatch,
+    SerialRunner,
+)
 from headrace.scheduling.instance import BatchRunner, ModelInstances, OnDeath, WarmUp
 from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.latency_table import LatencyTable
@@ -178,7 +185,10 @@ class ModelHandle(VersionHandle):
             raise decoupled_error(self.spec.name)
         completion = LoopCompletion(self._mailbox)
         entries = self._admit(request, completion, now_ns)
-        at_once = len(entries) == 1 and self._inline_gate.allows(entries[0], self._leases)
+        if self._leases > 1:  # requests in flight together run as batches
+            at_once, self._inline_gate.quiet_ns = False, now_ns + INLINE_QUIET_NS
+        else:
+            at_once = len(entries) == 1 and self._inline_gate.allows(entries[0])
         try:
             self._scheduler.enqueue(entries, at_once)
         except Unavailable:

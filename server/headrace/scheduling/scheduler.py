@@ -114,21 +114,20 @@ class BatchSelector:
         Raises:
             Overloaded: the queue is full.
         """
-        size_bytes = entries[0].size_bytes if len(entries) == 1 else sum([entry.size_bytes for entry in entries])
-        queue, limits = self.queue, self.limits
+        queue, limits, first = self.queue, self.limits, entries[0]
         if limits.level_counts:
             self._check_level(entries)
-        added = len(entries) if entries[0].members is None else entries[0].requests
+        if len(entries) == 1:
+            size_bytes, added = first.size_bytes, 1 if first.members is None else first.requests
+        else:
+            size_bytes, added = sum([entry.size_bytes for entry in entries]), len(entries)
         full = queue.count + queue.joined + added > limits.max_count or (
             queue.count and queue.size_bytes + size_bytes > limits.max_size_bytes
         )
         if full and not self._make_room(entries, size_bytes):
             raise queue_full(queue.requests, queue.size_bytes, limits.max_count, limits.max_size_bytes, self._retry_s())
-        if len(entries) == 1:
-            queue.push(entries[0])
-        else:
-            for entry in entries:
-                queue.push(entry)
+        for entry in entries:
+            queue.push(entry)
 
     def poll(self, now_ns: int, begins_ns: int, closed: bool) -> Batch | WaitUntil | Idle:
         """Select the next batch, or the time at which to poll again.

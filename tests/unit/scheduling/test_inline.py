@@ -372,9 +372,9 @@ async def test_a_slow_run_on_an_instance_disables_them(run_ms: int, pause_s: flo
         for value in range(100):
             assert await stage.alone(value)
         stage.model.run_ns = run_ms * NS_PER_MS
-        stage.handle._inline_gate._quiet_ns = stage.clock.now_ns + INLINE_MAX_PAUSE_NS
+        stage.handle._inline_gate.quiet_ns = stage.clock.now_ns + INLINE_MAX_PAUSE_NS
         assert not await stage.alone(2), "on its instance"
-        stage.handle._inline_gate._quiet_ns = 0
+        stage.handle._inline_gate.quiet_ns = 0
         stage.model.run_ns = 20 * NS_PER_US
         assert not await stage.alone(3)
         enabled_ns = stage.handle._inline_gate._enabled_ns
