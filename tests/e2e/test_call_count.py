@@ -15,7 +15,7 @@ from tests.support import models
 from tests.support.serving import ROOT
 
 # Calls of one request, generators and coroutines counted each time that they go on. A bound is the count itself.
-BOUNDS = {"http": 71, "grpc": 82}
+BOUNDS = {"http": 69, "grpc": 80}
 
 
 def test_calls_of_one_request(tmp_path: Path) -> None:

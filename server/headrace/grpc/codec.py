@@ -7,7 +7,7 @@ them only the first time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -246,6 +246,8 @@ class GrpcCodec(Codec[RequestMessage, Envelope, Message]):
         super().__init__(spec, regions, max_shared_bytes)
         self._head = _response(model_name=spec.name, model_version=spec.version)
         self._descriptions: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
+        # Template and views of the messages whose envelope `scan` returns again.
+        self._repeated: dict[Envelope, tuple[RequestTemplate, list[tuple[str, Callable[[Any, int], Array], int]]]] = {}
         self._has_text = any(tensor.datatype is BYTES for tensor in spec.inputs.values())
 
     def is_large_request(self, message: RequestMessage, envelope: Envelope) -> bool:
@@ -254,19 +256,23 @@ class GrpcCodec(Codec[RequestMessage, Envelope, Message]):
 
     def read(self, message: RequestMessage, envelope: Envelope) -> ReadContent:
         """See `Codec.read`."""
+        repeated = self._repeated.get(envelope)
+        if repeated is not None:
+            inputs = {}
+            for name, view, start in repeated[1]:
+                inputs[name] = view(message, start)
+            return repeated[0], inputs, envelope.id
         header, spans = envelope.header, envelope.spans
         template = self._templates.find(header) if len(header) <= MAX_TEMPLATE_BYTES else None
         if template is None:
             template = self._parse_template(header, len(spans))
             self._templates.add(header, template)
         if template.views and len(template.views) == len(spans):
-            inputs = {}
-            for (name, view, _, size), (start, size_bytes) in zip(template.views, spans, strict=True):
-                if size != size_bytes:
-                    break
-                inputs[name] = view(message, start)
-            else:
-                return template, inputs, envelope.id
+            pairs = list(zip(template.views, spans, strict=True))
+            if not envelope.id and all(view[3] == span[1] for view, span in pairs):
+                if len(self._repeated) >= MAX_TEMPLATES:
+                    self._repeated.clear()
+                self._repeated[envelope] = template, [(view[0], view[1], span[0]) for view, span in pairs]
         if len(template.raw) != len(spans):
             # Inputs without elements may have raw contents or none: one header has two templates.
             template = self._parse_template(header, len(spans))

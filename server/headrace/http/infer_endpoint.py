@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import msgspec
@@ -552,8 +552,12 @@ def success_head(
         headers, parts = _success_headers(header_size, parts, accept_encoding)
         return _STATUS_OK + header_lines(headers) + extra_headers.lines, parts
     size = sum(map(len, parts))
-    head = _JSON_HEAD % size if header_size is None else _BINARY_HEAD % (header_size, size)
-    return head + extra_headers.lines, parts
+    return _head_of_sizes(header_size, size) + extra_headers.lines, parts
+
+
+@lru_cache(_MAX_HEADS)
+def _head_of_sizes(header_size: int | None, size: int) -> bytes:
+    return _JSON_HEAD % size if header_size is None else _BINARY_HEAD % (header_size, size)
 
 
 def _success_headers(header_size: int | None, parts: Body, accept_encoding: str) -> tuple[list[Header], Body]:

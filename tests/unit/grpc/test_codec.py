@@ -75,6 +75,20 @@ def test_a_message_of_the_size_of_an_earlier_one_is_read_by_its_own_bytes() -> N
         scan(first)
 
 
+def test_a_repeated_message_has_its_own_tensors_and_sizes() -> None:
+    read, first = codec(), request()
+    second, moved = request(), request()
+    second.raw_input_contents[0] = np.array([5, 6, 7, 8], "<i4").tobytes()
+    contents = first.raw_input_contents
+    moved.raw_input_contents[0], moved.raw_input_contents[1] = contents[0] + contents[1][:4], contents[1][4:]
+    for message, expected in ((first, [[1, 2], [3, 4]]), (second, [[5, 6], [7, 8]])) * 2:
+        wire = message.SerializeToString()
+        assert decode(wire, read)[0].inputs["A"].tolist() == expected
+    for _ in range(3):  # as many bytes in all
+        with pytest.raises(BadRequest, match="20 bytes"):
+            decode(moved.SerializeToString(), read)
+
+
 def test_tensors_are_views_of_the_message() -> None:
     wire = request().SerializeToString()
     decoded, _ = decode(wire)
