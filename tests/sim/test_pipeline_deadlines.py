@@ -90,7 +90,7 @@ def offered(
     batch_us: dict[str, float],
     factor: float,
     deadline_ms: float,
-    seconds: float = 4.0,
+    seconds: float = 2.0,
     variation: float = 0.0,
 ) -> Result:
     """Offer `factor` times the capacity to a pipeline of three models.

@@ -57,14 +57,14 @@ def mean_wait_ms(done: Replay, service_ms: float = 1.0) -> float:
     ],
 )
 def test_mean_waits_are_those_of_pollaczek_and_khinchine(load: float, variation: float) -> None:
-    trace = poisson_trace(load * 1000, 150)
+    trace = poisson_trace(load * 1000, 60)
     done = replay(trace, [model(profile=LatencyProfile(StepLatency.line(1000), variation=variation))], seed=2)
     assert mean_wait_ms(done) == pytest.approx(load * (1 + variation**2) / (2 * (1 - load)), rel=0.06)
 
 
 @pytest.mark.slow
 def test_the_percentiles_of_m_m_1_are_exponential() -> None:
-    trace = poisson_trace(600, 250)
+    trace = poisson_trace(600, 100)
     done = replay(trace, [model(profile=LatencyProfile(StepLatency.line(1000), variation=1.0))], seed=3)
     result = report(done, [None]).total
     mean_us = 1e6 / (1000 - 600)
@@ -77,7 +77,7 @@ def test_the_percentiles_of_m_m_1_are_exponential() -> None:
 def test_several_instances_match_the_erlang_formula() -> None:
     servers, load = 3, 2.4
     done = replay(
-        poisson_trace(load * 1000, 80),
+        poisson_trace(load * 1000, 50),
         [model(1, servers, LatencyProfile(StepLatency.line(1000), variation=1.0))],
         seed=4,
     )

@@ -86,7 +86,7 @@ def test_waits_are_those_of_erlang() -> None:
     """Sequences of one request on instances with one slot are an M/M/m queue."""
     servers, service_s, rate_hz = 3, 0.001, 2400.0
     generator = np.random.default_rng(1)
-    starts_s = np.cumsum(generator.exponential(1 / rate_hz, 80_000))
+    starts_s = np.cumsum(generator.exponential(1 / rate_hz, 50_000))
     sequences = SequenceLoad(
         (starts_s * NS_PER_S).astype(np.int64),
         np.ones(len(starts_s), np.int64),
