@@ -48,6 +48,13 @@ def small(metrics_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield server
 
 
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    """A server with eight connections, and no timeout that ends them during a test."""
+    with attack(tmp_path_factory.mktemp("crowded"), "--max-connections", "8", "--header-timeout-s", "600") as server:
+        yield server
+
+
 def infer_head(body: bytes) -> bytes:
     return head(INFER_PATH, f"Content-Length: {len(body)}")
 
@@ -164,28 +171,26 @@ def assert_none_timed_out(server: Attacked, protocol: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["headers", "bodies", "responses"])
-def test_slow_connections_give_way(tmp_path: Path, kind: str) -> None:
+def test_slow_connections_give_way(crowded: Attacked, kind: str) -> None:
     """Requests that stop in the middle, and responses that are not read, on all connections; no timeout ends them."""
     first_bytes = {
         "headers": f"POST {INFER_PATH} HTTP/1.1\r\nHost: loc".encode(),
         "bodies": head(INFER_PATH, "Content-Length: 100") + b"{",
         "responses": b"",
     }[kind]
-    options = ["--max-connections", "8", "--header-timeout-s", "600"]
     if kind == "responses":
         body = http_body({"name": "X", "datatype": "BYTES", "shape": [1], "data": ["x" * (8 << 20)]})
         first_bytes = head("/v2/models/identity_bytes/infer", f"Content-Length: {len(body)}") + body
-    with attack(tmp_path, *options) as server:
-        with watched(server, f"S43 slow {kind}") as watch, ExitStack() as stack:
-            socks = [stack.enter_context(socket.socket()) for _ in range(8)]
-            for sock in socks:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                sock.connect((HOST, server.server.port))
-                sock.sendall(first_bytes)
-            until(lambda: server.infer(http_body()) == (200, ""))
-            until(lambda: server.infer(http_body()) == (200, ""))
-            assert_none_timed_out(server, "http")
-        watch.check()
+    with watched(crowded, f"S43 slow {kind}") as watch, ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(8)]
+        for sock in socks:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect((HOST, crowded.server.port))
+            sock.sendall(first_bytes)
+        until(lambda: crowded.infer(http_body()) == (200, ""))
+        until(lambda: crowded.infer(http_body()) == (200, ""))
+        assert_none_timed_out(crowded, "http")
+    watch.check()
 
 
 CALL = message(grpc_request().SerializeToString())
@@ -202,39 +207,38 @@ SLOW_GRPC = {
 
 
 @pytest.mark.parametrize("first_bytes", SLOW_GRPC.values(), ids=SLOW_GRPC)
-def test_slow_grpc_connections_give_way(tmp_path: Path, first_bytes: bytes) -> None:
+def test_slow_grpc_connections_give_way(crowded: Attacked, first_bytes: bytes) -> None:
     """Frames, header blocks and calls that stop in the middle, on all connections; no timeout ends them."""
-    with attack(tmp_path, "--max-connections", "8", "--header-timeout-s", "600") as server:
-        with watched(server, "S43 slow gRPC") as watch, ExitStack() as stack:
-            for _ in range(8):
-                sock = stack.enter_context(socket.create_connection((HOST, server.server.grpc_port), timeout=10))
-                sock.sendall(first_bytes)
-            until(lambda: server.samples("headrace_connections", protocol="grpc")[0] >= 8)
-            until(lambda: server.call(grpc_request()) == ("OK", ""))
-            until(lambda: server.call(grpc_request()) == ("OK", ""))
-            assert_none_timed_out(server, "grpc")
-        watch.check()
-        server.still_serves()
+    with watched(crowded, "S43 slow gRPC") as watch, ExitStack() as stack:
+        until(lambda: crowded.samples("headrace_connections", protocol="grpc") == [0.0])
+        for _ in range(8):
+            sock = stack.enter_context(socket.create_connection((HOST, crowded.server.grpc_port), timeout=10))
+            sock.sendall(first_bytes)
+        until(lambda: crowded.samples("headrace_connections", protocol="grpc")[0] >= 8)
+        until(lambda: crowded.call(grpc_request()) == ("OK", ""))
+        until(lambda: crowded.call(grpc_request()) == ("OK", ""))
+        assert_none_timed_out(crowded, "grpc")
+    watch.check()
+    crowded.still_serves()
 
 
-def test_grpc_connections_that_read_nothing_give_way(tmp_path: Path) -> None:
+def test_grpc_connections_that_read_nothing_give_way(crowded: Attacked) -> None:
     call = pb.ModelInferRequest(model_name="identity_bytes")
     call.inputs.add(name="X", datatype="BYTES", shape=[1])
     call.raw_input_contents.append(struct.pack("<I", 8 << 20) + bytes(8 << 20))
     content = call.SerializeToString()
-    with attack(tmp_path, "--max-connections", "8") as server:
-        with watched(server, "S43 unread gRPC") as watch, ExitStack() as stack:
-            for _ in range(8):
-                peer = stack.enter_context(RawPeer(server.server.grpc_port))
-                head_frame = request(1, end=False, fields=grpc_head(SERVICE + "ModelInfer"))
-                peer.send(head_frame, data(1, message(content)[:5]))
-                peer.pour(1, content)
-                peer.send(data(1, b"", end=True))
-            until(lambda: server.call(grpc_request()) == ("OK", ""))
-            until(lambda: server.call(grpc_request()) == ("OK", ""))
-            assert_none_timed_out(server, "grpc")
-        watch.check()
-        server.still_serves()
+    with watched(crowded, "S43 unread gRPC") as watch, ExitStack() as stack:
+        for _ in range(8):
+            peer = stack.enter_context(RawPeer(crowded.server.grpc_port))
+            head_frame = request(1, end=False, fields=grpc_head(SERVICE + "ModelInfer"))
+            peer.send(head_frame, data(1, message(content)[:5]))
+            peer.pour(1, content)
+            peer.send(data(1, b"", end=True))
+        until(lambda: crowded.call(grpc_request()) == ("OK", ""))
+        until(lambda: crowded.call(grpc_request()) == ("OK", ""))
+        assert_none_timed_out(crowded, "grpc")
+    watch.check()
+    crowded.still_serves()
 
 
 @pytest.mark.parametrize("first_bytes", [b"", HELLO], ids=["silent", "after the preface"])
