@@ -204,7 +204,7 @@ def serve(wheel: Path, scratch: Path) -> str:
     environment = scratch / "environment"
     venv.create(environment, with_pip=True)
     python = environment / "bin" / "python"
-    install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
+    install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile")
     locks = ROOT / "requirements"
     run(*install, "--require-hashes", "-r", locks / "serve.lock", "-r", locks / "demo.lock")
     run(*install, wheel)

@@ -233,7 +233,7 @@ def test_a_machine_without_a_gpu_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_engine_scheduler_and_wire_are_measured_without_a_gpu(tmp_path: Path) -> None:
-    finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.2", "--only", "a,b,d,c")
+    finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.05", "--only", "a,b,d,c")
     assert finished.returncode == 0, finished.stdout
     whole = json.loads((tmp_path / "results.json").read_text())
     actual = {result["name"]: result for result in whole["results"]}
@@ -261,7 +261,7 @@ def test_a_round_without_time_is_cut() -> None:
 @pytest.mark.slow
 def test_the_table_is_measured_without_a_gpu(tmp_path: Path) -> None:
     words = ["--only", "table", "--front-ends", "default,1", "--cells", "http mlp of 1 by 1,grpc images of 8"]
-    finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.2", *words)
+    finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.05", *words)
     assert finished.returncode == 0, finished.stdout
     (part,) = (part for part in json.loads((tmp_path / "results.json").read_text())["parts"] if "table" in part["name"])
     cells = ("http mlp of 1 by 1 x 1", "grpc images of 8 by 6 x 8")
@@ -288,7 +288,7 @@ def test_the_table_is_measured_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_gpus_are_measured_without_a_gpu(tmp_path: Path) -> None:
-    finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.2", "--only", "two-gpus")
+    finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.05", "--only", "two-gpus")
     assert finished.returncode == 0, finished.stdout
     files = sorted(file.name for file in tmp_path.iterdir() if file.is_file())
     assert files == ["log.txt", "report.md", "results.json"]
