@@ -6,9 +6,9 @@ import json
 import os
 import resource
 import shutil
-import signal
 import struct
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from loadtest.onnx_models import onnx_model
 from tests.support.attacks import Attacked, attack, http_body, watched, x_json
 from tests.support.models import add_model, affine, row_sums
 from tests.support.processes import isolated_children
-from tests.support.serving import serving
+from tests.support.serving import Server, serving
 from tests.support.waiting import until
 
 pb: Any = service_pb2
@@ -211,30 +211,42 @@ def test_lengths_that_are_padded_to_a_large_multiple_take_no_memory(attacked: At
 # --- Pipes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["config.yaml", "config.pbtxt", "labels.txt", "1/model.onnx", "warmup/X"])
-def test_a_pipe_in_the_repository(tmp_path: Path, file: str) -> None:
-    repository = tmp_path / "models"
+# Names of models by the file that is a pipe.
+PIPES = {
+    "config.yaml": "yaml",
+    "config.pbtxt": "pbtxt",
+    "labels.txt": "labels",
+    "1/model.onnx": "onnx",
+    "warmup/X": "warmup",
+}
+
+
+@pytest.fixture(scope="module")
+def piped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a model for each file that may be a pipe; none delays its end."""
+    repository = tmp_path_factory.mktemp("pipes") / "models"
     add_model(repository, "affine", affine())
     config = (
         'model_warmup { name: "w" inputs { key: "X" value { data_type: TYPE_FP32 dims: 16 input_data_file: "X" } } }\n'
         'output { name: "Y" data_type: TYPE_FP32 dims: 4 label_filename: "labels.txt" }\n'
     )
-    folder = add_model(repository, "piped", affine(), config="" if file.startswith("config") else config)
-    (folder / "warmup").mkdir()
-    (folder / "warmup" / "X").write_bytes(bytes(64))
-    (folder / "labels.txt").write_text("a\nb\nc\nd\n")
-    (folder / file).unlink(missing_ok=True)
-    os.mkfifo(folder / file)
-    with serving(repository, tmp_path) as server:
-        assert server.request("POST", "/v2/models/affine/infer", http_body())[0] == 200
-        status, _, body = server.request("POST", "/v2/repository/index", b"{}")
-        (row,) = [row for row in json.loads(body) if row["name"] == "piped"]
-        assert (status, row["state"]) == (200, "UNAVAILABLE"), row
-        begun = time.monotonic()
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait(30)
-        assert time.monotonic() - begun < 30
-    assert server.process.returncode == 0
+    for file, name in PIPES.items():
+        folder = add_model(repository, name, affine(), config="" if file.startswith("config") else config)
+        (folder / "warmup").mkdir()
+        (folder / "warmup" / "X").write_bytes(bytes(64))
+        (folder / "labels.txt").write_text("a\nb\nc\nd\n")
+        (folder / file).unlink(missing_ok=True)
+        os.mkfifo(folder / file)
+    with serving(repository, repository.parent) as server:
+        yield server
+
+
+@pytest.mark.parametrize("file", PIPES)
+def test_a_pipe_in_the_repository(piped: Server, file: str) -> None:
+    assert piped.request("POST", "/v2/models/affine/infer", http_body())[0] == 200
+    status, _, body = piped.request("POST", "/v2/repository/index", b"{}")
+    (row,) = [row for row in json.loads(body) if row["name"] == PIPES[file]]
+    assert (status, row["state"]) == (200, "UNAVAILABLE"), row
 
 
 def test_a_pipe_does_not_hold_up_a_reload(attacked: Attacked) -> None:

@@ -19,25 +19,30 @@ OPTIONS = ("--model-control", "explicit", "--load-model", "python", "--load-mode
 TENSORS = '"input":[{"name":"x","data_type":"TYPE_FP32","dims":[1]}],"output":[{"name":"y","data_type":"TYPE_FP32","dims":[1]}]'
 
 
-def hostile(tmp_path: Path) -> tuple[str, Path]:
+def hostile(folder: Path) -> tuple[str, Path]:
     """Return code that writes a file when it is imported, and the file."""
-    proof = tmp_path / "the-code-was-run"
+    proof = folder / "the-code-was-run"
     return f"open({str(proof)!r}, 'w').close()\n{python_models.ADD_SUB}", proof
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    folder = tmp_path / "repository"
-    add_python_model(folder, "python", python_models.ADD_SUB, python_models.ADD_SUB_CONFIG)
-    (folder / "python" / "1" / "other.py").write_text(hostile(tmp_path)[0])
-    add_model(folder, "mixed", affine(seed=1))
-    (folder / "mixed" / "1" / "model.py").write_text(hostile(tmp_path)[0])
-    return folder
+def build(folder: Path) -> Path:
+    """Write a repository whose folders have more code than the models run."""
+    repository = folder / "repository"
+    add_python_model(repository, "python", python_models.ADD_SUB, python_models.ADD_SUB_CONFIG)
+    (repository / "python" / "1" / "other.py").write_text(hostile(folder)[0])
+    add_model(repository, "mixed", affine(seed=1))
+    (repository / "mixed" / "1" / "model.py").write_text(hostile(folder)[0])
+    return repository
 
 
-@pytest.fixture
-def server(repository: Path, tmp_path: Path) -> Iterator[Server]:
-    with serving(repository, tmp_path, *OPTIONS, "--profile-s", "0") as running:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("uploads")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(build(folder), folder, *OPTIONS, "--profile-s", "0") as running:
         yield running
 
 
@@ -60,8 +65,8 @@ def load(server: Server, name: str, config: str, files: dict[str, bytes] | None 
         ('{"platform":"python","parameters":{"EXECUTION_ENV_PATH":{"string_value":"/tmp/env.tar.gz"}}}', "1/model.py"),
     ],
 )
-def test_uploaded_code_is_refused_before_it_is_run(server: Server, tmp_path: Path, config: str, file: str) -> None:
-    code, proof = hostile(tmp_path)
+def test_uploaded_code_is_refused_before_it_is_run(server: Server, folder: Path, config: str, file: str) -> None:
+    code, proof = hostile(folder)
     for name in ("new", "mixed", "python"):
         status, text = load(server, name, config, {file: code.encode()})
         assert status == 400, text
@@ -79,11 +84,11 @@ def test_uploaded_code_is_refused_before_it_is_run(server: Server, tmp_path: Pat
         ("python", '{"backend":"python","default_model_filename":"other.py"}'),
     ],
 )
-def test_a_configuration_cannot_choose_other_code(server: Server, tmp_path: Path, model: str, config: str) -> None:
+def test_a_configuration_cannot_choose_other_code(server: Server, folder: Path, model: str, config: str) -> None:
     status, text = load(server, model, config)
     assert status == 400, text
     assert "changes the code that the model runs or its interpreter" in text
-    assert not hostile(tmp_path)[1].exists()
+    assert not hostile(folder)[1].exists()
 
 
 def test_a_configuration_that_keeps_the_code_is_accepted(server: Server) -> None:
@@ -96,11 +101,11 @@ def test_a_configuration_that_keeps_the_code_is_accepted(server: Server) -> None
     assert json.loads(content)["max_batch_size"] == 4
 
 
-def test_the_option_allows_uploads_of_code(repository: Path, tmp_path: Path) -> None:
+def test_the_option_allows_uploads_of_code(tmp_path: Path) -> None:
     code, proof = hostile(tmp_path)
     config = json.dumps({"backend": "python"})
     files = {"1/model.py": code.replace(python_models.ADD_SUB, python_models.AUTO_COMPLETE_BATCH).encode()}
-    with serving(repository, tmp_path, *OPTIONS, "--allow-python-uploads", "--profile-s", "0") as server:
+    with serving(build(tmp_path), tmp_path, *OPTIONS, "--allow-python-uploads", "--profile-s", "0") as server:
         status, text = load(server, "new", config, files)
         assert status == 200, text
     assert proof.exists()

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,9 @@ class TritonPythonModel:
 Open = Callable[..., PythonModel]
 
 
-@pytest.fixture
-def open_model(tmp_path: Path) -> Iterator[Open]:
+@contextmanager
+def opener(folder: Path) -> Iterator[Open]:
+    """A function that opens Python models, which are closed at the end."""
     opened: list[PythonModel] = []
 
     def load(
@@ -101,7 +103,7 @@ def open_model(tmp_path: Path) -> Iterator[Open]:
         memory_bytes: int = 0,
         outputs: tuple[str, ...] = ("y",),
     ) -> PythonModel:
-        file = tmp_path / f"m{len(opened)}" / "1" / "model.py"
+        file = folder / f"m{len(opened)}" / "1" / "model.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(HEAD + code)
         kind = protocol.CODES[datatype]
@@ -118,6 +120,19 @@ def open_model(tmp_path: Path) -> Iterator[Open]:
     yield load
     for model in opened:
         model.close()
+
+
+@pytest.fixture
+def open_model(tmp_path: Path) -> Iterator[Open]:
+    with opener(tmp_path) as load:
+        yield load
+
+
+@pytest.fixture(scope="module")
+def acting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PythonExecution]:
+    """An execution for actions that leave its process as it is."""
+    with opener(tmp_path_factory.mktemp("acting")) as load:
+        yield load(ACTIONS).execution(0)
 
 
 def member(rows: int = 1, **values: Any) -> BatchMember:
@@ -143,15 +158,13 @@ def test_members_get_their_rows(open_model: Open) -> None:
     assert [result["y"][:, 0].tolist() for result in results] == [[0], [1, 2, 3], [4, 5]]
 
 
-def test_computed_outputs_of_several_members_are_joined(open_model: Open) -> None:
-    execution = open_model(ACTIONS).execution(0)
-    results = run(execution, rows_of(16, 16, 16), [member(), member(), member()])
+def test_computed_outputs_of_several_members_are_joined(acting: PythonExecution) -> None:
+    results = run(acting, rows_of(16, 16, 16), [member(), member(), member()])
     assert [result["y"].tolist() for result in results] == [[[17, 3, 4, 5]]] * 3
 
 
-def test_one_member_may_fail_alone(open_model: Open) -> None:
-    execution = open_model(ACTIONS).execution(0)
-    first, second, third = run(execution, rows_of(0, 14, 0), [member(), member(), member()])
+def test_one_member_may_fail_alone(acting: PythonExecution) -> None:
+    first, second, third = run(acting, rows_of(0, 14, 0), [member(), member(), member()])
     assert first["y"].tolist() == third["y"].tolist() == rows_of(0).tolist()
     assert isinstance(second, InputRefused)
     assert str(second) == "not this one"
@@ -272,14 +285,13 @@ def test_neighbours_of_a_dead_instance_serve(open_model: Open) -> None:
     assert model.process_status.refusal == ""
 
 
-def test_the_text_of_an_exception_stays_in_the_log(open_model: Open, caplog: pytest.LogCaptureFixture) -> None:
-    execution = open_model(ACTIONS).execution(0)
+def test_the_text_of_an_exception_stays_in_the_log(acting: PythonExecution, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ModelFailed, match="see the server log for the cause") as failure:
-        run(execution, rows_of(3), [member()])
+        run(acting, rows_of(3), [member()])
     assert "secret" not in str(failure.value)
     assert "ValueError: a secret of the model" in caplog.text
     assert failure.value.reference in caplog.text
-    assert run(execution, rows_of(0), [member()])[0]["y"].shape == (1, 4)
+    assert run(acting, rows_of(0), [member()])[0]["y"].shape == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -291,23 +303,20 @@ def test_the_text_of_an_exception_stays_in_the_log(open_model: Open, caplog: pyt
         (9, "for the client"),
     ],
 )
-def test_a_wrong_result_fails_the_batch_with_its_reason(open_model: Open, action: int, text: str) -> None:
-    execution = open_model(ACTIONS).execution(0)
+def test_a_wrong_result_fails_the_batch_with_its_reason(acting: PythonExecution, action: int, text: str) -> None:
     with pytest.raises(ModelFailed, match=text):
-        run(execution, rows_of(action, 0), [member(), member()])
+        run(acting, rows_of(action, 0), [member(), member()])
 
 
-def test_an_output_of_another_datatype_fails_its_member(open_model: Open) -> None:
-    execution = open_model(ACTIONS).execution(0)
-    first, second = run(execution, rows_of(8, 0), [member(), member()])
+def test_an_output_of_another_datatype_fails_its_member(acting: PythonExecution) -> None:
+    first, second = run(acting, rows_of(8, 0), [member(), member()])
     assert isinstance(first, ModelFailed)
     assert "returned output 'y' as FP64, its configuration declares FP32" in str(first)
     assert isinstance(second, dict)
 
 
-def test_members_may_have_outputs_of_different_shapes(open_model: Open) -> None:
-    execution = open_model(ACTIONS).execution(0)
-    first, second = run(execution, rows_of(10, 0), [member(), member()])
+def test_members_may_have_outputs_of_different_shapes(acting: PythonExecution) -> None:
+    first, second = run(acting, rows_of(10, 0), [member(), member()])
     assert (first["y"].shape, second["y"].shape) == ((1, 1), (1, 4))
 
 
