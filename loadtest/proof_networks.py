@@ -137,6 +137,10 @@ def export(name: str, path: Path) -> None:
     torch.manual_seed(0)
     torch.backends.mha.set_fastpath_enabled(False)
     module = build().eval()
+    for parameter in module.parameters():
+        # Initial weights of some networks are zero in the last layer, or lose the signal of random inputs on the way.
+        if parameter.dim() == 4 or (parameter.dim() > 1 and not parameter.any()):
+            torch.nn.init.kaiming_normal_(parameter, nonlinearity="relu")
     x = torch.randint(0, 2, (2, *shape)) if has_tokens else torch.randn(2, *shape)
     names = {"input_names": ["x"], "output_names": ["y"], "opset_version": 17}
     with torch.no_grad():
