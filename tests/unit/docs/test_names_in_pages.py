@@ -45,19 +45,26 @@ def missing_paths(text: str) -> list[str]:
 
 
 @functools.cache
-def symbols() -> dict[str, set[str]]:
-    """Names of the product: classes and functions, each with its methods and fields."""
-    names: dict[str, set[str]] = {}
-    for folder in ("server", "engines"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef):
-                    names.setdefault(node.name, set()).update(
-                        part.name if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) else part.attr
-                        for part in ast.walk(node)
-                        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.Attribute)
-                    )
-    return names
+def sources() -> list[str]:
+    """Texts of the product's modules."""
+    folders = (ROOT / "server", ROOT / "engines")
+    return [path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")]
+
+
+@functools.cache
+def members(name: str) -> set[str] | None:
+    """Methods and fields of the product's classes of a name; None if there is no such class."""
+    pattern = re.compile(rf"^ *class {name}\b", re.MULTILINE)
+    nodes = [node for source in sources() if pattern.search(source) for node in ast.walk(ast.parse(source))]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name]
+    if not classes:
+        return None
+    return {
+        part.name if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) else part.attr
+        for found in classes
+        for part in ast.walk(found)
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.Attribute)
+    }
 
 
 def missing_symbols(text: str) -> list[str]:
@@ -65,7 +72,7 @@ def missing_symbols(text: str) -> list[str]:
     result = []
     for span in code_spans(text):
         match = SYMBOL.fullmatch(span)
-        if match and (match[1] not in symbols() or (match[2] and match[2] not in symbols()[match[1]])):
+        if match and ((found := members(match[1])) is None or (match[2] and match[2] not in found)):
             result.append(span)
     return result
 

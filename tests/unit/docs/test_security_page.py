@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 
 from headrace.core.limits import LIMIT_HELP, Limits
@@ -29,8 +28,8 @@ def test_every_test_that_is_named_is_there() -> None:
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGE)
     assert len(named) > 30
     for file, test in named:
-        tree = ast.parse((ROOT / "tests" / "faults" / file).read_text())
-        assert any(isinstance(node, ast.FunctionDef) and node.name == test for node in tree.body), f"{file}::{test}"
+        text = (ROOT / "tests" / "faults" / file).read_text()
+        assert re.search(rf"^def {test}\(", text, re.MULTILINE), f"{file}::{test}"
 
 
 def test_every_attack_has_a_line() -> None:
