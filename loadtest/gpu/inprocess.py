@@ -123,14 +123,15 @@ class RawEngine(AbstractContextManager["RawEngine"]):
 
     Args:
         setup: which.
+        name: of the model; "" for the one that others are variants of.
 
     Raises:
         BuildError: it cannot be loaded.
         ConfigError: there is none.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        folder = read_model_folder(setup.repository / base_name(setup), setup.repository)
+    def __init__(self, setup: Setup, name: str = "") -> None:
+        folder = read_model_folder(setup.repository / (name or base_name(setup)), setup.repository)
         chosen = serving_plan(folder, 1, GpuRuntime(tensorrt_machine))
         self.file = chosen.file
         self._engine = choose_target(setup.backend).open(chosen.file)

@@ -35,6 +35,7 @@ _SAMPLES = ("calibration", "accuracy")
 _SMALL_CLASSES = 10
 _PICTURES_OF_OURS = 48
 _LEAST_AGREEMENT = 0.7
+_PLAIN_BUILD_S = 150.0
 _MLP_SIZES = (784, 1024, 1024, _SMALL_CLASSES)
 
 
@@ -110,12 +111,18 @@ def prepare(setup: Setup, limit_s: float, environment: Mapping[str, str] | None 
     if setup.model == "mlp":
         optimization["accuracy"]["min_top1_agreement"] = _LEAST_AGREEMENT
     _write(folder, _config(setup, base_name(setup), Variant(setup.instances), optimization))
-    words = ["build", base_name(setup), "--model-repository", str(setup.repository), "--target", "tensorrt"]
-    _run([*words, "--cache", str(Path(setup.work) / "cache"), "--force"], limit_s, environment)
+    _build(setup, base_name(setup), limit_s, environment)
 
 
 def variant(setup: Setup, wanted: Variant) -> str:
-    """The name of the model that runs so; its folder is there afterwards."""
+    """The name of the model that runs so; its folder is there afterwards.
+
+    An engine belongs to the preparation of its model: one without is built.
+
+    Raises:
+        NotBuilt: it could not be built.
+        subprocess.TimeoutExpired: it took too long.
+    """
     base = setup.repository / base_name(setup)
     name = base_name(setup) + wanted.suffix
     folder = setup.repository / name
@@ -125,8 +132,22 @@ def variant(setup: Setup, wanted: Variant) -> str:
     config = json.loads((base / "config.yaml").read_text())
     made = _config(setup, name, wanted)
     kept = {key: value for key, value in config.items() if not (wanted.is_plain and key.endswith("process"))}
-    _write(folder, kept | {key: made[key] for key in ("name", "instance_group")})
+    kept |= {key: made[key] for key in ("name", "instance_group")}
+    if setup.on_gpu and len(kept) < len(config):
+        for sample in _SAMPLES:
+            shutil.rmtree(folder / sample, ignore_errors=True)
+            kept["optimization"].setdefault(sample, {})["data"] = _random_samples(setup, sample, folder)
+        kept["optimization"]["accuracy"]["min_top1_agreement"] = _LEAST_AGREEMENT
+        _write(folder, kept)
+        _build(setup, name, _PLAIN_BUILD_S)
+    else:
+        _write(folder, kept)
     return name
+
+
+def _build(setup: Setup, name: str, limit_s: float, environment: Mapping[str, str] | None = None) -> None:
+    words = ["build", name, "--model-repository", str(setup.repository), "--target", "tensorrt"]
+    _run([*words, "--cache", str(Path(setup.work) / "cache"), "--force"], limit_s, environment)
 
 
 def pictures(setup: Setup, count: int, seed: int = 7) -> Array:
@@ -191,6 +212,10 @@ def _samples(setup: Setup, name: str, demo: Path, folder: Path) -> str:
     if setup.model == "resnet50" and (demo / name).is_dir():
         shutil.copytree(demo / name, folder / name, copy_function=_link, dirs_exist_ok=True)
         return name
+    return _random_samples(setup, name, folder)
+
+
+def _random_samples(setup: Setup, name: str, folder: Path) -> str:
     arrays: dict[str, Any] = {INPUT: rows_of(setup, _PICTURES_OF_OURS, seed=len(name))}
     np.savez(folder / f"{name}.npz", **arrays)
     return f"{name}.npz"

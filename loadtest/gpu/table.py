@@ -36,6 +36,9 @@ _DISTINCT = 4
 _CHECK_S = 0.2
 _BUILD_S = 120.0
 _STOP_S = 20.0
+# Modes whose front ends start and end by the load, the longest wait for their end, and the time in which all have started.
+_SCALED = ("default", "auto")
+_QUIET_S, _CROWD_WARM_S = 15.0, 2.0
 # A client process that used more of a core may have slowed the load.
 _BUSY = 0.9
 # Largest difference from the engine: a batch of another size may use other kernels.
@@ -145,7 +148,7 @@ def _has_time(deadline_s: float, starts_s: list[float]) -> bool:
 
 def _open(stack: ExitStack, setup: Setup, rows: set[int]) -> _Model:
     name = variant(setup, Variant(_INSTANCES, is_plain=True))
-    engine = stack.enter_context(RawEngine(setup))
+    engine = stack.enter_context(RawEngine(setup, name))
     model = _Model(setup, name, engine, {count: rows_of(setup, _DISTINCT * count, seed=7) for count in rows})
     for count, array in model.requests.items():
         inputs: dict[str, Any] = {INPUT: array}
@@ -181,6 +184,8 @@ def _sample(
 ) -> None:
     """Check the answers in the first round; then take and report one sample."""
     remark = _check(model, cell, served, name, wrong) if number == 0 else ""
+    if cell.callers == 1:
+        _await_quiet(served)
     times, before = _process_times(served), counts(served, model.name)
     point = bench_point(url_of(served, cell.transport), model.name, *_words(model, cell), seconds=model.setup.seconds)
     after, later = counts(served, model.name), _process_times(served)
@@ -196,6 +201,7 @@ def _sample(
     reporter.sample(name, "p50 ms", latency_ms["p50"], number)
     reporter.sample(name, "p99 ms", latency_ms["p99"], number)
     reporter.sample(name, "client core share", busy, number)
+    reporter.sample(name, "front ends", _front_ends(served), number)
     used_us: dict[str, float] = {}
     for (pid, role), nanoseconds in later.items():
         used_us[role] = used_us.get(role, 0.0) + (nanoseconds - times.get((pid, role), 0)) / 1e3 / requests
@@ -204,10 +210,23 @@ def _sample(
         reporter.sample(name, f"{role} us", value, number)
 
 
+def _await_quiet(served: Running) -> None:
+    """Wait until a server that starts front ends by the load has ended those of the crowd before."""
+    end_s = time.monotonic() + _QUIET_S
+    while served.name.endswith(_SCALED) and _front_ends(served) and time.monotonic() < end_s:
+        time.sleep(0.2)
+
+
+def _front_ends(served: Running) -> int:
+    """Number of front ends that run."""
+    return sum(role == "front ends" for _, role in _process_times(served))
+
+
 def _words(model: _Model, cell: Cell) -> list[str]:
     callers = cell.processes * cell.callers
     processes = cell.processes + (model.setup.more_clients if callers > 1 else 0)
-    return bench_words(cell.transport, model.file(cell.rows), cell.rows, callers, processes)
+    words = bench_words(cell.transport, model.file(cell.rows), cell.rows, callers, processes)
+    return words + (["--warm-up", str(_CROWD_WARM_S)] if callers > 1 else [])
 
 
 def _process_times(served: Running) -> dict[tuple[int, str], int]:
