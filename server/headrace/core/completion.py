@@ -49,13 +49,28 @@ class Mailbox:
         loop: see Args.
         measures_lag: True once a request has a due time.
         lag_ns: delay of the loop, from a post to its delivery: large ones of the latest deliveries.
+        latest, mixed_ns: for `headrace.scheduling.executor.InlineGate`: the model version of the latest request, and until when
+            requests count as those of several.
     """
 
-    __slots__ = ("_armed", "_bell", "_clock", "_posted_ns", "_rests", "_settled", "lag_ns", "loop", "measures_lag")
+    __slots__ = (
+        "_armed",
+        "_bell",
+        "_clock",
+        "_posted_ns",
+        "_rests",
+        "_settled",
+        "lag_ns",
+        "latest",
+        "loop",
+        "measures_lag",
+        "mixed_ns",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock = monotonic_ns) -> None:
         self.loop = loop
-        self.lag_ns = 0
+        self.lag_ns = self.mixed_ns = 0
+        self.latest = ""
         self.measures_lag = False
         self._clock = clock
         self._posted_ns = 0

@@ -27,6 +27,7 @@ from headrace.backends.base import (
     MemberResult,
     Rescheduled,
     has_batch_memory,
+    is_pipelined,
     reads_device_rows,
     runs_by_member,
     runs_on_any_thread,
@@ -391,6 +392,8 @@ INLINE_PAUSE = 200
 INLINE_MAX_PAUSE_NS = 60 * NS_PER_S
 # No runs on the event loop so long after two requests of the model were in flight: together they run faster, as a batch.
 INLINE_QUIET_NS = 10 * NS_PER_MS
+# Bound of GPU models: a thread that waits for a GPU takes no processor time from other threads.
+INLINE_DEVICE_BOUND_NS = 2 * NS_PER_MS
 
 
 @dataclass(eq=False, repr=False)
@@ -418,14 +421,17 @@ class InlineGate:
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._supported = False
+        self._supported = self._on_device = False
         self._iteration_open = False  # a request has run in this iteration of the loop
         self._handled_stalls = 0  # `latency_table.stalls` of which a pause is over or runs
         self.quiet_ns = self._enabled_ns = -FAR_NS
 
     def support(self, execution: Execution) -> None:
-        """Allow runs on the event loop if the execution runs on any thread."""
+        """Allow runs on the event loop if the execution runs on any thread; with the bound of GPUs if it is pipelined."""
         self._supported = self.bound_ns > 0 and runs_on_any_thread(execution)
+        self._on_device = self._supported and is_pipelined(execution)
+        if self._on_device:
+            self.bound_ns = self.latency_table.tail_bound_ns = max(self.bound_ns, INLINE_DEVICE_BOUND_NS)
 
     def allows(self, entry: Entry) -> bool:
         """Return True if a request may run before the loop reads others that arrived with it; also sets `entry.inline`.
@@ -436,7 +442,10 @@ class InlineGate:
         Args:
             entry: the only entry of the request, which is the only one of the version between lease and release.
         """
-        now_ns = entry.enqueued_ns
+        now_ns, mailbox = entry.enqueued_ns, self.mailbox
+        if mailbox.latest is not self.name:
+            mailbox.mixed_ns = now_ns + INLINE_QUIET_NS if mailbox.latest else 0
+            mailbox.latest = self.name
         stalls = self.latency_table.stalls
         if stalls != self._handled_stalls:
             # A run on an instance was that slow: the time may depend on the values in the request.
@@ -447,6 +456,7 @@ class InlineGate:
             self._supported
             and now_ns >= self.quiet_ns
             and now_ns >= self._enabled_ns
+            and (not self._on_device or now_ns >= mailbox.mixed_ns)
             and (bodies is None or bodies.cells[BodyMemory.REQUESTS] <= 1)
             and entry.deadline_ns - now_ns > self.bound_ns
             and self.latency_table.is_fast(entry.rows)
@@ -467,7 +477,7 @@ class InlineGate:
         run_ns = self.clock() - begun_ns
         self.mailbox.deliver()
         self.mailbox.loop.call_soon(self._end_iteration)  # after the batch is recorded
-        disables = run_ns > INLINE_MAX_RUN_NS
+        disables = run_ns > max(INLINE_MAX_RUN_NS, 2 * self.bound_ns)
         self.recorder.record_inline_run(disables)
         if disables:
             pause_ns = _inline_pause_ns(run_ns)
@@ -476,7 +486,7 @@ class InlineGate:
                 "model %s: a run on the event loop took %d us, more than %d us: its requests run on instances for %.1f s",
                 self.name,
                 run_ns // NS_PER_US,
-                INLINE_MAX_RUN_NS // NS_PER_US,
+                max(INLINE_MAX_RUN_NS, 2 * self.bound_ns) // NS_PER_US,
                 pause_ns / NS_PER_S,
             )
 

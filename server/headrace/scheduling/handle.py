@@ -186,7 +186,8 @@ class ModelHandle(VersionHandle):
         completion = LoopCompletion(self._mailbox)
         entries = self._admit(request, completion, now_ns)
         if self._leases > 1:  # requests in flight together run as batches
-            at_once, self._inline_gate.quiet_ns = False, now_ns + INLINE_QUIET_NS
+            at_once = False
+            self._inline_gate.quiet_ns = self._mailbox.mixed_ns = now_ns + INLINE_QUIET_NS
         else:
             at_once = len(entries) == 1 and self._inline_gate.allows(entries[0])
         try:
@@ -271,6 +272,7 @@ class ModelHandle(VersionHandle):
         """Queue a group; raises Unavailable if it is rejected, and its completion is withdrawn."""
         now_ns = self._clock()
         entries = self._admit(request, completion, now_ns)
+        self._inline_gate.quiet_ns = self._mailbox.mixed_ns = now_ns + INLINE_QUIET_NS
         try:
             self._scheduler.enqueue(entries)
         except Unavailable:
@@ -562,6 +564,7 @@ class ModelHandle(VersionHandle):
             threads,
             batched,
             layout,
+            gate,
         )
 
 

@@ -368,7 +368,7 @@ class LatencyTable:
     """
 
     def __init__(self, tail_bound_ns: int = 0) -> None:
-        self._tail_bound_ns = tail_bound_ns
+        self.tail_bound_ns = tail_bound_ns
         self.stalls = self.stall_ns = 0
         self._tails: dict[int, TailWindow] = {}  # by rows, of those that `is_fast` was called with
         self.buckets: tuple[int, ...] = ()
@@ -400,7 +400,7 @@ class LatencyTable:
                 self._mean_busy += (instances - self._mean_busy) / _BUSY_SMOOTHING
             if instances == 1:
                 self._first.observe(rows, time_ns)
-                tail, bound_ns = self._tails.get(rows), self._tail_bound_ns
+                tail, bound_ns = self._tails.get(rows), self.tail_bound_ns
                 if tail is None and rows == 1 and time_ns > 10 * bound_ns > 0:
                     tail = self._tails[1] = TailWindow(bound_ns, ())  # the shorter windows would forget it sooner
                 if tail is not None:
@@ -465,7 +465,7 @@ class LatencyTable:
             window = self._first.windows.get(rows)
             if window is None or window.source == COPIED or len(window.times_ns) < _TAIL_MIN:
                 return None
-            tail = self._tails[rows] = TailWindow(self._tail_bound_ns, window.times_ns)
+            tail = self._tails[rows] = TailWindow(self.tail_bound_ns, window.times_ns)
             return tail
 
     def entries(self) -> list[LatencyEntry]:

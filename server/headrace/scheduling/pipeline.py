@@ -38,7 +38,7 @@ from headrace.core.request import BatchTimes
 from headrace.core.scattered_rows import ScatteredRows, in_pieces, is_scattered
 from headrace.core.tensor import NOWHERE, Array, ResidentRows, is_resident
 from headrace.scheduling.admission import InFlightWork
-from headrace.scheduling.executor import BatchResults, SerialRunner
+from headrace.scheduling.executor import BatchResults, InlineGate, SerialRunner, exceed_deadline
 from headrace.scheduling.instance import OnDeath
 from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.queue import Entry
@@ -85,6 +85,7 @@ class Pipeline:
         fill_threads: most threads that copy the rows of a large batch.
         batched: False if the model has no batch dimension, or joins its requests.
         layout: pads or joins requests of different shapes; None if the requests of a batch have equal shapes.
+        inline_gate: decides which requests the event loop waits for; None for none.
         asynchronous: see `headrace.scheduling.scheduler.InlineDispatch`.
     """
 
@@ -102,6 +103,7 @@ class Pipeline:
     fill_threads: int
     batched: bool
     layout: PaddedLayout | RaggedLayout | None = None
+    inline_gate: InlineGate | None = None
 
     def __post_init__(self) -> None:
         self._filler = Filler(self.name, self.fill_threads)
@@ -112,6 +114,7 @@ class Pipeline:
         # These four belong to the instance's thread:
         self._launched_inline = False  # another thread has launched a batch in its place
         self._inline_error: BaseException | None = None  # error of that launch
+        self._defer: Callable[..., object] | None = None  # while the event loop waits for a batch
         self._open = 0  # batches in flight: launched and not returned through `_finished`
         self._retries: deque[Batch] = deque()  # members to run one by one, and further groups of a batch
         self._last_done_ns = 0  # the finisher's: completion of the batch before
@@ -123,6 +126,8 @@ class Pipeline:
     def serve(self) -> None:
         """Run batches until the scheduler is closed and empty and no batch is in flight."""
         self._finisher.start()
+        if self._prompt and self.inline_gate is not None:
+            self.inline_gate.support(self.execution)
         try:
             self._pull()
         except BaseException as error:
@@ -297,13 +302,27 @@ class Pipeline:
         except RuntimeError as error:
             self._inline_error = error
         busy = self._open or self._retries or self._inline_error is not None
-        is_short = caller is CallerThread.WAITS or entry.size_bytes <= _SHORT_BYTES
+        is_short = caller is CallerThread.WAITS or entry.inline or entry.size_bytes <= _SHORT_BYTES
         return not busy and len(entry.inputs) == self.inputs and is_short
 
     def dispatch(self, batch: Batch) -> None:
-        """Launch a batch on the calling thread, without waking the instance's thread."""
-        if self._launch_inline(batch):
-            self._launched.put(batch)
+        """Launch a batch on the event loop, without waking the instance's thread; finish it there too if it is short."""
+        gate = self.inline_gate
+        if gate is None or not batch.entries[0].inline:
+            if self._launch_inline(batch):
+                self._launched.put(batch)
+            return
+        gate.begin()
+        self._defer = gate.mailbox.loop.call_soon
+        try:
+            self.run(batch, _nothing)
+            while not self._finished.empty():
+                self._collect_finished()
+        except BaseException as error:  # ends the instance's thread, which is woken for it
+            self._inline_error = error
+        finally:
+            self._defer = None
+            gate.end(batch.taken_ns)
 
     def run(self, batch: Batch, on_launched: Callable[[], None]) -> None:
         """Launch and finish a batch on the calling thread, without waking a thread of the instance."""
@@ -388,7 +407,9 @@ class Pipeline:
         self._last_done_ns = times.split_ns
         if len(self._pending) == 1:  # before `settle`: its caller may send the next request at once
             self.batch_results.busy_runners.discard(self)
-        self.batch_results.settle(batch, times, results, busy_ns)
+        if self._defer is not None and batch.entries[0].deadline_ns <= times.split_ns:
+            exceed_deadline(batch.entries[0])  # the loop was blocked, and its timer with it
+        self.batch_results.settle(batch, times, results, busy_ns, self._defer)
         self._remove_pending(batch)
         return _Finished(computed_ns, [])
 
@@ -410,6 +431,10 @@ class Pipeline:
         self._pending.update(retries)
         self._remove_pending(batch)
         return retries
+
+
+def _nothing() -> None:
+    """Other batches wait until the event loop goes on."""
 
 
 logger = logging.getLogger("headrace.instance")

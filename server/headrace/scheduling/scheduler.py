@@ -503,6 +503,8 @@ class Scheduler:
         inline_dispatch = self._inline_dispatches.get(sleeper)
         if inline_dispatch is None:
             return None
+        if inline_dispatch.asynchronous and not inline_dispatch.accepts(entry, CallerThread.LOOP):
+            return None
         batch = self._selector.batch_of_one(entry)
         if batch is None:
             return None

@@ -21,7 +21,7 @@ from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.observability.counters import Recorder
 from headrace.scheduling.batching import CloseReason, Take, WaitUntil, decide
-from headrace.scheduling.executor import INLINE_MAX_PAUSE_NS, INLINE_PAUSE, INLINE_QUIET_NS
+from headrace.scheduling.executor import INLINE_DEVICE_BOUND_NS, INLINE_MAX_PAUSE_NS, INLINE_PAUSE, INLINE_QUIET_NS
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.latency_table import TAIL, LatencyTable
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
@@ -30,7 +30,7 @@ from headrace.scheduling.scheduler import BatchSelector
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.fake_pipeline import FakePipeline
+from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline
 from tests.support.fakes import DEATH, POISON, SPEC, FakeModel, InstanceKilledError, infer_request
 from tests.support.waiting import until, until_async
 
@@ -73,6 +73,20 @@ class Quick(FakeModel):
         return [thread is threading.main_thread() for thread in self.threads]
 
 
+class QuickGpu(FakePipeline):
+    """A pipelined model that any thread may launch and finish."""
+
+    any_thread = True
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__(depth, prompt=True)
+
+    @property
+    def inline(self) -> list[bool]:
+        """Of each batch: did the event loop finish it?"""
+        return [thread is threading.main_thread() for thread in self.finishers]
+
+
 class Stage:
     """A served model, measured as fast at one row."""
 
@@ -82,13 +96,14 @@ class Stage:
         self.bodies = BodyMemory(Limits())
         self.recorder = Recorder(clock=clock)
         bound_ns = policy.pop("inline_bound_ns", BOUND_NS)
+        mailbox = policy.pop("mailbox", None) or Mailbox(asyncio.get_running_loop())
         chosen = HandlePolicy(batch=policy.pop("batch", BatchPolicy(8)), inline_bound_ns=bound_ns, **policy)
         self.deaths: list[int] = []
         self.handle = ModelHandle(
             SPEC,
             chosen,
             model,
-            Mailbox(asyncio.get_running_loop()),
+            mailbox,
             self.recorder,
             self.deaths.append,
             clock,
@@ -125,6 +140,13 @@ class Stage:
         await self.asleep(self.handle.policy.instances)
         assert await self.one(value, rows, **more) == [[2 * value] * 2] * rows
         return bool(self.model.inline[-1])
+
+    async def soon_alone(self, value: float) -> bool:
+        """`alone`, once the finisher of a pipeline has passed its last batch on, which it answers before."""
+        for _ in range(100):
+            if await self.alone(value):
+                return True
+        return False
 
 
 @asynccontextmanager
@@ -282,6 +304,93 @@ async def test_never_other_backends(model: Callable[[], Any]) -> None:
             assert await stage.one(value) == [[2 * value] * 2]
     assert stage.recorder.totals().inline_runs == 0
     assert stage.recorder.totals().requests == 30
+
+
+async def test_a_lone_request_of_a_gpu_is_launched_and_finished_by_the_event_loop() -> None:
+    async with staged(model=QuickGpu) as stage:
+        await stage.asleep()
+        sleeper = stage.handle._scheduler._sleepers[0]
+        for value in range(50):
+            assert await stage.alone(value)
+            assert stage.handle._scheduler._sleepers == [sleeper], "no thread was woken"
+        assert not await stage.alone(1, rows=2), "each number of rows is measured by itself"
+        assert await stage.soon_alone(2)
+    totals = stage.recorder.totals()
+    assert totals.requests == totals.executions == totals.phases["compute"].count == totals.phases["total"].count >= 52
+    assert totals.inline_runs == stage.model.inline.count(True) >= 51
+    assert stage.model.violations == []
+
+
+@pytest.mark.parametrize(("excess_ns", "is_inline"), [(0, True), (1, False)])
+async def test_gpus_have_a_bound_of_their_own(excess_ns: int, is_inline: bool) -> None:
+    async with staged(INLINE_DEVICE_BOUND_NS + excess_ns, QuickGpu) as stage:
+        assert await stage.alone(1) is is_inline
+
+
+async def test_the_event_loop_waits_for_no_gpu_while_another_model_has_requests() -> None:
+    async with staged(model=QuickGpu) as stage:
+        assert await stage.alone(1)
+        other = Stage(Quick(stage.clock), stage.clock, 20 * NS_PER_US, mailbox=stage.handle._mailbox)
+        await other.asleep()
+        assert await other.one(2) == [[4, 4]], "which begins the time of several models"
+        await stage.asleep()
+        stage.clock.now_ns -= INLINE_QUIET_NS
+        assert await stage.one(3) == [[6, 6]]
+        assert not stage.model.inline[-1]
+        stage.clock.now_ns += INLINE_QUIET_NS
+        assert await stage.soon_alone(4), "alone again"
+        assert await asyncio.to_thread(other.handle.close, 10)
+
+
+async def test_many_requests_of_a_gpu_form_batches() -> None:
+    async with staged(model=QuickGpu) as stage:
+        await stage.asleep()
+        for _ in range(20):
+            results = await asyncio.gather(*[stage.one(value) for value in range(64)])
+            assert results == [[[2 * value] * 2] for value in range(64)]
+        assert max(map(len, stage.model.batches)) == 8
+        assert stage.model.inline.count(True) <= 1, "the first one, before the others were there"
+        assert await stage.soon_alone(1), "alone again"
+    assert stage.model.violations == []
+
+
+@pytest.mark.parametrize("call", ["begin", "launch", "finish"])
+async def test_a_failure_of_a_gpu_on_the_event_loop_is_the_request_s(call: str) -> None:
+    async with staged(model=QuickGpu) as stage:
+        assert await stage.alone(1)
+        await stage.asleep()
+        with pytest.raises(ModelFailed):
+            await stage.one(RAISES[call])
+        assert await stage.soon_alone(2)
+    assert stage.model.violations == []
+
+
+@pytest.mark.parametrize("call", ["begin", "launch", "finish"])
+@pytest.mark.parametrize("values", [DIES, LOST], ids=["killed", "lost"])
+async def test_an_instance_ends_that_fails_on_the_event_loop(call: str, values: dict[str, float]) -> None:
+    async with staged(model=QuickGpu) as stage:
+        assert await stage.alone(1)
+        await stage.asleep()
+        with pytest.raises(ModelFailed, match="the instance that ran the request died"):
+            await stage.one(values[call])
+        await until_async(lambda: stage.deaths)
+        if values is LOST:
+            with pytest.raises(Unavailable):
+                await stage.one(2)
+
+
+async def test_a_deadline_that_passes_while_the_event_loop_waits_for_a_gpu() -> None:
+    async with staged(model=QuickGpu) as stage:
+        await stage.asleep()
+        limit_ns = 2 * INLINE_DEVICE_BOUND_NS
+
+        def pass_time() -> None:
+            stage.clock.now_ns += limit_ns
+
+        stage.model.during_fill = pass_time
+        with pytest.raises(DeadlineExceeded):
+            await stage.one(1, deadline_ns=stage.clock.now_ns + limit_ns)
+        assert stage.model.inline == [True]
 
 
 def test_only_onnx_runtime_allows_runs_on_any_thread() -> None:

@@ -389,7 +389,7 @@ class TensorRtExecution:
                 elif placement.joined:
                     self._resources.prepare_joined()
                 # If more shapes can occur, `begin` may have to create a context and capture its graph.
-                self.prompt = self._resources.has_fixed_shapes
+                self.prompt = self.any_thread = self._resources.has_fixed_shapes
             except BaseException:
                 self._resources.close()
                 raise
