@@ -61,6 +61,7 @@ BOUNDS = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 1e-3, "bf16": 8e-3}
 LARGEST_BOUND = 1e-2
 NOT_TESTED = BatchVerdict()
 _TOO_SHORT = "the time was too short to prove other batches: later loads, or `headrace validate`, prove them"
+_LEFT = "no tested size changes an answer, others run untested: later loads, or `headrace validate`, test them"
 
 
 @dataclass(slots=True)
@@ -231,10 +232,11 @@ def _log(config: ModelConfig, verdict: BatchVerdict) -> None:
     if verdict.state == "proven":
         return
     effect = {"alone": "each request runs alone and whole", "limited": f"batches run with {verdict.allowed} rows"}
+    effect["partial"] = f"batches of {', '.join(map(str, verdict.verified))} rows are proven"
     text = effect.get(verdict.state, "batches are not proven, and run")
-    if config.proof == "warn" and verdict.state != "untested":
+    if config.proof == "warn" and verdict.state not in ("partial", "untested"):
         text = "batches run in spite of it (proof: warn)"
-    level = logging.INFO if verdict.state == "untested" else logging.WARNING
+    level = logging.INFO if verdict.state in ("partial", "untested") else logging.WARNING
     logger.log(level, "model %s: %s: %s", config.name, text, verdict.reason)
 
 
@@ -320,6 +322,8 @@ class _Proof:
         proven = (1, *verified)
         if is_complete and not faults:
             return BatchVerdict(proven)
+        if self._plan.runtime == "tensorrt" and self._layout is None and not faults:
+            return BatchVerdict(proven, reason=_LEFT)
         reason = "; ".join(faults.values()) or _TOO_SHORT
         if self._layout is not None or not verified:  # joined rows cannot be cut
             is_alone = self._layout is not None or not faults

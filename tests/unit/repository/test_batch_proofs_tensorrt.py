@@ -38,6 +38,19 @@ async def test_requests_to_a_model_that_mixes_rows_run_alone_and_whole_without_p
     await cases.check_mixing_model(tmp_path, source)
 
 
+async def test_sizes_of_an_engine_for_which_the_time_is_too_short_run_until_one_fails(trt: Any, tmp_path: Path) -> None:
+    repository = cases.add_engine(tmp_path, cases.RIGHT, cases.RIGHT)
+    states = []
+    for limit_s in (0.0, 100.0):
+        async with running(repository, cases.ALL, proofs=BatchProofs(tmp_path, limit_s)) as (_, registry):
+            states.append(explain(registry, "m")["batches"])
+            for x, y in await cases.infer(registry, 3, 2, 3):
+                np.testing.assert_allclose(y, np.tanh(x), atol=cases.ATOL)
+    assert (states[0]["state"], states[0]["verified_batches"], states[0]["faults"]) == ("partial", [1], {})
+    assert "others run untested" in states[0]["reason"]
+    assert states[1]["state"] == "proven"
+
+
 async def test_a_second_start_runs_no_tests(trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = cases.add_engine(tmp_path, cases.WRONG_EIGHT, cases.RIGHT)
     seen = []

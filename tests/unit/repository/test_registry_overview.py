@@ -60,13 +60,22 @@ def test_counts_and_gauges_of_serving_models() -> None:
         runner.run(infer(model))
         until(lambda: model.recorder.totals().requests >= 2)  # counted behind the answer
         clock = Clock()
-        processes = [ProcessFigures("engine", 7, 1.5, 1 << 20, 2, 0)]
+        processes = [ProcessFigures("engine", 7, 1.5, 1 << 20, 2, 0, 0, True)]
         overview = ServerOverview(registry, [], clock, lambda: processes)
         clock.now_ns += 5
         document = orjson.loads(orjson.dumps(runner.run(overview.status())))
         assert (document["time_ns"], document["uptime_ns"], document["ready"]) == (1_005, 5, False)
         assert document["processes"] == [
-            {"name": "engine", "pid": 7, "cpu_s": 1.5, "memory_bytes": 1 << 20, "starts": 2, "connections": 0}
+            {
+                "name": "engine",
+                "pid": 7,
+                "cpu_s": 1.5,
+                "memory_bytes": 1 << 20,
+                "starts": 2,
+                "connections": 0,
+                "moved": 0,
+                "expected": True,
+            }
         ]
         broken, serving = document["models"]
         assert broken == {
