@@ -136,7 +136,8 @@ OVERVIEW = Dashboard(
                     Query(f"headrace_process_resident_memory_bytes{{{J}}}", "{{instance}} {{process}}")], "bytes",
                       "Shared memory counts in each process that uses it."),
                 Panel("Connections by process", [
-                    Query(f"headrace_process_connections{{{J}}}", "{{instance}} {{process}}")],
+                    Query(f"headrace_process_connections{{{J}}}", "{{instance}} {{process}}"),
+                    Query(f"increase(headrace_process_connections_moved_total{{{J}}}[5m])", "{{instance}} {{process}} moved")],
                       description="Each front end has about as many as the others."),
                 Panel("Work over capacity", [Query(f"headrace_server_utilization_ratio{{{J}}}", "{{instance}}")], "percentunit",
                       "What load reports tell balancers; over 100 % if work waits."),

@@ -196,9 +196,9 @@ def _serve(args: argparse.Namespace) -> int:
                 stores=tuple((str(folder), str(url)) for folder, url in folders.items() if url is not None),
             )
             if options.front_ends == settings.AUTO:
-                from headrace.front_ends.automatic import available_cores, choose_front_ends
+                from headrace.front_ends.automatic import available_cores, choose_front_ends, memory_limit
 
-                count, reason = choose_front_ends(available_cores())
+                count, reason = choose_front_ends(available_cores(), memory_bytes=memory_limit())
                 options = replace(options, front_ends=count, front_ends_reason=reason)
             if options.front_ends:
                 if sys.platform != "linux":

@@ -48,8 +48,10 @@ class Addresses(NamedTuple):
 def describe_processes(settings: Settings) -> str:
     """Return the processes of the server, and why `auto` chose them; "" for one process that was not chosen."""
     count, reason = settings.front_ends, settings.front_ends_reason
-    text = f"an engine and {count} front {'end' if count == 1 else 'ends'}" if count else "one"
-    return f"{text} (auto, {reason})" if reason else text if count else ""
+    ends = f"{count} front {'end' if count == 1 else 'ends'}"
+    if reason:
+        return f"one, and up to {ends} as the load needs ({reason})" if count else f"one ({reason})"
+    return f"an engine and {ends}" if count else ""
 
 
 def describe_access(settings: Settings, is_loopback: bool) -> str:

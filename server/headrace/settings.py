@@ -417,6 +417,8 @@ def _split(text: str, separator: str | None) -> list[str]:
 
 
 _DEFAULTS: dict[str, Any] = {each.name: each.default for kind in (Settings, Telemetry, Limits) for each in fields(kind)}
+# Servers in a program of their users are one process.
+_DEFAULTS["front_ends"] = AUTO
 _REPEATED_DEFAULTS = {"model_repository": [Path("model_repository")]}
 # Repeatable options, and the separators of their values in the environment; None: any white space.
 _SEPARATORS = {
@@ -568,8 +570,8 @@ OPTIONS: tuple[_Option, ...] = (
     ),
     _Option(
         "front_ends",
-        "processes that serve sockets and protocols before one engine process, on Linux (%(default)s: one process for all; "
-        "auto: by the cores)",
+        "processes that serve sockets and protocols before one engine process, on Linux (auto, which `serve` does by default: as "
+        "many as the load needs; 0: one process for all)",
         _front_ends,
         "N|auto",
     ),

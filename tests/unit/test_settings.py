@@ -30,7 +30,8 @@ def parse(*arguments: str, **environ: str) -> Settings:
 
 
 def test_defaults() -> None:
-    assert parse() == Settings(model_repository=(Path("model_repository"),))
+    assert parse() == Settings(model_repository=(Path("model_repository"),), front_ends=settings.AUTO)
+    assert Settings(model_repository=()).front_ends == 0, "servers in a program of their users are one process"
 
 
 # Text of an option or a variable, and the value of its field.

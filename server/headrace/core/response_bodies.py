@@ -588,6 +588,8 @@ class ProcessFigures:
         cpu_s: CPU seconds, with those of the processes that it replaced.
         memory_bytes: resident memory, shared memory included.
         connections: open client connections.
+        moved: connections that it has given up to another process.
+        expected: it should run; False for a front end that the load does not need.
     """
 
     name: str
@@ -596,6 +598,8 @@ class ProcessFigures:
     memory_bytes: Count
     starts: Count
     connections: Count
+    moved: Count
+    expected: bool
 
 
 class OverviewStatus(TypedDict):

@@ -1,4 +1,4 @@
-"""Accepts the connections of a port and passes each to a front-end process."""
+"""Accepts the connections of a port, for this process or another."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PAUSE_S = 0.1
 
 
 class Acceptor:
-    """Accepts the connections of a listening socket while a front end can take them; else they wait in the system's queue.
+    """Accepts the connections of a listening socket while a process can take them; else they wait in the system's queue.
 
     Ownership: the event loop.
 
     Args:
         sock: bound socket; closed by `close`.
-        pass_on: passes a connection to a front end; False if none takes it now. Then the acceptor pauses and keeps the connection
-            until `resume`.
+        pass_on: takes a connection, which it owns from then on; False if nothing takes it now. Then the acceptor pauses and keeps
+            the connection until `resume`.
     """
 
     def __init__(self, sock: socket.socket, pass_on: Callable[[socket.socket], bool]) -> None:
@@ -77,10 +77,9 @@ class Acceptor:
                 return
 
     def _pass_kept(self) -> bool:
-        """Pass on the connection that is kept; False if no front end takes it."""
+        """Pass on the connection that is kept; False if nothing takes it."""
         if self._kept is not None:
             if not self._pass_on(self._kept):
                 return False
-            self._kept.close()
             self._kept = None
         return True

@@ -1,14 +1,15 @@
-"""Number of front-end processes for `--front-ends auto`, from the processor cores that this process may use.
+"""Most front-end processes for `--front-ends auto`, from the cores and the memory that the server may use.
 
 Cores are those of the scheduler's affinity mask, or the CPU quota of the control group (cgroup v2, `cpu.max`) if that is less: a
-container with a limit of 2 CPUs sees all cores of its machine.
+container with a limit of 2 CPUs sees all cores of its machine. Memory counts where the control group limits it (`memory.max`).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ CORES_PER_FRONT_END = 1.6
 """One front end for each of these: the engine process and the models compute on the others. Measured: docs/performance.md."""
 MIN_CORES = 4
 MAX_FRONT_ENDS = 8
+_MEMORY_OF_ONE = 256 << 20
+"""One front end for each of these bytes of a memory limit: 12 MB of its own, and bodies in flight."""
 
 _CGROUP_ROOT = "/sys/fs/cgroup"
 
@@ -32,12 +35,13 @@ class FrontEndChoice(NamedTuple):
     reason: str
 
 
-def choose_front_ends(cores: float, platform: str = sys.platform) -> FrontEndChoice:
-    """Return the number of front ends for a machine.
+def choose_front_ends(cores: float, platform: str = sys.platform, memory_bytes: int | None = None) -> FrontEndChoice:
+    """Return the most front ends for a machine.
 
     Args:
         cores: processor cores that the server may use; a quota need not be a whole number.
         platform: as `sys.platform`.
+        memory_bytes: memory limit of the server; None without one.
     """
     if platform != "linux":
         return FrontEndChoice(0, f"front-end processes need Linux, this is {platform}")
@@ -46,6 +50,9 @@ def choose_front_ends(cores: float, platform: str = sys.platform) -> FrontEndCho
         return FrontEndChoice(0, f"{shown}: one process does everything below {MIN_CORES}")
     count = min(int(cores / CORES_PER_FRONT_END), MAX_FRONT_ENDS)
     rule = f"one for {CORES_PER_FRONT_END:g}, at most {MAX_FRONT_ENDS}"
+    if memory_bytes is not None and memory_bytes < count * _MEMORY_OF_ONE:
+        shown, rule = f"a memory limit of {memory_bytes >> 20} MiB", f"one for {_MEMORY_OF_ONE >> 20} MiB"
+        count = memory_bytes // _MEMORY_OF_ONE
     return FrontEndChoice(count, f"{shown}: {rule}")
 
 
@@ -66,19 +73,32 @@ def quota_cores(read: Callable[[str], str]) -> float | None:
     Args:
         read: returns the text of a file; raises OSError.
     """
+    quotas = []
+    for text in _group_files("cpu.max", read):
+        quota, _, period = text.strip().partition(" ")
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def memory_limit(read: Callable[[str], str] = lambda path: Path(path).read_text()) -> int | None:
+    """Return the smallest memory limit of the process's control group (v2) and the groups above it, in bytes; None for none.
+
+    Args:
+        read: returns the text of a file; raises OSError.
+    """
+    return min(map(int, filter(str.isdecimal, map(str.strip, _group_files("memory.max", read)))), default=None)
+
+
+def _group_files(name: str, read: Callable[[str], str]) -> Iterator[str]:
+    """Yield a file of the process's control group and of those above it; groups without it are left out."""
     try:
         groups = read("/proc/self/cgroup").splitlines()
     except OSError:
-        return None
+        return
     # In a container the group is usually "/": its namespace begins at the container's own group.
     path = next((line[3:] for line in groups if line.startswith("0::/")), "/")
     parts = [part for part in path.split("/") if part and part != ".."]
-    quotas = []
     for depth in range(len(parts) + 1):
-        try:
-            quota, period = read("/".join([_CGROUP_ROOT, *parts[:depth], "cpu.max"])).split()
-            if quota != "max":
-                quotas.append(int(quota) / int(period))
-        except (OSError, ValueError, ZeroDivisionError):  # the root group has no such file
-            continue
-    return min(quotas, default=None)
+        with suppress(OSError, ValueError):  # the root group has no such file
+            yield read("/".join([_CGROUP_ROOT, *parts[:depth], name]))

@@ -56,6 +56,7 @@ class Start(msgspec.Struct, array_like=True):
         first_model: of the banner.
         arrays: descriptors of the counters of all processes: of the engine, then of each front end.
         control_state: descriptor of the memory of `headrace.front_ends.control_state`, for the engine.
+        sockets: descriptors of the listening sockets by port, for an engine process that serves clients.
     """
 
     settings: Settings
@@ -69,6 +70,7 @@ class Start(msgspec.Struct, array_like=True):
     first_model: str
     arrays: list[int]
     control_state: int = -1
+    sockets: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
     def name(self) -> str:

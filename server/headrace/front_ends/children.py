@@ -52,7 +52,7 @@ class Child:
         start: first message.
         descriptors: that the process inherits.
         hang_timeout_s: time without an answer after which the process is killed.
-        on_message: called with the child, name and content of each message.
+        on_message: called with the child, name, content and descriptors of each message; it owns the descriptors.
         on_ended: called with the child, its exit status, negative for a signal, and its processor time in nanoseconds, once for
             each process.
 
@@ -67,7 +67,7 @@ class Child:
         start: Start,
         descriptors: Sequence[int],
         hang_timeout_s: float,
-        on_message: Callable[[Child, str, Any], None],
+        on_message: Callable[[Child, str, Any, Sequence[int]], None],
         on_ended: Callable[[Child, int, int], None],
     ) -> None:
         self.number = start.number
@@ -171,15 +171,15 @@ class Child:
             self.restart_later()
 
     def _receive(self, name: str, content: Any, descriptors: Sequence[int]) -> None:
-        close_all(descriptors)
         if name == "pong":
+            close_all(descriptors)
             self._unanswered = 0
             return
         if name == "ready":
             self.is_ready = True
             self._ready_ns = monotonic_ns()
             self._ping()
-        self._on_message(self, name, content)
+        self._on_message(self, name, content, descriptors)
 
     def _ping(self) -> None:
         """Send a heartbeat. It counts those without an answer, not time: a machine or a supervisor may be suspended."""

@@ -65,7 +65,7 @@ ARRAY_BYTES = -(-_blocks.size * _CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 """Size of an array. Its pages take memory once they are written."""
 
 # Cells of the header.
-_PID, _STARTS, _ENDED_CPU_NS = range(3)
+_PID, _STARTS, _ENDED_CPU_NS, _MOVED, _EXPECTED, _BUSY = range(6)
 _REASON_INDEX = {reason: 2 + index for index, reason in enumerate(REASONS)}
 
 
@@ -138,6 +138,33 @@ class CounterArray:
         return self._header[_ENDED_CPU_NS]
 
     @property
+    def moved(self) -> int:
+        """Number of connections that the processes have given up to another."""
+        return self._header[_MOVED]
+
+    @property
+    def is_expected(self) -> bool:
+        """True while the supervisor wants the process to run."""
+        return bool(self._header[_EXPECTED])
+
+    def expect(self, is_expected: bool) -> None:
+        """Record whether the process should run; for the supervisor."""
+        self._header[_EXPECTED] = is_expected
+
+    def count_move(self) -> None:
+        """Count a connection that this process has given up."""
+        self._header[_MOVED] += 1
+
+    @property
+    def busy(self) -> int:
+        """Connections in the middle of a request, and calls of gRPC, when the process last looked."""
+        return self._header[_BUSY]
+
+    @busy.setter
+    def busy(self, count: int) -> None:
+        self._header[_BUSY] = count
+
+    @property
     def connections(self) -> int:
         """Open connections, of all protocols but the metrics port."""
         return self.limits("http")[1] + self.limits("grpc")[1]
@@ -167,6 +194,7 @@ class CounterArray:
         Args:
             cpu_ns: its CPU time, user and system, in nanoseconds.
         """
+        self.busy = 0
         for protocol in PROTOCOLS:
             self.limits(protocol)[1] = 0
         bodies = self.bodies

@@ -1,4 +1,4 @@
-"""The engine process: data plane, applications and gRPC methods without sockets; front ends connect to it."""
+"""The engine process: data plane, applications and gRPC methods. Front ends connect to it; with `auto` clients do, too."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from headrace.banner import Addresses, announce, describe_access, describe_processes, log_announcement
 from headrace.core.clock import monotonic_ns
+from headrace.core.limits import ClientLimits
 from headrace.cuda.shared_memory import ClientMemory, find_client_memory
 from headrace.front_ends.access_records import RecordSink, record_needs
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all, repository_filter
@@ -20,10 +21,12 @@ from headrace.front_ends.control_state import ControlState
 from headrace.front_ends.engine_requests import EngineRequests
 from headrace.front_ends.meeting import EngineFacts, Greeting, Listener, answer
 from headrace.front_ends.passed_requests import EngineGrpcServer, EngineHttpServer, FrontEndPeer
+from headrace.front_ends.passed_servers import PassedHttpServer, PassedServers
 from headrace.front_ends.process_figures import ServerProcesses
 from headrace.front_ends.shared_page import PageWriter, SharedPage
 from headrace.front_ends.sharing import TableSync, shared_arrays, shared_limits
 from headrace.grpc.methods import Methods
+from headrace.grpc.server import GrpcServer
 from headrace.http.infer_endpoint import Receive, Scope, Send
 from headrace.listen import (
     is_loopback,
@@ -39,6 +42,7 @@ from headrace.tls import ServerTls
 from headrace.wiring import Reloads, Wiring
 
 Result = TypeVar("Result")
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _FLUSH_S = 0.5
 # The front ends close idle connections sooner.
@@ -105,21 +109,25 @@ class EngineProcess:
         if wiring.keys is not None:
             self._reloads.callbacks.append(wiring.keys.reload)
         raise_file_limit(self._settings.limits.max_connections)
-        self._http = self._create_http(tls)
+        applications = {
+            port: (self._application(application), limits)
+            for port, (application, limits) in wiring.http_applications(tls).items()
+        }
+        self._http = self._create_http(applications)
         if self._settings.grpc:
-            from headrace.grpc.service import grpc_methods
-
-            methods = grpc_methods(wiring.services, self._settings.limits.max_body_bytes)
-            unary = {path: partial(self._run, path, method) for path, method in methods.unary.items()}
-            self._methods = replace(methods, unary=unary)
+            self._methods = self._create_methods()
             self._grpc = EngineGrpcServer(self._methods, self._limits.grpc)
         self._channel = SupervisorChannel(self._socket, self._on_message, self._on_orphaned)
+        self._servers = PassedServers(self._channel.send, self._settings.drain_timeout_s, self._arrays.own)
         wiring.data_plane.reconciler.start()
         wiring.start_timers(loop)
         listener = Listener(socket.socket(fileno=self._start.listener), self._start.token, self._on_greeting)
+        if self._start.sockets:
+            await self._open_servers(applications, tls)
         self._channel.send("ready")
         try:
             await self._ending.wait()
+            await self._servers.wait()
         finally:
             listener.close()
             for peer in list(self._peers.values()):
@@ -144,15 +152,34 @@ class EngineProcess:
         else:
             self._memory.pin(descriptor, start, size_bytes, device, done)
 
-    def _create_http(self, tls: ServerTls | None) -> Mapping[str, EngineHttpServer]:
-        """Create the servers of the ports "http" and "metrics"."""
+    def _create_http(self, applications: Mapping[str, tuple[Application, ClientLimits]]) -> dict[str, EngineHttpServer]:
+        """Create the servers of what front ends pass on for the ports "http" and "metrics"."""
         settings = replace(self._settings, keep_alive_timeout_s=_KEEP_ALIVE_S)
         return {
-            port: EngineHttpServer(uvicorn_config(self._application(application), settings), limits)
-            for port, (application, limits) in self._wiring.http_applications(tls).items()
+            port: EngineHttpServer(uvicorn_config(application, settings), limits)
+            for port, (application, limits) in applications.items()
         }
 
-    def _application(self, application: Callable[..., Any]) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    def _create_methods(self) -> Methods:
+        from headrace.grpc.service import grpc_methods
+
+        methods = grpc_methods(self._wiring.services, self._settings.limits.max_body_bytes)
+        unary = {path: partial(self._run, path, method) for path, method in methods.unary.items()}
+        return replace(methods, unary=unary)
+
+    async def _open_servers(
+        self, applications: Mapping[str, tuple[Application, ClientLimits]], tls: ServerTls | None
+    ) -> None:
+        """Serve clients that are connected to this process."""
+        http = {
+            port: PassedHttpServer(application, self._settings, limits, tls)
+            for port, (application, limits) in applications.items()
+        }
+        grpc = None if self._methods is None else GrpcServer(self._methods, self._limits.grpc, tls)
+        await self._servers.open(http, grpc, self._start.sockets)
+        self._servers.count_busy()
+
+    def _application(self, application: Callable[..., Any]) -> Application:
         """Return an application that reports the counts of all front ends, and passes settings on that it has changed."""
 
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
@@ -240,6 +267,9 @@ class EngineProcess:
     # --- Supervisor ---------------------------------------------------------------------------------------------------
 
     def _on_message(self, name: str, content: Any, descriptors: Sequence[int]) -> None:
+        if name == "connection":
+            self._servers.take(content, descriptors)
+            return
         close_all(descriptors)
         if name == "ping":
             self._channel.send("pong", content)
@@ -248,10 +278,20 @@ class EngineProcess:
             self._announce()
         elif name == "reload":
             self._reloads.start()
+        elif name in ("accept", "pause"):
+            self._servers.accept(name == "accept")
+        elif name == "give_up":
+            self._servers.give_up()
+        elif name == "keep":
+            self._servers.keep()
         elif name == "drain":  # front ends still pass on the requests in flight
             self._wiring.data_plane.drain()
+            self._servers.drain()
+        elif name == "force":
+            self._servers.force()
         elif name == "stop":
             self._wiring.data_plane.drain()
+            self._servers.drain()
             self._ending.set()
 
     def _on_orphaned(self) -> None:

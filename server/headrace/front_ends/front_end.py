@@ -6,13 +6,12 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any, cast
 
-from headrace.accept import PassedConnections
 from headrace.core.access import AccessControl, RemoteBucket
 from headrace.core.clock import monotonic_ns
 from headrace.core.threads import start_pool
@@ -21,6 +20,7 @@ from headrace.front_ends.channel import Start, SupervisorChannel, close_all
 from headrace.front_ends.grpc_proxy import FrontEndGrpcServer, GrpcProxy
 from headrace.front_ends.inference import FrontEndHttp, FrontEndInference, ServedModels, StreamForwarder
 from headrace.front_ends.meeting import EngineFacts, Hello
+from headrace.front_ends.passed_servers import PassedHttpServer, PassedServers
 from headrace.front_ends.proxy import EngineLink, HttpProxy
 from headrace.front_ends.remote_regions import RemoteRegions
 from headrace.front_ends.shared_page import PageState, SharedPage
@@ -30,7 +30,7 @@ from headrace.grpc.infer import InferStreams
 from headrace.inference.codec_threads import CodecThreads
 from headrace.inference.load_report import LoadReports
 from headrace.inference.services import Services
-from headrace.listen import GrpcListener, UvicornServer, origin_policy, raise_file_limit, run_server
+from headrace.listen import origin_policy, raise_file_limit, run_server
 from headrace.observability.logs import LogSettings
 from headrace.tls import ServerTls
 from headrace.wiring import Reloads, open_access, open_keys, options_reader
@@ -38,41 +38,6 @@ from headrace.wiring import Reloads, open_access, open_keys, options_reader
 logger = logging.getLogger("headrace")
 
 _POOL_THREADS = 2
-# Time in which a new connection without TLS is counted.
-_COUNTED_S = 0.005
-
-
-class PassedHttpServer(UvicornServer):
-    """uvicorn for connections that another process accepts. Ownership: the event loop.
-
-    Attributes:
-        connections: takes accepted sockets; exists once the server has opened.
-        opened: set from then on.
-    """
-
-    connections: PassedConnections
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.opened = asyncio.Event()
-        self._stopping = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open for `connections.take`."""
-        self.connections = self.open_passed()
-        self.servers = [self.connections]  # type: ignore[list-item]
-        self.started = True
-        await self.on_tick(0)
-        self.opened.set()
-
-    async def main_loop(self) -> None:
-        """Wait for `stop`, without a timer."""
-        await self._stopping.wait()
-
-    def stop(self) -> None:
-        """Begin to drain."""
-        self.should_exit = True
-        self._stopping.set()
 
 
 class FrontEndProcess:
@@ -95,12 +60,8 @@ class FrontEndProcess:
         self._arrays = shared_arrays(start)
         self._limits = shared_limits(self._arrays, self._settings)
         self._logs = LogSettings(logging.getLogger("headrace"))
-        self._uncounted = 0
         self._models = ServedModels(start.settings.allow_client_shm)
         self._http: FrontEndHttp | None = None
-        self._servers: dict[str, PassedHttpServer] = {}
-        self._grpc: GrpcListener | None = None
-        self._takers: dict[str, PassedConnections] = {}
         self._reloads = Reloads(is_silent=True)
 
     def run(self) -> int:
@@ -132,6 +93,7 @@ class FrontEndProcess:
         if self._settings.metrics:
             lag.start(loop)
         self._channel = SupervisorChannel(self._socket, self._on_message, self._on_orphaned)
+        self._servers = PassedServers(self._channel.send, self._settings.drain_timeout_s, self._arrays.own)
         self._link.start()
         await _either(self._is_open, self._ending)
         if not self._ending.is_set():
@@ -151,24 +113,18 @@ class FrontEndProcess:
         origins = origin_policy(settings, self._reader.names)
         application = self._http = FrontEndHttp(self._services, self._models, limits.http, origins, proxy)
         limits.bodies.allocate = self._models.allocate_body
-        self._servers["http"] = PassedHttpServer(application, settings, limits.http, self._tls)
+        servers = {"http": PassedHttpServer(application, settings, limits.http, self._tls)}
         if settings.metrics and limits.metrics is not None:
             scrapes = HttpProxy(self._link, "metrics")
-            self._servers["metrics"] = PassedHttpServer(scrapes, settings, limits.metrics, self._tls)
-        opened = [server.opened for server in self._servers.values()]
-        serving = [asyncio.ensure_future(server.serve()) for server in self._servers.values()]
-        if settings.grpc:
-            serving.append(asyncio.ensure_future(self._open_grpc(self._answer)))
-        for each in opened:
-            await each.wait()
-        self._takers |= {port: server.connections for port, server in self._servers.items()}
+            servers["metrics"] = PassedHttpServer(scrapes, settings, limits.metrics, self._tls)
+        await self._servers.open(servers, self._create_grpc(self._answer) if settings.grpc else None)
+        if settings.front_ends_reason:
+            self._servers.count_busy()
         self._channel.send("ready")
-        if self._ending.is_set():
-            self._drain()
-        await asyncio.gather(*serving)
+        await self._servers.wait()
 
-    def _open_grpc(self, answer: EngineFacts) -> Coroutine[Any, Any, None]:
-        """Open the gRPC server; returns the coroutine that serves until the drain."""
+    def _create_grpc(self, answer: EngineFacts) -> FrontEndGrpcServer:
+        """Create the gRPC server, which is not open yet."""
         settings = self._settings
         proxy = GrpcProxy(self._link, self._reader)
         methods = proxy.methods(answer, self._threads)
@@ -184,10 +140,7 @@ class FrontEndProcess:
             streams={**methods.streams, stream_path: streams.serve},
         )
         max_age_s = settings.grpc_max_connection_age_s
-        server = FrontEndGrpcServer(proxy, methods, self._limits.grpc, self._tls, max_age_s=max_age_s)
-        self._takers["grpc"] = server.open()
-        self._grpc = GrpcListener(server, settings.drain_timeout_s)
-        return self._grpc.serve()
+        return FrontEndGrpcServer(proxy, methods, self._limits.grpc, self._tls, max_age_s=max_age_s)
 
     # --- Engine -------------------------------------------------------------------------------------------------------
 
@@ -248,7 +201,7 @@ class FrontEndProcess:
 
     def _on_message(self, name: str, content: Any, descriptors: Sequence[int]) -> None:
         if name == "connection":
-            self._take(content, descriptors)
+            self._servers.take(content, descriptors)
             return
         close_all(descriptors)
         if name == "ping":
@@ -259,36 +212,20 @@ class FrontEndProcess:
         elif name == "drain":
             self._ending.set()
             self._drain()
+        elif name == "give_up":
+            self._servers.give_up()
+        elif name == "share":
+            arrays = self._arrays.arrays[1:]
+            number = sum(array.is_expected for array in arrays)
+            self._servers.give_up(-(-sum([array.all_connections for array in arrays]) // max(1, number)))
+        elif name == "keep":
+            self._servers.keep()
         elif name == "force":
-            for server in self._servers.values():
-                server.force_exit = True
-            if self._grpc is not None:
-                self._grpc.stop(now=True)
-
-    def _take(self, port: str, descriptors: Sequence[int]) -> None:
-        taker = self._takers.get(port)
-        for descriptor in descriptors:
-            sock = socket.socket(fileno=descriptor)
-            if taker is None:
-                sock.close()
-            else:
-                taker.take(sock)
-        if not self._uncounted:
-            asyncio.get_running_loop().call_later(_COUNTED_S, self._report_counted)
-        self._uncounted += len(descriptors)
-
-    def _report_counted(self) -> None:
-        """Report connections to the supervisor that the counters have now."""
-        self._channel.send("counted", self._uncounted)
-        self._uncounted = 0
+            self._servers.force()
 
     def _drain(self) -> None:
         self._link.send("stopping")
-        for server in self._servers.values():
-            if server.started:
-                server.stop()
-        if self._grpc is not None:
-            self._grpc.stop()
+        self._servers.drain()
 
     def _on_orphaned(self) -> None:
         """The supervisor has ended: so does this process."""

@@ -75,14 +75,14 @@ class ServerProcesses:
     def figures(self) -> list[ProcessFigures]:
         """Return the figures of the supervisor, the engine process and each front end; totals never fall."""
         usage = process_usage(self._supervisor_pid, self._read)
-        result = [ProcessFigures(SUPERVISOR, self._supervisor_pid, usage.cpu_ns / NS_PER_S, usage.memory_bytes, 1, 0)]
+        result = [
+            ProcessFigures(SUPERVISOR, self._supervisor_pid, usage.cpu_ns / NS_PER_S, usage.memory_bytes, 1, 0, 0, True)
+        ]
         for number, array in enumerate(self._arrays):
             pid, ended_ns = array.pid, array.ended_cpu_ns
             usage = process_usage(pid, self._read) if pid else ProcessUsage(0, 0)
             # The last scrape may have read a process whose end is not recorded yet: its time is in `ended_cpu_ns` soon.
             total_ns = self._cpu_ns[number] = max(ended_ns + usage.cpu_ns, self._cpu_ns.get(number, 0))
-            connections = array.all_connections
-            result.append(
-                ProcessFigures(label(number), pid, total_ns / NS_PER_S, usage.memory_bytes, array.starts, connections)
-            )
+            counts = array.starts, array.all_connections, array.moved, array.is_expected
+            result.append(ProcessFigures(label(number), pid, total_ns / NS_PER_S, usage.memory_bytes, *counts))
         return result

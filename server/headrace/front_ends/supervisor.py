@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import socket
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,19 +21,24 @@ import msgspec
 import uvloop
 
 from headrace.accept import bind
+from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.front_ends.acceptor import Acceptor
-from headrace.front_ends.channel import Ports, Start
+from headrace.front_ends.channel import Ports, Start, close_all
 from headrace.front_ends.children import Child, describe_end, prepare_forks
 from headrace.front_ends.control_state import create_control_state
 from headrace.front_ends.counter_array import CounterArray
 from headrace.front_ends.meeting import engine_listener
 from headrace.front_ends.names import set_process_name
+from headrace.front_ends.scaling import LOOK_S, Scaling
 from headrace.settings import Settings
 
 logger = logging.getLogger("headrace")
 
 # Time beyond the drain timeout after which a process that has not ended is killed.
 _GRACE_S = 10.0
+# Front ends that are not needed any more have this time to give up their connections, which are drained then.
+_LEAVE_S = 5.0
+_NEVER_NS = 1 << 60
 
 
 class ServerSupervisor:
@@ -53,9 +59,18 @@ class ServerSupervisor:
         self._model_filter = model_filter or {}
         self._first_model = first_model
         self._acceptors: list[Acceptor] = []
+        self._sockets: dict[str, int] = {}  # descriptors of the listening sockets by port
+        self._engine_accepts = False
         self._front_ends: list[Child] = []
         # Connections that were passed to each front end, and that it has not counted yet.
         self._passed = [0] * (settings.front_ends + 1)
+        # With `auto`; else all front ends run, and the engine process has no connections.
+        self._scaling = Scaling(settings.front_ends) if settings.front_ends_reason else None
+        self._moved: deque[tuple[str, socket.socket]] = deque()  # connections that wait for a process
+        # Front ends that end without need: monotonic time by which each is drained, from then on by which it is killed.
+        self._leaving: dict[int, int] = {}
+        self._draining: set[int] = set()
+        self._look_timer: asyncio.TimerHandle | None = None
         self._is_loaded = self._is_announced = self._is_stopping = False
         self._exit_status = 0
         self._time_limits: list[asyncio.TimerHandle] = []
@@ -104,6 +119,7 @@ class ServerSupervisor:
         }
         for port, sock in sockets.items():
             self._acceptors.append(Acceptor(sock, partial(self._pass_on, port)))
+            self._sockets[port] = sock.fileno()
         return Ports(urls["http"], grpc, f"{urls.get('metrics', urls['http'])}/metrics")
 
     def _start_children(self, ports: Ports) -> None:
@@ -126,44 +142,79 @@ class ServerSupervisor:
         make = partial(
             Child, hang_timeout_s=settings.hang_timeout_s, on_message=self._on_message, on_ended=self._on_ended
         )
-        self._engine = make(start, (self._listener.fileno(), start.control_state, *start.arrays))
-        self._engine.start()
+        sockets = self._sockets if self._scaling is not None else {}
+        engine = msgspec.structs.replace(start, sockets=sockets)
+        self._engine = make(engine, (self._listener.fileno(), start.control_state, *start.arrays, *sockets.values()))
+        self._start_child(self._engine)
         for number in range(1, settings.front_ends + 1):
             child = make(msgspec.structs.replace(start, number=number), start.arrays)
             self._front_ends.append(child)
-            child.start()
+            if self._scaling is None:
+                self._start_child(child)
+
+    def _start_child(self, child: Child) -> None:
+        self._arrays[child.number].expect(True)
+        child.start()
 
     # --- Connections --------------------------------------------------------------------------------------------------
 
     def _pass_on(self, port: str, sock: socket.socket) -> bool:
-        """Pass a connection to a front end, which serves it; False if none reads: then the acceptors go on once one does.
+        """Pass a connection to a process, which serves it; False if none reads: then the acceptors go on once one does.
 
         One that has missed a heartbeat gets none while another answers.
         """
-        for child in sorted(self._front_ends, key=lambda child: (child.is_late, self._connections(child.number))):
-            if child.is_ready and child.send("connection", port, (sock.fileno(),)):
+        takers = self._takers()
+        for child in sorted(takers, key=lambda child: (child.is_late, self._connections(child.number))):
+            if child.send("connection", port, (sock.fileno(),)):
                 self._passed[child.number] += 1
+                sock.close()
                 return True
-        for child in self._front_ends:
-            if child.is_ready:
-                child.when_writable(self._update_acceptors)
+        for child in takers:
+            child.when_writable(self._update_acceptors)
         return False
+
+    def _takers(self) -> list[Child]:
+        """Return the processes that get connections: front ends, or with `auto` and none of them the engine process."""
+        ready = [child for child in self._front_ends if child.is_ready and child.number not in self._leaving]
+        if not ready and self._scaling is not None and self._engine.is_ready:
+            return [self._engine]
+        return ready
+
+    def _pass_moved(self) -> bool:
+        """Pass connections on that processes have given up; False if some wait until a process reads."""
+        while self._moved:
+            port, sock = self._moved[0]
+            if not self._pass_on(port, sock):
+                return False
+            self._moved.popleft()
+        return True
 
     def _connections(self, number: int) -> int:
         """Return the open connections of a front end: those that it counts, and those passed to it since."""
         return self._arrays[number].all_connections + self._passed[number]
 
     def _update_acceptors(self) -> None:
-        is_open = not self._is_stopping and any(child.is_ready for child in self._front_ends)
+        takers = [] if self._is_stopping else self._takers()
+        is_open = bool(takers) and self._pass_moved()
+        # While the engine process serves alone, it also accepts.
+        is_alone = takers == [self._engine]
+        if is_alone != self._engine_accepts:
+            self._engine_accepts = is_alone
+            self._engine.insist("accept" if is_alone else "pause")
         for acceptor in self._acceptors:
-            if is_open:
+            if is_open and not is_alone:
                 acceptor.resume()
             else:
                 acceptor.pause()
 
     # --- Children -----------------------------------------------------------------------------------------------------
 
-    def _on_message(self, child: Child, name: str, content: Any) -> None:
+    def _on_message(self, child: Child, name: str, content: Any, descriptors: Sequence[int]) -> None:
+        if name == "moved" and not self._is_stopping:
+            self._moved += [(content, socket.socket(fileno=descriptor)) for descriptor in descriptors]
+            self._pass_moved()
+            return
+        close_all(descriptors)
         if name == "counted":
             self._passed[child.number] -= content
             return
@@ -176,16 +227,71 @@ class ServerSupervisor:
         if self._is_stopping:
             if name == "ready":
                 child.insist("drain" if child.number else "stop")
-        elif self._is_loaded and not self._is_announced and all(each.is_ready for each in self._front_ends):
+            return
+        if name == "ready" and child.number and self._scaling is not None:
+            self._engine.insist("give_up")
+            for each in self._front_ends:
+                if each is not child and each.is_ready and not self._leaving:
+                    each.insist("share")
+        expected = self._front_ends if self._scaling is None else [self._engine]
+        if self._is_loaded and not self._is_announced and all(each.is_ready for each in expected):
             self._is_announced = True
             self._engine.insist("announce")
+            if self._scaling is not None:
+                self._look()
+
+    # --- Number of front ends -----------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Start and end front ends as the load needs."""
+        assert self._scaling is not None
+        now_ns = monotonic_ns()
+        running = [child for child in self._front_ends if child.is_running]
+        busy = sum([array.busy for array in self._arrays])
+        wanted = self._scaling.wanted(self._engine.pid, [child.pid for child in running], busy, now_ns)
+        if self._leaving:
+            self._drain_left(now_ns)
+        elif wanted > len(running):
+            logger.info("front ends: %d in place of %d, by the load", wanted, len(running))
+            for child in self._front_ends:
+                if not child.is_running and wanted > len(running):
+                    self._start_child(child)
+                    running.append(child)
+        elif wanted < len(running):
+            logger.info("front ends: none in place of %d, by the load", len(running))
+            limit_ns = now_ns + round(_LEAVE_S * NS_PER_S)
+            self._leaving = {child.number: limit_ns for child in running}
+            self._engine.insist("keep")
+            for child in running:
+                self._arrays[child.number].expect(False)
+                child.insist("give_up")
+        self._look_timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _drain_left(self, now_ns: int) -> None:
+        """Drain the front ends that have given up their connections, or had the time for it; kill those that do not end."""
+        for child in self._front_ends:
+            limit_ns = self._leaving.get(child.number, _NEVER_NS)
+            if child.number in self._draining:
+                if now_ns >= limit_ns:
+                    logger.error("the process '%s' has not given up its connections and is killed", child.name)
+                    child.kill()
+            elif child.number in self._leaving and (not self._connections(child.number) or now_ns >= limit_ns):
+                self._draining.add(child.number)
+                self._leaving[child.number] = now_ns + round((self._settings.drain_timeout_s + _GRACE_S) * NS_PER_S)
+                child.insist("drain")
 
     def _on_ended(self, child: Child, status: int, cpu_ns: int) -> None:
         self._arrays[child.number].end(cpu_ns)
         self._passed[child.number] = 0
+        if child is self._engine:
+            self._engine_accepts = False
+        has_left = self._leaving.pop(child.number, 0) > 0
+        self._draining.discard(child.number)
         self._update_acceptors()
         if self._is_stopping:
             self._continue_stop(child, status)
+            return
+        if has_left:
             return
         if child is self._engine and not self._is_loaded:  # it has logged why
             if status < 0:
@@ -207,7 +313,7 @@ class ServerSupervisor:
         # Only a second Ctrl-C aborts: supervisors repeat SIGTERM.
         if self._is_stopping:
             logger.warning("Ctrl-C again: exiting without waiting for requests in flight")
-            for child in self._front_ends:
+            for child in (self._engine, *self._front_ends):
                 child.insist("force")
         self._stop()
 
@@ -216,8 +322,13 @@ class ServerSupervisor:
         if self._is_stopping:
             return
         self._is_stopping = True
+        if self._look_timer is not None:
+            self._look_timer.cancel()
         for acceptor in self._acceptors:
             acceptor.close()
+        for _, sock in self._moved:
+            sock.close()
+        self._moved.clear()
         for child in (self._engine, *self._front_ends):
             child.cancel_restart()
         self._engine.insist("drain")

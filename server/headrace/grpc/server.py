@@ -157,6 +157,21 @@ class GrpcServer:
         await self._wait_until_disconnected(self._limits.linger_s + 0.5)
         self.deadline_timer.close()
 
+    def give_up(self, most: int) -> None:
+        """Send GOAWAY to clients, which connect anew: no call is lost, and streams go on to their end.
+
+        Args:
+            most: connections that get it, those that have it already included.
+        """
+        rest = sorted(self._connections, key=lambda connection: not connection.timers.is_shutting_down)[: max(most, 0)]
+        for connection in rest:
+            connection.timers.start_graceful_shutdown()
+
+    @property
+    def running_calls(self) -> int:
+        """Number of calls that have begun and not ended."""
+        return sum([len(connection.streams) for connection in self._connections])
+
     async def _wait_until_disconnected(self, timeout_s: float) -> None:
         if self._connections:
             self._disconnected.clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Callable
 from typing import Any
 
 from headrace.core.clock import NS_PER_S
@@ -27,6 +29,7 @@ class LimitedHttpProtocol(HeadraceHttpProtocol):
         super().__init__(*args, **kwargs)
         self._reserve = reserve
         self._is_over, self._over_text = False, ""
+        self._is_leaving = False  # it ends after the next answer
         self._connected_s = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -52,12 +55,43 @@ class LimitedHttpProtocol(HeadraceHttpProtocol):
                 self._refuse_from_parser(503, self._over_text)
             self._is_over = False
         super().on_headers_complete()
-        if self._is_over and not self._downgraded_head:
+        if (self._is_over or self._is_leaving) and not self._downgraded_head:
             self.cycle.keep_alive = False
 
     def _join_endpoint(self) -> InferEndpoint | None:
         """Parse the first request of a connection over the limit, whatever its head."""
         return None if self._is_over else super()._join_endpoint()
+
+    def give_up(self, move: Callable[[int], None]) -> bool:
+        """Pass the connection on if it is between two requests; over TLS, end it after the next answer instead.
+
+        Bytes that have arrived since the last read stay in the socket.
+
+        Args:
+            move: takes a new descriptor of the connection, which this protocol closes.
+
+        Returns:
+            True if it is passed on, or will end.
+        """
+        if not self.is_idle():
+            return self._is_leaving
+        if self.scheme == "https":
+            self._is_leaving, self._heads = True, {}  # the parser reads the last request, whatever its head
+            return True
+        descriptor = os.dup(self.transport.get_extra_info("socket").fileno())
+        self.transport.abort()
+        move(descriptor)
+        return True
+
+    def is_idle(self) -> bool:
+        """True if no request has begun since the last answer was sent."""
+        if self.transport.is_closing() or self._is_over or self._probe is not None or self.is_ahead:
+            return False
+        if self.transport.get_write_buffer_size():
+            return False
+        if not self._has_received:
+            return True
+        return self.stage is Stage.BETWEEN and self.cycle is not None and self.cycle.response_complete
 
     def close_idle(self) -> None:
         """See `LimitedConnection`. The first request may be on its way: it gets a response."""
@@ -96,10 +130,7 @@ class LimitedHttpProtocol(HeadraceHttpProtocol):
             return 0, self._connected_s
         if self._is_slow():
             return 2, self._connected_s
-        cycle = self.cycle
-        if self.stage is not Stage.BETWEEN or cycle is None or not cycle.response_complete or self.pipeline:
-            return None
-        if transport.get_write_buffer_size():
+        if not self.is_idle():
             return None
         timer = self.timeout_keep_alive_task
         return 1, max(self._idle_since_s, timer.when() - self.timeout_keep_alive if timer is not None else 0.0)

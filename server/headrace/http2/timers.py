@@ -89,6 +89,11 @@ class ConnectionTimers:
         connection = self._connection
         self._timer = connection.loop.call_later(connection.limits.linger_s, connection.transport.abort)
 
+    @property
+    def is_shutting_down(self) -> bool:
+        """True from `start_graceful_shutdown` on."""
+        return self._drain_timer is not None or self._connection.closing
+
     def start_graceful_shutdown(self) -> None:
         """Shut down without losing a call (RFC 9113, section 6.8).
 
@@ -98,7 +103,7 @@ class ConnectionTimers:
         The same is done before the peer's preface has arrived: the peer has our SETTINGS, so its first calls may be on the way.
         """
         connection = self._connection
-        if self._drain_timer is not None or connection.closing:
+        if self.is_shutting_down:
             return
         connection.write_buffer.write_control(
             frames.goaway(MAX_WINDOW, ErrorCode.NO_ERROR) + frames.ping(_SHUTDOWN_PING, ack=False)

@@ -204,14 +204,17 @@ def _process_metrics(processes: Sequence[ProcessFigures]) -> Iterator[Metric]:
         table.SERVER_PROCESS_CONNECTIONS.gauge(),
     )
     cpu, starts = table.SERVER_PROCESS_CPU.counter(), table.SERVER_PROCESS_STARTS.counter()
+    moved = table.SERVER_PROCESS_MOVED.counter()
     for each in processes:
-        up.add_metric([each.name], each.pid > 0)
+        if each.expected or each.pid:  # a front end that the load does not need is not down
+            up.add_metric([each.name], each.pid > 0)
         cpu.add_metric([each.name], each.cpu_s)
         memory.add_metric([each.name], each.memory_bytes)
         starts.add_metric([each.name], each.starts)
-        if each.name.startswith("front_end"):
+        if each.name != "supervisor":
             connections.add_metric([each.name], each.connections)
-    yield from (up, cpu, memory, starts, connections)
+            moved.add_metric([each.name], each.moved)
+    yield from (up, cpu, memory, starts, connections, moved)
 
 
 # In the order in which a version passes them; see `headrace.repository.registry.State`.

@@ -532,30 +532,43 @@ UNREAD = _server("headrace_unread_bytes", "Bytes of responses that clients have 
 LIMIT = _server("headrace_limit", "Limits on clients in force, by name.", "limit")
 THREADS = _server("headrace_threads", "Python threads in the server's process.")
 SERVER_PROCESS_UP = _server(
-    "headrace_process_up", "1 while a process of the server runs, else 0.", "process", when="with `--front-ends`"
+    "headrace_process_up",
+    "1 while a process of the server runs, else 0.",
+    "process",
+    when="in a server of several processes (`--front-ends`)",
 )
 SERVER_PROCESS_CPU = _server(
     "headrace_process_cpu_seconds_total",
     "CPU time of each process of the server, with that of the processes that it replaced.",
     "process",
     kind="counter",
-    when="with `--front-ends`",
+    when="in a server of several processes (`--front-ends`)",
 )
 SERVER_PROCESS_MEMORY = _server(
     "headrace_process_resident_memory_bytes",
     "Resident memory of each process of the server; shared memory counts in each that uses it.",
     "process",
-    when="with `--front-ends`",
+    when="in a server of several processes (`--front-ends`)",
 )
 SERVER_PROCESS_STARTS = _server(
     "headrace_process_starts_total",
     "Starts of each process of the server; more than 1 means that it ended and was replaced.",
     "process",
     kind="counter",
-    when="with `--front-ends`",
+    when="in a server of several processes (`--front-ends`)",
 )
 SERVER_PROCESS_CONNECTIONS = _server(
-    "headrace_process_connections", "Open connections of each front end.", "process", when="with `--front-ends`"
+    "headrace_process_connections",
+    "Open client connections of each process.",
+    "process",
+    when="in a server of several processes (`--front-ends`)",
+)
+SERVER_PROCESS_MOVED = _server(
+    "headrace_process_connections_moved_total",
+    "Connections that each process has given up to another, by the load.",
+    "process",
+    kind="counter",
+    when="in a server of several processes (`--front-ends`)",
 )
 TELEMETRY_DROPPED = _server(
     "headrace_telemetry_dropped_total",

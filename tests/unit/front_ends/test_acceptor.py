@@ -16,7 +16,7 @@ def test_a_connection_that_is_not_taken_waits() -> None:
 
     def pass_on(sock: socket.socket) -> bool:
         if takes:
-            passed.append(sock.dup())
+            passed.append(sock)
             if len(passed) == 3:
                 all_passed.set()
         return takes

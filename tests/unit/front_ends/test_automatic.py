@@ -6,16 +6,16 @@ import os
 from collections.abc import Callable
 
 import pytest
-from headrace.front_ends.automatic import available_cores, choose_front_ends, quota_cores
+from headrace.front_ends.automatic import available_cores, choose_front_ends, memory_limit, quota_cores
 
 
-def reader(**files: str) -> Callable[[str], str]:
-    """Read files that are given by name: `root` and `group` are the `cpu.max` of the root and of group /a/b."""
+def reader(name: str = "cpu.max", **files: str) -> Callable[[str], str]:
+    """Read files that are given by name: `root` and `group` are the `cpu.max` (or `name`) of the root and of group /a/b."""
     paths = {
         "/proc/self/cgroup": files.get("cgroup"),
-        "/sys/fs/cgroup/cpu.max": files.get("root"),
-        "/sys/fs/cgroup/a/cpu.max": files.get("above"),
-        "/sys/fs/cgroup/a/b/cpu.max": files.get("group"),
+        f"/sys/fs/cgroup/{name}": files.get("root"),
+        f"/sys/fs/cgroup/a/{name}": files.get("above"),
+        f"/sys/fs/cgroup/a/b/{name}": files.get("group"),
     }
 
     def read(path: str) -> str:
@@ -33,6 +33,29 @@ def reader(**files: str) -> Callable[[str], str]:
 )
 def test_front_ends_by_cores(cores: float, count: int) -> None:
     assert choose_front_ends(cores, "linux").processes == count
+
+
+@pytest.mark.parametrize(("mib", "count"), [(None, 8), (4096, 8), (2048, 8), (2047, 7), (1024, 4), (256, 1), (255, 0)])
+def test_front_ends_by_a_memory_limit(mib: int | None, count: int) -> None:
+    choice = choose_front_ends(16, "linux", None if mib is None else mib << 20)
+    assert choice.processes == count
+    assert choice.reason == (
+        "16 cores: one for 1.6, at most 8" if count == 8 else f"a memory limit of {mib} MiB: one for 256 MiB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"cgroup": "0::/\n", "root": "max\n"}, None),
+        ({"cgroup": "0::/\n", "root": "1073741824\n"}, 1 << 30),
+        ({"cgroup": "0::/a/b\n", "group": "max\n", "above": "4096\n"}, 4096),
+        ({"cgroup": "0::/\n", "root": "unreadable"}, None),
+    ],
+)
+def test_memory_limits_of_control_groups(files: dict[str, str], limit: int | None) -> None:
+    assert memory_limit(reader("memory.max", **files)) == limit
 
 
 def test_reasons_name_the_cores_and_the_rule() -> None:

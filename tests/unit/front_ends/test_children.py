@@ -50,7 +50,7 @@ class Watched:
         start = Start(Settings((Path("models"),)), 1, 0, b"", b"", -1, Ports("", "", ""), {}, "", [])
         self.child = Child(start, (), 60, self._on_message, self._on_ended)
 
-    def _on_message(self, child: Child, name: str, _content: Any) -> None:
+    def _on_message(self, child: Child, name: str, _content: Any, _descriptors: Sequence[int]) -> None:
         assert name == "ready"
 
     def _on_ended(self, child: Child, status: int, _cpu_ns: int) -> None:

@@ -42,10 +42,10 @@ def test_figures_are_those_of_proc() -> None:
     names = ["supervisor", "engine", "front_end_1", "front_end_2"]
     figures = processes.figures()
     assert [each.name for each in figures] == names
-    assert figures[0] == ProcessFigures("supervisor", 7, 3.0, 10 * PAGE_BYTES, 1, 0)
-    assert figures[1] == ProcessFigures("engine", 100, 8.0, 20 * PAGE_BYTES, 1, 0)
-    assert figures[2] == ProcessFigures("front_end_1", 200, 0.0, 0, 1, 4), "it has just ended"
-    assert figures[3] == ProcessFigures("front_end_2", 0, 0.0, 0, 0, 0)
+    assert figures[0] == ProcessFigures("supervisor", 7, 3.0, 10 * PAGE_BYTES, 1, 0, 0, True)
+    assert figures[1] == ProcessFigures("engine", 100, 8.0, 20 * PAGE_BYTES, 1, 0, 0, False)
+    assert figures[2] == ProcessFigures("front_end_1", 200, 0.0, 0, 1, 4, 0, False), "it has just ended"
+    assert figures[3] == ProcessFigures("front_end_2", 0, 0.0, 0, 0, 0, 0, False)
     del files["/proc/100/stat"]
     assert processes.figures()[1].cpu_s == 8.0, "its end is not recorded yet"
     arrays[0].end(9 * 10**9)
@@ -84,21 +84,25 @@ def test_metrics_have_each_process() -> None:
         def ready(self) -> bool:
             return True
 
-    arrays = [CounterArray.create() for _ in range(2)]
+    arrays = [CounterArray.create() for _ in range(3)]
     arrays[0].begin(os.getpid())
+    arrays[1].expect(True)
     arrays[1].limits("http")[1] = 3
+    arrays[1].count_move()
     processes = ServerProcesses(arrays, os.getpid())
     facts = ServerFacts(States(), "1", LoopLag(), processes=processes.figures)
     text = MetricsPage(list, facts=facts).render()[1].decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert values['headrace_process_up{process="engine"}'] == "1.0"
     assert values['headrace_process_up{process="front_end_1"}'] == "0.0"
+    assert 'headrace_process_up{process="front_end_2"}' not in values, "the load does not need it"
     assert float(values['headrace_process_cpu_seconds_total{process="engine"}']) == pytest.approx(
         float(values['headrace_process_cpu_seconds_total{process="supervisor"}']), abs=1
     )
     assert float(values['headrace_process_resident_memory_bytes{process="engine"}']) > 1 << 20
     assert values['headrace_process_starts_total{process="engine"}'] == "1.0"
     assert values['headrace_process_connections{process="front_end_1"}'] == "3.0"
-    assert 'headrace_process_connections{process="engine"}' not in values
+    assert values['headrace_process_connections{process="engine"}'] == "0.0"
+    assert values['headrace_process_connections_moved_total{process="front_end_1"}'] == "1.0"
     alone = MetricsPage(list, facts=ServerFacts(States(), "1", LoopLag())).render()[1].decode()
     assert "headrace_process_up{" not in alone

@@ -12,7 +12,8 @@ export function describe(row, before, seconds) {
   const parts = [];
   if (before && seconds > 0) parts.push(`${share(Math.max(row.cpu_s - before.cpu_s, 0) / seconds)} of a core`);
   parts.push(`${count(row.memory_bytes / MIB)} MiB`);
-  if (row.name.startsWith("front_end")) parts.push(several(row.connections, "connection"));
+  if (row.name !== "supervisor") parts.push(several(row.connections, "connection"));
+  if (row.moved) parts.push(`${several(row.moved, "connection")} given up`);
   if (row.starts > 1) parts.push(`restarted ${several(row.starts - 1, "time")}`);
   return `${name} (${row.pid}): ${parts.join(", ")}`;
 }
@@ -37,6 +38,7 @@ export class ProcessList {
         this.rows.set(row.name, line);
         this.root.append(line);
       }
+      line.hidden = !row.pid && !row.expected;
       say(line, describe(row, earlier.get(row.name), seconds));
       line.classList.toggle("alarm", !row.pid);
     }

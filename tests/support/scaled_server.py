@@ -1,0 +1,30 @@
+"""`python -m tests.support.scaled_server serve ...`: a server with `--front-ends auto`, whose number of front ends a test sets.
+
+The file that `WANTED` names has the number. The server may have up to `MOST`, whatever this machine has.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.__main__ import main
+from headrace.front_ends import automatic
+from headrace.front_ends.scaling import Scaling
+
+WANTED = "SCALED_SERVER_WANTED"
+COMMAND = (sys.executable, "-m", "tests.support.scaled_server")
+MOST = 3
+
+
+def decide(_scaling: Scaling, _engine: float, _front_ends: Sequence[float], _busy: int, _now_ns: int) -> int:
+    """Return the number in the file."""
+    return int(Path(os.environ[WANTED]).read_text() or 0)
+
+
+if __name__ == "__main__":
+    automatic.choose_front_ends = lambda *_args, **_limits: automatic.FrontEndChoice(MOST, "for a test")
+    Scaling.decide = decide  # type: ignore[method-assign]
+    sys.exit(main())
