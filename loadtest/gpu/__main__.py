@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT_WAY,
         help="of two-gpus, unless c finds a better one",
     )
-    add("--front-ends", type=_words, default=("default", "auto"), metavar="M,M", help="modes of table (default,auto)")
+    add("--front-ends", type=_words, default=("auto", "0"), metavar="M,M", help="modes of table (auto,0)")
     add(
         "--cells", type=_words, default=(), metavar="T,T", help=f"of table, by parts of names such as {CELLS[1].name!r}"
     )

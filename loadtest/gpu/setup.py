@@ -47,7 +47,7 @@ class Setup:
     best_way: str
     gpus: tuple[int, ...] = (0,)
     precisions: tuple[str, ...] = ()
-    front_ends: tuple[str, ...] = ("default", "auto")
+    front_ends: tuple[str, ...] = ("auto", "0")
     cells: tuple[str, ...] = ()
     more_clients: int = 0
     limit_s: float = 600.0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from headrace.core.limits import ClientLimits
 from headrace.tls import ServerTls
@@ -17,6 +19,8 @@ BACKLOG = 4096
 _RESERVES = 4
 # Connections that one event accepts, before the event loop continues.
 _ACCEPTS = 32
+# Connections without TLS that another process has accepted, and that are opened at the same time.
+_OPENING = 8
 # Pause after an accept that failed because descriptors or memory are used up: the socket stays readable.
 _PAUSE_S = 0.1
 
@@ -138,14 +142,35 @@ class Handshakes:
 
 
 class PassedConnections(Handshakes):
-    """Serves connections that another process has accepted; see `Handshakes`."""
+    """Serves connections that another process has accepted; see `Handshakes`.
+
+    Without TLS few are opened in one iteration of the event loop, so that it reads their first requests before they give way to
+    later ones.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._waiting: deque[socket.socket] = deque()
 
     def take(self, sock: socket.socket) -> None:
         """Serve an accepted connection; closes it after `close`."""
         if self._is_closed:
             sock.close()
-            return
-        self._begin(sock)
+        elif self._tls is None and len(self._handshakes) >= _OPENING:
+            self._waiting.append(sock)
+        else:
+            self._begin(sock)
+
+    def close(self) -> None:
+        """Close those that wait, too; see `Handshakes.close`."""
+        super().close()
+        while self._waiting:
+            self._waiting.popleft().close()
+
+    def _end(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        super()._end(sock, task)
+        if self._waiting:
+            self._begin(self._waiting.popleft())
 
 
 class TlsListener(Handshakes):

@@ -66,7 +66,9 @@ class EngineProcess:
     def __init__(self, start: Start, sock: socket.socket) -> None:
         self._start = start
         self._socket = sock
-        self._settings = settings = start.settings
+        limits = start.settings.limits
+        limits = replace(limits, max_connections=raise_file_limit(limits.max_connections))
+        self._settings = settings = replace(start.settings, limits=limits)
         self._arrays = shared_arrays(start)
         self._limits = shared_limits(self._arrays, settings)
         self._wiring = Wiring(settings, self._limits, repository_filter(start))
@@ -108,7 +110,6 @@ class EngineProcess:
         registry.on_published = self._on_published
         if wiring.keys is not None:
             self._reloads.callbacks.append(wiring.keys.reload)
-        raise_file_limit(self._settings.limits.max_connections)
         applications = {
             port: (self._application(application), limits)
             for port, (application, limits) in wiring.http_applications(tls).items()
