@@ -9,7 +9,7 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from headrace.core.limits import Limits
 from headrace.http2 import frames
 from tritonclient.grpc import service_pb2
 
+from tests.support import scaled_server
 from tests.support.attacks import SERVICE, Attacked, Wire, attack, build, grpc_request, head, http_body, watched
 from tests.support.http2_peer import HELLO, RawPeer, data, grpc_head, message, request
 from tests.support.processes import processor_s
@@ -40,11 +41,13 @@ def metrics_port() -> int:
         return int(sock.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def small(metrics_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+@pytest.fixture(scope="module", params=[COMMAND, scaled_server.COMMAND], ids=["one process", "engine process"])
+def small(
+    request: pytest.FixtureRequest, metrics_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Attacked]:
     """A server with few connections, and a port for metrics."""
     options = ("--max-connections", str(MAX_CONNECTIONS), "--metrics-port", str(metrics_port))
-    with attack(tmp_path_factory.mktemp("small"), *options) as server:
+    with attack(tmp_path_factory.mktemp("small"), *options, command=request.param) as server:
         yield server
 
 
@@ -327,10 +330,11 @@ def more_descriptors(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_more_connections_than_descriptors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [COMMAND, scaled_server.COMMAND], ids=["one process", "engine process"])
+def test_more_connections_than_descriptors(tmp_path: Path, command: Sequence[str]) -> None:
     """The limit of connections follows the limit of descriptors; the server neither spins nor stops accepting."""
     repository, log = build(tmp_path / "models"), tmp_path / "log"
-    words = [*COMMAND, "serve", "--model-repository", str(repository), "--host", HOST, "--http-port", "0", "--no-grpc"]
+    words = [*command, "serve", "--model-repository", str(repository), "--host", HOST, "--http-port", "0", "--no-grpc"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     with log.open("wb") as stream:
         process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """`python -m tests.support.scaled_server serve ...`: a server with `--front-ends auto`, whose number of front ends a test sets.
 
-The file that `WANTED` names has the number. The server may have up to `MOST`, whatever this machine has.
+The file that `WANTED` names has the number; without one the engine process serves alone. The server may have up to `MOST`,
+whatever this machine has.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MOST = 3
 
 def decide(_scaling: Scaling, _engine: float, _front_ends: Sequence[float], _busy: int, _now_ns: int) -> int:
     """Return the number in the file."""
-    return int(Path(os.environ[WANTED]).read_text() or 0)
+    file = os.environ.get(WANTED)
+    return int(Path(file).read_text() or 0) if file else 0
 
 
 if __name__ == "__main__":
