@@ -41,13 +41,21 @@ def metrics_port() -> int:
         return int(sock.getsockname()[1])
 
 
-@pytest.fixture(scope="module", params=[COMMAND, scaled_server.COMMAND], ids=["one process", "engine process"])
+ONE_PROCESS, ENGINE = (COMMAND, "--front-ends", "0"), (scaled_server.COMMAND, "--front-ends", "auto")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[ONE_PROCESS, ENGINE, (COMMAND, "--front-ends", "1")],
+    ids=["one process", "engine process", "front end"],
+)
 def small(
     request: pytest.FixtureRequest, metrics_port: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Attacked]:
     """A server with few connections, and a port for metrics."""
-    options = ("--max-connections", str(MAX_CONNECTIONS), "--metrics-port", str(metrics_port))
-    with attack(tmp_path_factory.mktemp("small"), *options, command=request.param) as server:
+    command, *options = request.param
+    options += ["--max-connections", str(MAX_CONNECTIONS), "--metrics-port", str(metrics_port)]
+    with attack(tmp_path_factory.mktemp("small"), *options, command=command) as server:
         yield server
 
 
@@ -330,11 +338,13 @@ def more_descriptors(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("command", [COMMAND, scaled_server.COMMAND], ids=["one process", "engine process"])
-def test_more_connections_than_descriptors(tmp_path: Path, command: Sequence[str]) -> None:
+@pytest.mark.parametrize("kind", [ONE_PROCESS, ENGINE], ids=["one process", "engine process"])
+def test_more_connections_than_descriptors(tmp_path: Path, kind: Sequence[Any]) -> None:
     """The limit of connections follows the limit of descriptors; the server neither spins nor stops accepting."""
     repository, log = build(tmp_path / "models"), tmp_path / "log"
+    command, *options = kind
     words = [*command, "serve", "--model-repository", str(repository), "--host", HOST, "--http-port", "0", "--no-grpc"]
+    words += options
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     with log.open("wb") as stream:
         process = subprocess.Popen(

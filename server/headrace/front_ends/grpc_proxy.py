@@ -322,7 +322,7 @@ class GrpcProxy:
         opening = self._connections.get(key)
         if opening is None or (opening.done() and (opening.exception() is not None or opening.result().closing)):
             opening = asyncio.get_running_loop().create_task(self._connect(client_call))
-            if key.closing:
+            if key.transport.is_closing():
                 opening.add_done_callback(_close)
             else:
                 self._connections[key] = opening
