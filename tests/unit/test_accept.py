@@ -1,4 +1,4 @@
-"""Accepted connections while the server stops: where `connection_made` was called, `connection_lost` is called too."""
+"""Accepted connections: their order, and the stop of the server."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from headrace.core.limits import ClientLimits
 from headrace.tls import ServerTls, TlsFiles
 
 from tests.support.certificates import Certificates
+from tests.support.waiting import until_async
 
 
 @pytest.fixture
@@ -74,3 +75,48 @@ async def test_connections_that_open_while_the_server_stops_are_ended(
     if protocol.made.is_set():
         await protocol.lost.wait()
     assert protocol.made.is_set() or when != "opened"
+
+
+NUMBER = 200
+# A connection over the limit gives way to so many later ones, if its request has not been read.
+RESERVED = 40
+
+
+def test_a_first_request_is_read_before_many_later_connections_are_opened(runner: asyncio.Runner) -> None:
+    opened: list[int] = []
+    read: dict[int, int] = {}  # connections that were open, by the number of the one that was read
+
+    class Recorded(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.number = len(opened)
+            opened.append(self.number)
+
+        def data_received(self, data: bytes) -> None:
+            read[self.number] = len(opened)
+
+    async def check() -> None:
+        connections = PassedConnections(Recorded, None, "http/1.1", ClientLimits())
+        with contextlib.ExitStack() as stack:
+            for _ in range(NUMBER):
+                ours, theirs = socket.socketpair()
+                stack.enter_context(ours).sendall(b"GET")
+                connections.take(theirs)
+            await until_async(lambda: len(read) == NUMBER)
+            assert max(later - number for number, later in read.items()) < RESERVED
+            connections.close()
+            await connections.wait_closed()
+
+    runner.run(check())
+
+
+async def test_those_that_wait_are_closed_with_the_others() -> None:
+    connections = PassedConnections(asyncio.Protocol, None, "http/1.1", ClientLimits())
+    with contextlib.ExitStack() as stack:
+        pairs = [socket.socketpair() for _ in range(NUMBER)]
+        for ours, theirs in pairs:
+            stack.enter_context(ours).setblocking(False)
+            connections.take(theirs)
+        connections.close()
+        await connections.wait_closed()
+        loop = asyncio.get_running_loop()
+        assert {await loop.sock_recv(ours, 1) for ours, _ in pairs} == {b""}
