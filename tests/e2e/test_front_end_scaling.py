@@ -227,7 +227,9 @@ def test_bytes_that_wait_in_the_socket_move_too(scaled: Scaled) -> None:
         request = HEAD % len(body) + body
         for wanted in (2, 0):
             writer.write(request[:40])
-            await scaled.set(wanted)
+            scaled.want(wanted)
+            if wanted:
+                await until_async(lambda: scaled.running() == 2)
             for _ in range(3):
                 writer.write(request[40:])
                 head = await reader.readuntil(b"\r\n\r\n")

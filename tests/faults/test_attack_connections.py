@@ -46,8 +46,8 @@ ONE_PROCESS, ENGINE = (COMMAND, "--front-ends", "0"), (scaled_server.COMMAND, "-
 
 @pytest.fixture(
     scope="module",
-    params=[ONE_PROCESS, ENGINE, (COMMAND, "--front-ends", "1")],
-    ids=["one process", "engine process", "front end"],
+    params=[ONE_PROCESS, ENGINE],
+    ids=["one process", "engine process"],
 )
 def small(
     request: pytest.FixtureRequest, metrics_port: int, tmp_path_factory: pytest.TempPathFactory
@@ -273,6 +273,16 @@ def test_idle_grpc_connections_give_way(small: Attacked, first_bytes: bytes) -> 
         assert small.descriptors() < watch.before_descriptors + MAX_CONNECTIONS + 200
     watch.check()
     small.still_serves()
+
+
+def test_a_front_end_serves_health_checks_of_grpc_on_its_reserve(tmp_path: Path) -> None:
+    with attack(tmp_path, "--front-ends", "1", "--max-connections", "2") as server, ExitStack() as stack:
+        call = message(grpc_request().SerializeToString())
+        for _ in range(2):
+            peer = stack.enter_context(RawPeer(server.server.grpc_port))
+            peer.send(request(1, end=False, fields=grpc_head(SERVICE + "ModelInfer")), data(1, call[:-1]))
+        until(lambda: server.call(grpc_request())[0] == "UNAVAILABLE")
+        assert_healthy(server)
 
 
 def test_a_reserve_serves_health_checks_of_grpc(small: Attacked) -> None:

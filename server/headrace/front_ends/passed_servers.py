@@ -25,6 +25,8 @@ _COUNTED_S = 0.005
 # the writes of a turn of the event loop and its reads: what has been answered is sent then, and the next request is still in the
 # socket.
 _FIRST_LOOK_S, _LOOK_GROWTH, _LONGEST_LOOK_S = 0.001, 1.2, 0.1
+# Time in which connections are given up for further front ends; those that are busy for longer stay.
+_SHARE_S = 10.0
 # Counting busy connections takes at most one part in this of the time.
 _COUNTING_COST = 200
 
@@ -89,7 +91,7 @@ class PassedServers:
         self._serving: list[asyncio.Future[None]] = []
         self._uncounted = 0
         self._is_draining = False
-        self._kept = 0
+        self._kept, self._share_until_s = 0, 0.0
         self._looking: asyncio.TimerHandle | None = None
         self._counting: asyncio.TimerHandle | None = None
 
@@ -195,7 +197,7 @@ class PassedServers:
         Args:
             kept: number of connections that stay, those of gRPC first; with 0 also later ones are given up.
         """
-        self._kept = kept
+        self._kept, self._share_until_s = kept, asyncio.get_running_loop().time() + _SHARE_S
         if self._looking is None and not self._is_draining:
             self._look(_FIRST_LOOK_S)
 
@@ -219,7 +221,7 @@ class PassedServers:
                     excess -= 1
         if self._grpc_server is not None:
             self._grpc_server.give_up(self._counters.all_connections - self._kept - of_http)
-        if self._kept and (excess <= 0 or pause_s >= _LONGEST_LOOK_S):
+        if self._kept and (excess <= 0 or asyncio.get_running_loop().time() >= self._share_until_s):
             self.keep()
             return
         next_s = min(_LOOK_GROWTH * pause_s, _LONGEST_LOOK_S)

@@ -38,6 +38,8 @@ logger = logging.getLogger("headrace")
 _GRACE_S = 10.0
 # Front ends that are not needed any more have this time to give up their connections, which are drained then.
 _LEAVE_S = 5.0
+# ... and so much longer while some are in the middle of a request.
+_LEAVE_BUSY_NS = 25 * NS_PER_S
 _NEVER_NS = 1 << 60
 
 
@@ -275,7 +277,10 @@ class ServerSupervisor:
                 if now_ns >= limit_ns:
                     logger.error("the process '%s' has not given up its connections and is killed", child.name)
                     child.kill()
-            elif child.number in self._leaving and (not self._connections(child.number) or now_ns >= limit_ns):
+            elif child.number in self._leaving and (
+                not self._connections(child.number)
+                or now_ns >= limit_ns + (_LEAVE_BUSY_NS if self._arrays[child.number].busy else 0)
+            ):
                 self._draining.add(child.number)
                 self._leaving[child.number] = now_ns + round((self._settings.drain_timeout_s + _GRACE_S) * NS_PER_S)
                 child.insist("drain")
