@@ -40,7 +40,6 @@ _GRACE_S = 10.0
 _LEAVE_S = 5.0
 # ... and so much longer while some are in the middle of a request.
 _LEAVE_BUSY_NS = 25 * NS_PER_S
-_NEVER_NS = 1 << 60
 
 
 class ServerSupervisor:
@@ -272,15 +271,16 @@ class ServerSupervisor:
     def _drain_left(self, now_ns: int) -> None:
         """Drain the front ends that have given up their connections, or had the time for it; kill those that do not end."""
         for child in self._front_ends:
-            limit_ns = self._leaving.get(child.number, _NEVER_NS)
+            limit_ns = self._leaving.get(child.number)
+            if limit_ns is None:
+                continue
             if child.number in self._draining:
                 if now_ns >= limit_ns:
                     logger.error("the process '%s' has not given up its connections and is killed", child.name)
                     child.kill()
-            elif child.number in self._leaving and (
-                not self._connections(child.number)
-                or now_ns >= limit_ns + (_LEAVE_BUSY_NS if self._arrays[child.number].busy else 0)
-            ):
+                continue
+            more_ns = _LEAVE_BUSY_NS if self._arrays[child.number].busy else 0
+            if not self._connections(child.number) or now_ns >= limit_ns + more_ns:
                 self._draining.add(child.number)
                 self._leaving[child.number] = now_ns + round((self._settings.drain_timeout_s + _GRACE_S) * NS_PER_S)
                 child.insist("drain")

@@ -477,7 +477,8 @@ class InlineGate:
         run_ns = self.clock() - begun_ns
         self.mailbox.deliver()
         self.mailbox.loop.call_soon(self._end_iteration)  # after the batch is recorded
-        disables = run_ns > max(INLINE_MAX_RUN_NS, 2 * self.bound_ns)
+        limit_ns = max(INLINE_MAX_RUN_NS, 2 * self.bound_ns)
+        disables = run_ns > limit_ns
         self.recorder.record_inline_run(disables)
         if disables:
             pause_ns = _inline_pause_ns(run_ns)
@@ -486,7 +487,7 @@ class InlineGate:
                 "model %s: a run on the event loop took %d us, more than %d us: its requests run on instances for %.1f s",
                 self.name,
                 run_ns // NS_PER_US,
-                max(INLINE_MAX_RUN_NS, 2 * self.bound_ns) // NS_PER_US,
+                limit_ns // NS_PER_US,
                 pause_ns / NS_PER_S,
             )
 

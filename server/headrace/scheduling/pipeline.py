@@ -111,10 +111,10 @@ class Pipeline:
         self._launched: SimpleQueue[Batch | None] = SimpleQueue()
         self._finished: SimpleQueue[_Finished | BaseException] = SimpleQueue()
         self._prompt = never_blocks(self.execution)
+        self._defer: Callable[..., object] | None = None  # while the event loop waits for a batch
         # These four belong to the instance's thread:
         self._launched_inline = False  # another thread has launched a batch in its place
         self._inline_error: BaseException | None = None  # error of that launch
-        self._defer: Callable[..., object] | None = None  # while the event loop waits for a batch
         self._open = 0  # batches in flight: launched and not returned through `_finished`
         self._retries: deque[Batch] = deque()  # members to run one by one, and further groups of a batch
         self._last_done_ns = 0  # the finisher's: completion of the batch before

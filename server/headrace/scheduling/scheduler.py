@@ -348,7 +348,7 @@ class InlineDispatch(Protocol):
 
 
 InlineClaim = tuple[threading.Lock, InlineDispatch, Batch]
-"""A sleeping instance, the dispatcher that runs a batch in its place, and that batch: one for each lone request."""
+"""The lock on which an instance waits, the dispatcher that runs a batch in its place, and that batch; for one lone request."""
 
 
 _FOREVER = -1.0  # timeout of `Lock.acquire`
