@@ -146,16 +146,20 @@ def test_connections_are_limited_for_all_front_ends_together(tmp_path: Path) -> 
 
 
 def slow_request(server: Server) -> bytes:
-    """A request to `busy` that takes a fifth of a second or longer, also in its fastest run on a machine with other work."""
-    steps, took_s = 1000, 0.0
+    """A request to `busy` that takes a fifth of a second or longer, also in its fastest run on a machine with other work.
+
+    All that were sent to find it are counted: a request is counted after its answer is sent.
+    """
+    steps, took_s, sent = 1000, 0.0, 0
     while took_s < 0.2:
-        steps *= 2
+        steps, sent = 2 * steps, sent + 3
         body = b'{"inputs": [{"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [%d]}]}' % steps
         took_s = math.inf
         for _ in range(3):
             began_s = time.monotonic()
             assert server.request("POST", "/v2/models/busy/infer", body)[0] == 200
             took_s = min(took_s, time.monotonic() - began_s)
+    until(lambda: samples(server)['headrace_requests_total{model="busy",version="1"}'] == sent)
     return body
 
 
