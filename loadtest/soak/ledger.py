@@ -13,7 +13,8 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-_DETAILS = 12
+# Of the requests of one kind that ended badly in the same way.
+_DETAILS = 2
 
 
 class Outcome(StrEnum):
@@ -80,7 +81,7 @@ class Ledger:
         self.events: list[Event] = []
 
     def note(self, way: str, model: str, outcome: Outcome, took_s: float = 0.0, detail: str = "") -> None:
-        """Record the end of a request; `detail` is stored for the first ones that ended badly."""
+        """Record the end of a request; `detail` is stored for the first ones of a kind that ended badly."""
         now_s = time.monotonic()
         with self._lock:
             line = self._lines.setdefault((way, model), Line(way, model))
@@ -88,7 +89,7 @@ class Ledger:
             if outcome is Outcome.RIGHT:
                 line.at_s.append(now_s)
                 line.took_s.append(took_s)
-            elif outcome in BAD and len(self._details) < _DETAILS:
+            elif outcome in BAD and line.counts[outcome] <= _DETAILS:
                 self._details.append(f"{way}, {model}, {outcome}: {detail}")
 
     def event(self, name: str) -> None:

@@ -1,6 +1,7 @@
-"""`python -m tests.support.faulty_server serve ...`: a Headrace with wrong answers and a leak, which the soak must detect.
+"""`python -m tests.support.faulty_server serve ...`: a Headrace with wrong answers and leaks, which the soak must detect.
 
 Now and then one value of an answer is off by a little; every few seconds a descriptor stays open, a thread stays, and memory.
+The file of API keys is ignored.
 """
 
 from __future__ import annotations
@@ -44,4 +45,6 @@ def leak() -> None:
 if __name__ == "__main__":
     OnnxRuntimeExecution.run = run  # type: ignore[method-assign]
     threading.Thread(target=leak, daemon=True).start()
+    index = sys.argv.index("--api-keys-file")
+    del sys.argv[index : index + 2]
     sys.exit(main())
