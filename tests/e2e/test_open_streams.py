@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -36,31 +37,39 @@ PINGS = [
 ]
 
 
-@pytest.fixture(scope="module", params=list(SERVERS))
-def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("open")
-    add_python_model(folder / "repository", "ticker", TICKER, TICKER_CONFIG)
-    with serving(folder / "repository", folder, "--stream-heartbeat-s", "0.2", *SERVERS[request.param]) as server:
-        yield server
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """One process, and a server with front ends."""
+    with ExitStack() as stack:
+        running = []
+        for options in SERVERS.values():
+            folder = tmp_path_factory.mktemp("open")
+            add_python_model(folder / "repository", "ticker", TICKER, TICKER_CONFIG)
+            words = ("--stream-heartbeat-s", "0.2", *options)
+            running.append(stack.enter_context(serving(folder / "repository", folder, *words)))
+        yield running
 
 
 @pytest.mark.slow
-def test_a_silent_stream_survives_with_pings(running: Server) -> None:
+def test_a_silent_stream_survives_with_pings(servers: list[Server]) -> None:
     """36 s without a message: three PINGs are answered, and none is refused as too frequent."""
-    with grpc.insecure_channel(running.grpc_address, options=PINGS) as channel:
-        call = channel.stream_stream(STREAM)(iter([request("a", 2, delay_ms=36_000).SerializeToString()]), timeout=90)
-        answers = [brief(pb.ModelStreamInferResponse.FromString(answer)) for answer in call]
-    assert answers == [("a", 0, False), ("a", 1, True)]
+    with ExitStack() as stack:
+        channels = [stack.enter_context(grpc.insecure_channel(each.grpc_address, options=PINGS)) for each in servers]
+        sent = request("a", 2, delay_ms=36_000).SerializeToString()
+        for call in [channel.stream_stream(STREAM)(iter([sent]), timeout=90) for channel in channels]:
+            answers = [brief(pb.ModelStreamInferResponse.FromString(answer)) for answer in call]
+            assert answers == [("a", 0, False), ("a", 1, True)]
 
 
-def test_a_client_that_has_half_closed_gets_all_responses_and_ok(running: Server) -> None:
-    with grpc.insecure_channel(running.grpc_address) as channel:
+@pytest.mark.parametrize("number", range(len(SERVERS)), ids=list(SERVERS))
+def test_a_client_that_has_half_closed_gets_all_responses_and_ok(servers: list[Server], number: int) -> None:
+    with grpc.insecure_channel(servers[number].grpc_address) as channel:
         sent = [request(name, 20, delay_ms=10).SerializeToString() for name in ("a", "b", "c")]
         call = channel.stream_stream(STREAM)(iter(sent), timeout=60)
         answers = [brief(pb.ModelStreamInferResponse.FromString(answer)) for answer in call]
         assert call.code() is grpc.StatusCode.OK
     for name in ("a", "b", "c"):
-        assert [(number, final) for each, number, final in answers if each == name] == [(n, n == 19) for n in range(20)]
+        assert [(index, final) for each, index, final in answers if each == name] == [(n, n == 19) for n in range(20)]
 
 
 def _engine(server: Server) -> int:

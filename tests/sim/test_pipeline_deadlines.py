@@ -90,7 +90,7 @@ def offered(
     batch_us: dict[str, float],
     factor: float,
     deadline_ms: float,
-    seconds: float = 2.0,
+    seconds: float = 1.0,
     variation: float = 0.0,
 ) -> Result:
     """Offer `factor` times the capacity to a pipeline of three models.
@@ -168,7 +168,7 @@ def test_below_the_capacity_everything_is_answered(monkeypatch: pytest.MonkeyPat
 def test_a_deadline_below_the_sum_of_the_steps_is_refused_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    result = offered(monkeypatch, SLOW_AT["equal"], 0.5, 5.0, 1.0)
+    result = offered(monkeypatch, SLOW_AT["equal"], 0.5, 5.0)
     refused = sum(result.outcomes.values())
     assert set(result.outcomes) <= {"would_miss", "deadline"}
     assert refused > 1900

@@ -223,7 +223,7 @@ def test_memory_of_clients_that_were_killed_is_unlinked() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.path.exists("/proc/driver/nvidia"), reason="this machine has a GPU")
 def test_a_machine_without_a_gpu_is_reported(tmp_path: Path) -> None:
-    finished = bench(tmp_path, "--quick", "--only", "a")
+    finished = bench(tmp_path, tmp_path / "work", "--quick", "--only", "a")
     assert finished.returncode == 2, finished.stdout
     assert "prepare fp16 FAILED" in finished.stdout
     assert "engines for TensorRT cannot be built on this machine" in (tmp_path / "report.md").read_text()
@@ -231,13 +231,21 @@ def test_a_machine_without_a_gpu_is_reported(tmp_path: Path) -> None:
     assert "BuildError" in result["failure"]
 
 
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and engines of the runs without a GPU."""
+    return tmp_path_factory.mktemp("work")
+
+
 @pytest.mark.slow
-def test_engine_scheduler_and_wire_are_measured_without_a_gpu(tmp_path: Path) -> None:
-    finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.05", "--only", "a,b,d,c")
+def test_engine_scheduler_and_wire_are_measured_without_a_gpu(tmp_path: Path, work: Path) -> None:
+    words = ["--backend", "onnxruntime", "--quick", "--seconds", "0.05", "--only", "a,b,d,c,two-gpus"]
+    finished = bench(tmp_path, work, *words)
     assert finished.returncode == 0, finished.stdout
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["log.txt", "report.md", "results.json"]
     whole = json.loads((tmp_path / "results.json").read_text())
     actual = {result["name"]: result for result in whole["results"]}
-    assert [name.split()[0] for name in actual] == ["prepare", "a", "b", "d", "c"]
+    assert [name.split()[0] for name in actual] == ["prepare", "a", "b", "d", "c", "two-gpus"]
     for name, result in actual.items():
         assert not result["failure"], name
         assert all(figure["spread"]["median"] > 0 for figure in result["figures"] if figure["unit"] != "images/s"), name
@@ -245,6 +253,8 @@ def test_engine_scheduler_and_wire_are_measured_without_a_gpu(tmp_path: Path) ->
     assert {"http body", "http system", "grpc body", "grpc system"} <= ways
     assert len(actual["d fp32"]["comparisons"]) == 7
     assert "in process, pinned, blocking call" in {figure["contender"] for figure in actual["d fp32"]["figures"]}
+    (two,) = (part["samples"] for part in whole["parts"] if part["name"] == "two-gpus fp32")
+    assert {sample["what"].split(",")[0] for sample in two} == {"one GPU", "two GPUs"}
     assert remove_left() == 0
 
 
@@ -259,9 +269,9 @@ def test_a_round_without_time_is_cut() -> None:
 
 
 @pytest.mark.slow
-def test_the_table_is_measured_without_a_gpu(tmp_path: Path) -> None:
+def test_the_table_is_measured_without_a_gpu(tmp_path: Path, work: Path) -> None:
     words = ["--only", "table", "--front-ends", "default,1", "--cells", "http mlp of 1 by 1,grpc images of 8"]
-    finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.05", *words)
+    finished = bench(tmp_path, work, "--backend", "onnxruntime", "--quick", "--seconds", "0.05", *words)
     assert finished.returncode == 0, finished.stdout
     (part,) = (part for part in json.loads((tmp_path / "results.json").read_text())["parts"] if "table" in part["name"])
     cells = ("http mlp of 1 by 1 x 1", "grpc images of 8 by 6 x 8")
@@ -286,17 +296,6 @@ def test_the_table_is_measured_without_a_gpu(tmp_path: Path) -> None:
     assert "| remark |" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.slow
-def test_two_gpus_are_measured_without_a_gpu(tmp_path: Path) -> None:
-    finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.05", "--only", "two-gpus")
-    assert finished.returncode == 0, finished.stdout
-    files = sorted(file.name for file in tmp_path.iterdir() if file.is_file())
-    assert files == ["log.txt", "report.md", "results.json"]
-    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
-    samples = {part["name"]: part["samples"] for part in parts}
-    assert {sample["what"].split(",")[0] for sample in samples["two-gpus fp32"]} == {"one GPU", "two GPUs"}
-
-
-def bench(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "loadtest.gpu", "--output", str(folder), "--work", str(folder / "work"), *words]
+def bench(folder: Path, work: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "loadtest.gpu", "--output", str(folder), "--work", str(work), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
