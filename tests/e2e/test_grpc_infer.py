@@ -18,20 +18,6 @@ from tests.e2e.test_http_infer import values
 from tests.support.grpc_requests import tensor
 
 pb: Any = service_pb2
-TYPED = {
-    "BOOL": "bool_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
 
 
 def rows(count: int, seed: int = 0) -> np.ndarray:
@@ -53,27 +39,6 @@ def test_bytes_raw(grpc_client: triton.InferenceServerClient) -> None:
     texts = [["", "né 東京 \U0001f680"], ["a" * 5_000, "\0"]]
     array = np.array([[text.encode() for text in row] for row in texts], dtype=object)
     assert grpc_client.infer("identity_bytes", [tensor("X", array, "BYTES")]).as_numpy("Y").tolist() == array.tolist()
-
-
-@pytest.mark.parametrize("datatype", TYPED)
-def test_every_type_with_typed_contents(grpc_channel: grpc.Channel, datatype: str) -> None:
-    array = np.array([[b"", b"\xc3\xa9", b"a" * 300]], object) if datatype == "BYTES" else values(datatype)
-    request = pb.ModelInferRequest(model_name=f"identity_{datatype.lower()}")
-    request_input = request.inputs.add(name="X", datatype=datatype, shape=array.shape)
-    getattr(request_input.contents, TYPED[datatype]).extend(array.reshape(-1).tolist())
-    result = triton.InferResult(service_pb2_grpc.GRPCInferenceServiceStub(grpc_channel).ModelInfer(request))
-    answer = result.as_numpy("Y")
-    assert answer.shape == array.shape
-    assert answer.tolist() == array.tolist()
-
-
-@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
-def test_half_precision_has_no_typed_contents(grpc_channel: grpc.Channel, datatype: str) -> None:
-    request = pb.ModelInferRequest(model_name=f"identity_{datatype.lower()}")
-    request.inputs.add(name="X", datatype=datatype, shape=[1, 1]).contents.fp32_contents.append(1)
-    with pytest.raises(grpc.RpcError, match="'X'") as caught:
-        service_pb2_grpc.GRPCInferenceServiceStub(grpc_channel).ModelInfer(request)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_outputs_as_requested(grpc_client: triton.InferenceServerClient) -> None:

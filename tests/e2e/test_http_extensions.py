@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.http as triton
-import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException, shared_memory
 
 from tests.support import models
@@ -168,19 +167,6 @@ def test_models_that_cannot_be_loaded(extras: triton.InferenceServerClient) -> N
     assert extras.is_model_ready("affine"), "a load that failed took the model away"
 
 
-def test_the_asyncio_client_controls_the_repository(extended: Server) -> None:
-    async def run() -> None:
-        async with triton_aio.InferenceServerClient(extended.address) as connected:
-            await connected.load_model("row_sums")
-            assert await connected.is_model_ready("row_sums")
-            await connected.unload_model("row_sums")
-            assert not await connected.is_model_ready("row_sums")
-            with refused(404, "nothing"):
-                await connected.load_model("nothing")
-
-    asyncio.run(run())
-
-
 # Shared memory
 
 
@@ -205,29 +191,6 @@ def test_a_round_trip_through_shared_memory(extras: triton.InferenceServerClient
         assert np.array_equal(
             shared_memory.get_contents_as_numpy(region, np.float32, [2, 4], offset=array.nbytes), doubled
         )
-
-
-def test_the_asyncio_client_and_shared_memory(extended: Server) -> None:
-    async def run() -> None:
-        array = vector(4)
-        region = shared_memory.create_shared_memory_region("aio", key_of("aio"), array.nbytes, create_only=True)
-        try:
-            async with triton_aio.InferenceServerClient(extended.address) as connected:
-                await connected.register_system_shared_memory("aio", key_of("aio"), array.nbytes)
-                (status,) = await connected.get_system_shared_memory_status("aio")
-                assert status["byte_size"] == array.nbytes
-                shared_memory.set_shared_memory_region(region, [array])
-                tensor = triton_aio.InferInput("X", [1, 16], "FP32")
-                tensor.set_shared_memory("aio", array.nbytes)
-                shared = (await connected.infer("affine", [tensor])).as_numpy("Y")
-                sent = (await connected.infer("affine", [request_input(array)])).as_numpy("Y")
-                assert np.array_equal(shared, sent)
-                await connected.unregister_system_shared_memory("aio")
-                assert await connected.get_system_shared_memory_status() == []
-        finally:
-            shared_memory.destroy_shared_memory_region(region)
-
-    asyncio.run(run())
 
 
 def test_regions_come_and_go(extras: triton.InferenceServerClient) -> None:
@@ -350,16 +313,3 @@ def test_log_settings(extras: triton.InferenceServerClient, extended: Server) ->
             extras.update_log_settings({"log_colour": "red"})
     finally:
         assert extras.update_log_settings({"log_verbose_level": 0, "log_info": True}) == before
-
-
-def test_the_asyncio_client_reads_and_changes_settings(extended: Server) -> None:
-    async def run() -> None:
-        async with triton_aio.InferenceServerClient(extended.address) as connected:
-            traced = await connected.get_trace_settings()
-            changed = await connected.update_trace_settings(settings={"log_frequency": "7"})
-            assert changed == {**traced, "log_frequency": "7"}
-            assert await connected.update_trace_settings(settings={"log_frequency": None}) == traced
-            logged = await connected.get_log_settings()
-            assert await connected.update_log_settings({"log_warning": True}) == logged
-
-    asyncio.run(run())

@@ -64,41 +64,6 @@ def test_every_number_type_in_binary(client: triton.InferenceServerClient, datat
     assert result.get_output("Y")["datatype"] == datatype
 
 
-# Triton's client has no JSON form of FP16 and BF16; test_half_precision_in_json sends it without.
-@pytest.mark.parametrize("datatype", [d.name for d in DATATYPES if d.name not in ("BYTES", "FP16", "BF16")])
-def test_every_number_type_in_json(client: triton.InferenceServerClient, datatype: str) -> None:
-    array = values(datatype)
-    inputs, outputs = [tensor("X", array, datatype, binary=False)], [requested("Y", binary=False)]
-    answer = client.infer(f"identity_{datatype.lower()}", inputs, outputs=outputs).as_numpy("Y")
-    assert (answer.dtype, answer.shape) == (array.dtype, array.shape)
-    assert answer.tobytes() == array.tobytes()
-
-
-@pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
-def test_nan_and_infinities_in_json(server: Server, datatype: str) -> None:
-    x = {"name": "X", "datatype": datatype, "shape": [1, 4], "data": [float("nan"), float("inf"), float("-inf"), 0.5]}
-    status, _, content = server.request(
-        "POST", f"/v2/models/identity_{datatype.lower()}/infer", json.dumps({"inputs": [x]}).encode()
-    )
-    assert status == 200, content
-    assert b'"data":[NaN,Infinity,-Infinity,0.5]' in content
-
-
-@pytest.mark.parametrize(
-    ("datatype", "numpy_type"), [("FP16", np.float16), ("BF16", ml_dtypes.bfloat16)], ids=["FP16", "BF16"]
-)
-def test_half_precision_in_json(server: Server, datatype: str, numpy_type: Any) -> None:
-    data = [[0.1, -2.0], [65504.0, 1e-5]]
-    body = {"inputs": [{"name": "X", "datatype": datatype, "shape": [2, 2], "data": data}]}
-    status, _, content = server.request(
-        "POST", f"/v2/models/identity_{datatype.lower()}/infer", json.dumps(body).encode()
-    )
-    assert status == 200
-    (output,) = json.loads(content)["outputs"]
-    assert (output["datatype"], output["shape"]) == (datatype, [2, 2])
-    assert np.array(output["data"], numpy_type).tolist() == np.array(data, numpy_type).reshape(-1).tolist()
-
-
 TEXTS = np.array([["", "né 東京 \U0001f680", 'quote " \\ \n'], ["a" * 5_000, "\u0000", "z"]], dtype=object)
 
 

@@ -84,24 +84,6 @@ def connect(server: Server, timeout_s: float = 10.0) -> Iterator[Wire]:
         yield Wire(connection)
 
 
-def test_many_requests_on_one_connection(server: Server) -> None:
-    with connect(server) as wire:
-        for _ in range(3):
-            wire.send(request(SMALL))
-            assert wire.sum() == 3
-            wire.send(GET)
-            assert wire.answer()[0] == 200
-
-
-def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
-    with connect(server) as wire:
-        bodies = [SMALL.replace(b"[1,2]}", f"[{index},2]}}".encode()) for index in range(20)]
-        wire.send(b"".join(request(body) for body in bodies) + GET + request(SMALL))
-        assert [wire.sum() for _ in bodies] == [2.0 + index for index in range(20)]
-        assert wire.answer()[0] == 200
-        assert wire.sum() == 3
-
-
 @pytest.mark.parametrize("piece", [1, 7, 100])
 def test_a_request_sent_in_pieces(server: Server, piece: int) -> None:
     data = request(SMALL)
@@ -237,36 +219,6 @@ def test_a_declared_body_at_the_limit_is_accepted(server: Server) -> None:
         assert wire.sum() == columns
 
 
-def test_an_undeclared_body_over_the_limit_is_refused_on_the_way(server: Server) -> None:
-    chunk = b"10000\r\n" + bytes(0x10000) + b"\r\n"
-    with connect(server) as wire:
-        wire.send(b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" % PATH.encode())
-        for _ in range(MAX_BODY_BYTES // 0x10000 + 1):
-            wire.send(chunk)
-        status, _, content = wire.answer()  # before the end of the body
-    assert status == 413
-    assert str(MAX_BODY_BYTES) in json.loads(content)["error"]
-
-
-@pytest.mark.parametrize("sent", [0, 10, 100_000], ids=lambda sent: f"{sent} bytes sent")
-def test_clients_that_disconnect_within_a_body_leak_nothing(server: Server, sent: int) -> None:
-    body, size = large()
-    for _ in range(20):
-        with connect(server) as wire:
-            wire.send(head(body, size) + body[:sent])
-    deadline = time.monotonic() + 5
-    while (
-        in_flight := gauge(server, 'headrace_in_flight{model="row_sums",version="1"}')
-    ) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert in_flight == 0
-
-
-def gauge(server: Server, name: str) -> float:
-    page = server.request("GET", "/metrics")[2].decode()
-    return float(next(line for line in page.splitlines() if line.startswith(name)).rpartition(" ")[2])
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -290,27 +242,10 @@ def test_bytes_that_are_not_http(server: Server, data: bytes) -> None:
         assert wire.closed()
 
 
-def test_smuggled_requests_are_not_served(server: Server) -> None:
-    # Both lengths at once: a proxy in front may have used the other one (request smuggling).
-    data = (
-        b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-        % PATH.encode()
-    )
-    with connect(server) as wire:
-        wire.send(data + GET)
-        assert wire.answer()[0] == 400
-
-
 def test_headers_without_end_are_refused(server: Server) -> None:
     with connect(server) as wire:
         wire.send(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"a" * (1 << 20) + b"\r\n\r\n")
         assert 400 <= wire.answer()[0] < 500
-
-
-def test_the_control_plane_bounds_its_bodies_too(server: Server) -> None:
-    body = b'{"ready": false, "x": "' + b"x" * MAX_BODY_BYTES + b'"}'
-    status, _, content = server.request("POST", "/v2/repository/index", body)
-    assert (status, list(json.loads(content))) == (413, ["error"])
 
 
 def test_the_server_still_serves(server: Server) -> None:

@@ -6,25 +6,19 @@ and checks it makes. Not here: sequences, decoupled models and CUDA shared memor
 
 from __future__ import annotations
 
-import asyncio
 import os
-import queue
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
-import tritonclient.grpc.aio as triton_grpc_aio
 import tritonclient.grpc.model_config_pb2 as mc
 import tritonclient.http as triton_http
-import tritonclient.http.aio as triton_http_aio
 from onnx import TensorProto, helper
 from tritonclient import utils
-from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException, shared_memory
 
 from loadtest.onnx_models import onnx_model
@@ -162,40 +156,7 @@ def test_infer(client: Any, module: ModuleType, compression: str | None) -> None
 # simple_http_async_infer_client.py, simple_grpc_async_infer_client.py
 
 
-def test_async_infer(client: Any, module: ModuleType) -> None:
-    inputs, outputs = inputs_of(module, [IN0, IN1], "INT32", [True, True]), outputs_of(module, [True, True])
-    if module is triton_http:
-        handles = [client.async_infer("simple", inputs, outputs=outputs) for _ in range(4)]
-        results = [handle.get_result() for handle in handles]
-    else:
-        done: queue.Queue[Any] = queue.Queue()
-        for _ in range(4):
-            client.async_infer("simple", inputs, lambda result, error: done.put(error or result), outputs=outputs)
-        results = [done.get(timeout=30) for _ in range(4)]
-    for result in results:
-        check(result)
-
-
 # simple_http_aio_infer_client.py, simple_grpc_aio_infer_client.py
-
-
-@pytest.mark.parametrize("aio", [triton_http_aio, triton_grpc_aio], ids=["http", "grpc"])
-def test_aio_infer(stock: Server, aio: ModuleType) -> None:
-    async def script() -> None:
-        over_http = aio is triton_http_aio
-        async with aio.InferenceServerClient(stock.address if over_http else stock.grpc_address) as client:
-            module = triton_http if over_http else triton_grpc
-            inputs, outputs = inputs_of(module, [IN0, IN1], "INT32", [False, True]), outputs_of(module, [True, False])
-            for result in await asyncio.gather(
-                client.infer("simple", inputs, outputs=outputs), client.infer("simple", inputs, outputs=None)
-            ):
-                check(result)
-            assert len(field(await client.get_inference_statistics(model_name="simple"), "model_stats")) == 1
-            with pytest.raises(InferenceServerException) as caught:
-                await client.infer("wrong_model_name", inputs)
-            assert caught.value.message().startswith("Request for unknown model")
-
-    asyncio.run(script())
 
 
 # simple_*_health_metadata.py; metadata with the server's name need --id triton
@@ -247,46 +208,6 @@ def test_strings_with_null_characters(client: Any, module: ModuleType, binary: b
 
 
 # simple_*_shm_client.py, reuse_infer_objects_client.py
-
-
-@pytest.fixture
-def regions(client: Any, module: ModuleType) -> Iterator[dict[str, Any]]:
-    client.unregister_system_shared_memory()
-    client.unregister_cuda_shared_memory()
-    handles = {}
-    for name in ("input_data", "output_data"):
-        key = f"/stock_{name}_{module.__name__.rpartition('.')[2]}_{os.getpid()}"
-        handles[name] = shared_memory.create_shared_memory_region(name, key, 128)
-        client.register_system_shared_memory(name, key, 128)
-    yield handles
-    client.unregister_system_shared_memory()
-    for handle in handles.values():
-        shared_memory.destroy_shared_memory_region(handle)
-
-
-def test_shared_memory_with_objects_that_are_reused(client: Any, module: ModuleType, regions: dict[str, Any]) -> None:
-    inputs = [module.InferInput(f"INPUT{index}", [1, 16], "INT32") for index in (0, 1)]
-    outputs = [module.InferRequestedOutput(f"OUTPUT{index}") for index in (0, 1)]
-    shared_memory.set_shared_memory_region(regions["input_data"], [IN0])
-    shared_memory.set_shared_memory_region(regions["input_data"], [IN1], offset=64)
-    for shared in (True, False, True):
-        for index, array in ((0, IN0), (1, IN1 * (1 if shared else 2))):
-            if shared:
-                inputs[index].set_shared_memory("input_data", 64, offset=64 * index)
-                outputs[index].set_shared_memory("output_data", 64, offset=64 * index)
-            else:
-                inputs[index].set_data_from_numpy(array)
-                outputs[index].unset_shared_memory()
-        result = client.infer("simple", inputs, outputs=outputs)
-        if not shared:
-            check(result, in1=IN1 * 2)
-            continue
-        for index, expected in ((0, IN0 + IN1), (1, IN0 - IN1)):
-            output = result.get_output(f"OUTPUT{index}")
-            dtype, shape = utils.triton_to_np_dtype(field(output, "datatype")), field(output, "shape")
-            actual = shared_memory.get_contents_as_numpy(regions["output_data"], dtype, shape, offset=64 * index)
-            np.testing.assert_array_equal(actual, expected)
-    assert client.get_system_shared_memory_status()
 
 
 # simple_*_shm_string_client.py
@@ -357,14 +278,6 @@ def test_model_control(client: Any, module: ModuleType) -> None:
 # memory_growth_test.py
 
 
-def test_a_client_for_each_request(stock: Server, module: ModuleType) -> None:
-    for _ in range(10):
-        address = stock.address if module is triton_http else stock.grpc_address
-        with module.InferenceServerClient(address) as client:
-            result = client.infer("custom_identity_int32", inputs_of(module, [IN0], "INT32", [True]))
-            np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), IN0)
-
-
 # simple_grpc_keepalive_client.py, simple_grpc_custom_args_client.py
 
 
@@ -393,36 +306,6 @@ def test_channel_options(stock: Server) -> None:
 # grpc_explicit_int_content_client.py, grpc_explicit_int8_content_client.py, grpc_explicit_byte_content_client.py
 
 
-@pytest.mark.parametrize(
-    ("model", "datatype", "dtype"),
-    [("simple", "INT32", np.int32), ("simple_int8", "INT8", np.int8), ("simple_string", "BYTES", object)],
-)
-def test_explicit_contents(stock: Server, model: str, datatype: str, dtype: Any) -> None:
-    ones = np.ones((1, 16), np.int32)
-    request = service_pb2.ModelInferRequest(model_name=model)
-    for index, array in enumerate((IN0, ones)):
-        tensor = service_pb2.ModelInferRequest.InferInputTensor(name=f"INPUT{index}", datatype=datatype, shape=[1, 16])
-        if datatype == "BYTES":
-            tensor.contents.bytes_contents.extend(as_text(array)[0].tolist())
-        else:
-            tensor.contents.int_contents.extend(array[0].tolist())
-        request.inputs.append(tensor)
-        request.outputs.add(name=f"OUTPUT{index}")
-    with grpc.insecure_channel(stock.grpc_address) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        answer = stub.ModelInfer(request, timeout=30)
-        for content, output, expected in zip(
-            answer.raw_output_contents, answer.outputs, (IN0 + ones, IN0 - ones), strict=True
-        ):
-            actual = utils.deserialize_bytes_tensor(content) if dtype is object else np.frombuffer(content, dtype)
-            assert [int(item) for item in actual.reshape(*output.shape)[0]] == expected[0].tolist()
-        request.model_version = "wrong_specification"
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.ModelInfer(request, timeout=30)
-    words = "failed to get model version from specified version string 'wrong_specification'"
-    assert words in str(caught.value)
-
-
 # image_client.py, grpc_image_client.py
 
 
@@ -445,18 +328,3 @@ def test_images_with_classes(client: Any, module: ModuleType) -> None:
             score, index, label = (item.decode() if isinstance(item, bytes) else item).split(":")
             assert label == f"class {index}"
             float(score)
-
-
-def test_images_over_a_stream(stock: Server) -> None:
-    done: queue.Queue[Any] = queue.Queue()
-    batch = np.random.default_rng(1).random((1, 3, 32, 32), np.float32)
-    sent = triton_grpc.InferInput("data_0", [1, 3, 32, 32], "FP32").set_data_from_numpy(batch)
-    output_request = triton_grpc.InferRequestedOutput("fc6_1", class_count=1)
-    with triton_grpc.InferenceServerClient(stock.grpc_address) as client:
-        client.start_stream(lambda result, error: done.put(error or result))
-        for number in range(4):
-            client.async_stream_infer("densenet_onnx", [sent], request_id=str(number), outputs=[output_request])
-        client.stop_stream()
-    results = [done.get(timeout=30) for _ in range(4)]
-    assert [result.get_response().id for result in results] == ["0", "1", "2", "3"]
-    assert all(result.as_numpy("fc6_1").shape == (1, 1) for result in results)
