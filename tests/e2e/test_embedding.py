@@ -80,20 +80,17 @@ def test_concurrent_callers_get_their_own_rows(
         np.testing.assert_allclose(other["Y"], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_it_works_on_the_running_event_loop(repository: Path, session: onnxruntime.InferenceSession) -> None:
-    async def main() -> None:
-        async with headrace.Server(repository, models=["affine"], state_dir="", profile_s=0) as server:
-            model = server.model("affine")
-            requests = [rows(2, seed) for seed in range(20)]
-            answers = await asyncio.gather(*(model.infer_async({"X": request}) for request in requests))
-            for request, answer in zip(requests, answers, strict=True):
-                np.testing.assert_allclose(answer["Y"], session.run(None, {"X": request})[0], rtol=1e-4, atol=1e-5)
-            with pytest.raises(RuntimeError, match="await infer_async"):
-                model.infer({"X": requests[0]})
-            blocking = await asyncio.to_thread(model.infer, {"X": requests[0]})
-            np.testing.assert_allclose(blocking["Y"], answers[0]["Y"], rtol=1e-4, atol=1e-5)
-
-    asyncio.run(main())
+async def test_it_works_on_the_running_event_loop(repository: Path, session: onnxruntime.InferenceSession) -> None:
+    async with headrace.Server(repository, models=["affine"], state_dir="", profile_s=0) as server:
+        model = server.model("affine")
+        requests = [rows(2, seed) for seed in range(20)]
+        answers = await asyncio.gather(*(model.infer_async({"X": request}) for request in requests))
+        for request, answer in zip(requests, answers, strict=True):
+            np.testing.assert_allclose(answer["Y"], session.run(None, {"X": request})[0], rtol=1e-4, atol=1e-5)
+        with pytest.raises(RuntimeError, match="await infer_async"):
+            model.infer({"X": requests[0]})
+        blocking = await asyncio.to_thread(model.infer, {"X": requests[0]})
+        np.testing.assert_allclose(blocking["Y"], answers[0]["Y"], rtol=1e-4, atol=1e-5)
 
 
 def test_more_rows_than_a_batch_holds(server: headrace.Server, session: onnxruntime.InferenceSession) -> None:
@@ -152,17 +149,13 @@ def test_other_refusals(server: headrace.Server) -> None:
         model.infer({"X": rows(1)}, deadline_s=1e-9)
 
 
-def test_a_cancelled_call_does_not_affect_the_others(server: headrace.Server) -> None:
+async def test_a_cancelled_call_does_not_affect_the_others(server: headrace.Server) -> None:
     model = server.model("affine")
-
-    async def main() -> None:
-        calls = [asyncio.ensure_future(model.infer_async({"X": rows(1, seed)})) for seed in range(8)]
-        await asyncio.sleep(0)
-        calls[0].cancel()
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        assert all(isinstance(answer, dict) for answer in answers[1:])
-
-    asyncio.run(main())
+    calls = [asyncio.ensure_future(model.infer_async({"X": rows(1, seed)})) for seed in range(8)]
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(answer, dict) for answer in answers[1:])
 
 
 def test_a_cancelled_call_counts_as_a_failure(tmp_path: Path) -> None:

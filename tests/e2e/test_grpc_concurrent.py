@@ -107,7 +107,7 @@ def test_one_batch_of_both_protocols(grpc_server: Server, reference: Reference) 
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_good_and_bad_requests_at_once(grpc_server: Server, protocol: Protocol) -> None:
+async def test_good_and_bad_requests_at_once(grpc_server: Server, protocol: Protocol) -> None:
     """In one batch, the requests that the model refuses fail alone."""
 
     async def one(client: Any, number: int) -> None:
@@ -120,13 +120,8 @@ def test_good_and_bad_requests_at_once(grpc_server: Server, protocol: Protocol) 
         else:
             assert (await client.infer("table_lookup", [request_input])).as_numpy("Y").tolist() == [[10 * (number % 5)]]
 
-    async def send_all() -> None:
-        async with protocol.concurrent.InferenceServerClient(
-            protocol.address(grpc_server), **protocol.options
-        ) as client:
-            await asyncio.gather(*(one(client, number) for number in range(200)))
-
-    asyncio.run(send_all())
+    async with protocol.concurrent.InferenceServerClient(protocol.address(grpc_server), **protocol.options) as client:
+        await asyncio.gather(*(one(client, number) for number in range(200)))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -145,7 +140,7 @@ def test_clients_on_threads(grpc_server: Server, reference: Reference, protocol:
         list(pool.map(one_client, range(32)))
 
 
-def test_sizes_of_all_kinds_at_once(grpc_server: Server) -> None:
+async def test_sizes_of_all_kinds_at_once(grpc_server: Server) -> None:
     """Small answers overtake large ones on one connection; bytes of responses are not mixed up."""
 
     async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
@@ -154,8 +149,5 @@ def test_sizes_of_all_kinds_at_once(grpc_server: Server) -> None:
         answer = (await client.infer("identity_fp32", [GRPC.tensor(x)])).as_numpy("Y")
         assert answer.tobytes() == x.tobytes()
 
-    async def send_all() -> None:
-        async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
-            await asyncio.gather(*(one(client, number) for number in range(100)))
-
-    asyncio.run(send_all())
+    async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
+        await asyncio.gather(*(one(client, number) for number in range(100)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import grpc
@@ -317,26 +316,23 @@ def test_reflection_question_by_question(grpc_channel: grpc.Channel, version: st
     assert [answer.error_response.error_code for answer in answers[4:]] == [5, 5, 5, 5, 3]
 
 
-def test_the_whole_asyncio_client(grpc_server: Server) -> None:
-    async def reflect() -> None:
-        async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
-            assert await client.is_server_live()
-            assert await client.is_server_ready()
-            assert await client.is_model_ready("affine")
-            assert not await client.is_model_ready("broken_file")
-            assert (await client.get_server_metadata()).name == "headrace"
-            assert list((await client.get_model_metadata("versioned", "3")).versions) == ["1", "3", "20"]
-            assert (await client.get_model_config("scores")).config.max_batch_size == 4
-            assert len((await client.get_model_repository_index()).models) > 10
-            assert len((await client.get_inference_statistics("versioned", "3")).model_stats) == 1
-            await client.unregister_system_shared_memory()
-            assert (await client.get_log_settings()).settings["log_info"].bool_param
-            assert "trace_rate" in (await client.get_trace_settings()).settings
-            x = np.ones((1, 4), np.float32)
-            result = await client.infer("row_sums", [tensor("X", x)], request_id="1", compression_algorithm="gzip")
-            assert (result.as_numpy("SUM").tolist(), result.get_response().id) == ([[4]], "1")
-            with pytest.raises(InferenceServerException, match="'nothing' is not found") as caught:
-                await client.infer("nothing", [tensor("X", x)])
-            assert caught.value.status() == "StatusCode.NOT_FOUND"
-
-    asyncio.run(reflect())
+async def test_the_whole_asyncio_client(grpc_server: Server) -> None:
+    async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
+        assert await client.is_server_live()
+        assert await client.is_server_ready()
+        assert await client.is_model_ready("affine")
+        assert not await client.is_model_ready("broken_file")
+        assert (await client.get_server_metadata()).name == "headrace"
+        assert list((await client.get_model_metadata("versioned", "3")).versions) == ["1", "3", "20"]
+        assert (await client.get_model_config("scores")).config.max_batch_size == 4
+        assert len((await client.get_model_repository_index()).models) > 10
+        assert len((await client.get_inference_statistics("versioned", "3")).model_stats) == 1
+        await client.unregister_system_shared_memory()
+        assert (await client.get_log_settings()).settings["log_info"].bool_param
+        assert "trace_rate" in (await client.get_trace_settings()).settings
+        x = np.ones((1, 4), np.float32)
+        result = await client.infer("row_sums", [tensor("X", x)], request_id="1", compression_algorithm="gzip")
+        assert (result.as_numpy("SUM").tolist(), result.get_response().id) == ([[4]], "1")
+        with pytest.raises(InferenceServerException, match="'nothing' is not found") as caught:
+            await client.infer("nothing", [tensor("X", x)])
+        assert caught.value.status() == "StatusCode.NOT_FOUND"

@@ -236,7 +236,7 @@ def test_compressed_streams(grpc_client: triton.InferenceServerClient) -> None:
         grpc_client.stop_stream()
 
 
-def test_asyncio_streams(grpc_server: Server, reference: Reference) -> None:
+async def test_asyncio_streams(grpc_server: Server, reference: Reference) -> None:
     async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
         rng = np.random.default_rng(number)
         sent = {f"{number}.{n}": rng.standard_normal((2, 16), np.float32) for n in range(20)}
@@ -253,8 +253,5 @@ def test_asyncio_streams(grpc_server: Server, reference: Reference) -> None:
             seen.add(request_id)
         assert seen == sent.keys()
 
-    async def everyone() -> None:
-        async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
-            await asyncio.gather(*(one(client, number) for number in range(10)))
-
-    asyncio.run(everyone())
+    async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
+        await asyncio.gather(*(one(client, number) for number in range(10)))

@@ -75,7 +75,7 @@ def test_small_requests_meet_in_one_batch(server: Server, client: triton.Inferen
     assert sum(grown.values()) <= 32, grown
 
 
-def test_requests_of_different_shapes_at_once(server: Server) -> None:
+async def test_requests_of_different_shapes_at_once(server: Server) -> None:
     async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
         rng = np.random.default_rng(number)
         x = rng.integers(-9, 9, (int(rng.integers(1, 7)), int(rng.integers(1, 6)))).astype(np.float32)
@@ -84,41 +84,35 @@ def test_requests_of_different_shapes_at_once(server: Server) -> None:
         assert result.as_numpy("DOUBLE").tolist() == (2 * x).tolist()
         assert result.as_numpy("SUM").tolist() == x.sum(axis=1, keepdims=True).tolist()
 
-    async def send_all() -> None:
-        async with triton_aio.InferenceServerClient(server.address, conn_limit=40) as client:
-            await asyncio.gather(*(one(client, number) for number in range(400)))
-
-    asyncio.run(send_all())
+    async with triton_aio.InferenceServerClient(server.address, conn_limit=40) as client:
+        await asyncio.gather(*(one(client, number) for number in range(400)))
 
 
-def test_the_whole_asyncio_client(server: Server) -> None:
-    async def all_requests() -> None:
-        async with triton_aio.InferenceServerClient(server.address) as client:
-            assert await client.is_server_live()
-            assert await client.is_server_ready()
-            assert await client.is_model_ready("affine")
-            assert not await client.is_model_ready("broken_file")
-            assert (await client.get_server_metadata())["name"] == "headrace"
-            assert (await client.get_model_metadata("versioned", "3"))["versions"] == ["1", "3", "20"]
-            assert (await client.get_model_config("scores"))["max_batch_size"] == 4
-            assert {"name": "affine", "version": "1", "state": "READY", "reason": ""} in (
-                await client.get_model_repository_index()
+async def test_the_whole_asyncio_client(server: Server) -> None:
+    async with triton_aio.InferenceServerClient(server.address) as client:
+        assert await client.is_server_live()
+        assert await client.is_server_ready()
+        assert await client.is_model_ready("affine")
+        assert not await client.is_model_ready("broken_file")
+        assert (await client.get_server_metadata())["name"] == "headrace"
+        assert (await client.get_model_metadata("versioned", "3"))["versions"] == ["1", "3", "20"]
+        assert (await client.get_model_config("scores"))["max_batch_size"] == 4
+        assert {"name": "affine", "version": "1", "state": "READY", "reason": ""} in (
+            await client.get_model_repository_index()
+        )
+        x = np.arange(1_000, dtype=np.float32).reshape(1, -1)
+        for packed in (None, "gzip", "deflate"):
+            result = await client.infer(
+                "row_sums",
+                [tensor(x)],
+                outputs=[triton.InferRequestedOutput("DOUBLE")],
+                request_compression_algorithm=packed,
+                response_compression_algorithm=packed,
             )
-            x = np.arange(1_000, dtype=np.float32).reshape(1, -1)
-            for packed in (None, "gzip", "deflate"):
-                result = await client.infer(
-                    "row_sums",
-                    [tensor(x)],
-                    outputs=[triton.InferRequestedOutput("DOUBLE")],
-                    request_compression_algorithm=packed,
-                    response_compression_algorithm=packed,
-                )
-                assert result.as_numpy("DOUBLE").tolist() == (2 * x).tolist()
-            with pytest.raises(InferenceServerException, match="'nothing' is not found") as caught:
-                await client.infer("nothing", [tensor(x)])
-            assert caught.value.status() == "404"
-
-    asyncio.run(all_requests())
+            assert result.as_numpy("DOUBLE").tolist() == (2 * x).tolist()
+        with pytest.raises(InferenceServerException, match="'nothing' is not found") as caught:
+            await client.infer("nothing", [tensor(x)])
+        assert caught.value.status() == "404"
 
 
 def test_on_the_cpu_batches_have_the_rows_that_the_configuration_bounds_there(tmp_path: Path) -> None:

@@ -94,21 +94,18 @@ def test_triton_client_sends_and_gets_tensors_of_any_size(
             assert connected.is_model_ready("identity")
 
 
-def test_triton_asyncio_client_sends_many_requests_at_once(secure: Server, certificates: Certificates) -> None:
-    async def run() -> None:
-        async with triton_aio.InferenceServerClient(
-            secure.address, ssl=True, ssl_context=context(certificates)
-        ) as connected:
+async def test_triton_asyncio_client_sends_many_requests_at_once(secure: Server, certificates: Certificates) -> None:
+    async with triton_aio.InferenceServerClient(
+        secure.address, ssl=True, ssl_context=context(certificates)
+    ) as connected:
 
-            async def infer_seed(seed: int) -> None:
-                array = picture(1000 + 40_000 * seed, seed)
-                tensor = triton.InferInput("X", list(array.shape), "UINT8").set_data_from_numpy(array)
-                result = await connected.infer("identity", [tensor])
-                assert np.array_equal(result.as_numpy("Y"), array)
+        async def infer_seed(seed: int) -> None:
+            array = picture(1000 + 40_000 * seed, seed)
+            tensor = triton.InferInput("X", list(array.shape), "UINT8").set_data_from_numpy(array)
+            result = await connected.infer("identity", [tensor])
+            assert np.array_equal(result.as_numpy("Y"), array)
 
-            await asyncio.gather(*(infer_seed(seed) for seed in range(16)))
-
-    asyncio.run(run())
+        await asyncio.gather(*(infer_seed(seed) for seed in range(16)))
 
 
 def infer_request(array: np.ndarray) -> bytes:

@@ -90,11 +90,15 @@ def test_an_accepted_flag_works_like_the_headrace_option(flag: str) -> None:
     assert parsed(flag, value) != parsed(), "it has an effect"
 
 
-@pytest.mark.parametrize("flag", settings.TRITON_HINTS)
-@pytest.mark.parametrize("form", ["{}=1", "{} 1", "{}"])
-def test_any_other_flag_is_answered(flag: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+# The form of a flag is parsed without regard to its name: two flags have all forms.
+FORMS = [f"{flag}{more}" for flag in list(settings.TRITON_HINTS)[:2] for more in ("=1", " 1", "")]
+
+
+@pytest.mark.parametrize("words", [*FORMS, *(f"{flag}=1" for flag in list(settings.TRITON_HINTS)[2:])])
+def test_any_other_flag_is_answered(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flag = words.partition("=")[0].split()[0]
     with pytest.raises(SystemExit) as ended:
-        main([*SERVE, *form.format(flag).split()])
+        main([*SERVE, *words.split()])
     assert ended.value.code == 2
     assert f"unknown option {flag} of tritonserver: {FLAGS[flag]}" in capsys.readouterr().err
 

@@ -136,36 +136,28 @@ async def test_a_pipeline_has_its_graph_with_the_figures_of_its_steps(monkeypatc
 
 
 @pytest.mark.parametrize(("look_ns", "fresh_ns"), [(0, 400_000_000), (100_000_000, 2_000_000_000)])
-def test_concurrent_callers_share_one_refresh_and_slow_refreshes_are_rare(look_ns: int, fresh_ns: int) -> None:
+async def test_concurrent_callers_share_one_refresh_and_slow_refreshes_are_rare(look_ns: int, fresh_ns: int) -> None:
     clock = Clock()
     registry = Slow(clock, look_ns)
     overview = ServerOverview(registry, [], clock)
     start_ns = clock.now_ns
-
-    async def three_calls() -> None:
-        first, *others = await asyncio.gather(*[overview.status() for _ in range(5)])
-        assert all(other is first for other in others)
-        clock.now_ns = start_ns + fresh_ns - 1
-        assert await overview.status() is first
-        assert registry.looks == 1
-        clock.now_ns = start_ns + fresh_ns
-        assert await overview.status() is not first
-        assert registry.looks == 2
-
-    asyncio.run(three_calls())
+    first, *others = await asyncio.gather(*[overview.status() for _ in range(5)])
+    assert all(other is first for other in others)
+    clock.now_ns = start_ns + fresh_ns - 1
+    assert await overview.status() is first
+    assert registry.looks == 1
+    clock.now_ns = start_ns + fresh_ns
+    assert await overview.status() is not first
+    assert registry.looks == 2
 
 
-def test_a_cancelled_caller_does_not_affect_the_others() -> None:
+async def test_a_cancelled_caller_does_not_affect_the_others() -> None:
     overview = ServerOverview(Registry(), [])
-
-    async def leave() -> None:
-        leaving, staying = (asyncio.create_task(overview.status()) for _ in range(2))
-        await asyncio.sleep(0)
-        leaving.cancel()
-        assert (await staying)["models"] == []
-        assert leaving.cancelled() or leaving.cancelling()
-
-    asyncio.run(leave())
+    leaving, staying = (asyncio.create_task(overview.status()) for _ in range(2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert (await staying)["models"] == []
+    assert leaving.cancelled() or leaving.cancelling()
 
 
 def test_layers_are_those_of_the_serving_engine(tmp_path: Path) -> None:
