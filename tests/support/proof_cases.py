@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import onnx
 from headrace.core.request import InferRequest, InferResponse
 from headrace.repository.batch_proofs import BatchProofs
 from headrace.repository.explanation import explain
+from headrace.repository.idle_tasks import IdleTasks
 from headrace.repository.reconciler import ControlPolicy
 from headrace.repository.registry import Registry
 from headrace_engines.progress import silent
@@ -37,6 +39,24 @@ UNKNOWN = "i = NonZero (x)\n j = Cast <to: int = 1> (i)\n s = ReduceSum (j)\n z 
 WRONG_EIGHT = """t = Tanh (x)\n s = Shape (x)\n n = Gather (s, zero)\n is8 = Equal (n, eight)\n f = Cast <to: int = 1> (is8)
  e = Mul (f, tenth)\n y = Add (t, e)"""
 CONSTANTS = {"zero": np.array(0), "eight": np.array(8), "tenth": np.array(0.1), "nothing": np.array(0.0)}
+
+
+class HeldTasks(IdleTasks):
+    """Work on idle models that waits for `release`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_held = True
+
+    def look(self, registry: Registry, is_loading: Callable[[], bool]) -> int | None:
+        return None if self.is_held else super().look(registry, is_loading)
+
+    def hold(self) -> None:
+        self.is_held = True
+
+    def release(self) -> None:
+        self.is_held = False
+        self.on_added()
 
 
 def model_of(text: str) -> onnx.ModelProto:

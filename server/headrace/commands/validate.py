@@ -337,7 +337,7 @@ def _tensor(tensor: ModelInput | ModelOutput, batched: bool) -> str:
 _CLOSE_TIMEOUT_S = 30.0
 # A server measures each model for longer before it serves it; a few runs show whether it fails.
 _MEASURE_S = 0.02
-# A server proves fewer batch sizes at its first load, and the others later.
+# A server proves fewer batch sizes at its first load, and the others while it is idle.
 _PROOF_S = 600.0
 
 
@@ -379,7 +379,7 @@ def trial_load(
         interpreters=environments,
         verifier=open_verifier(model_keys_file, state),
         trials=trials,
-        proofs=BatchProofs(state, _PROOF_S),
+        proofs=BatchProofs(state, _PROOF_S, _PROOF_S),
     )
     # Never started: build requests stay queued, so no engine is built.
     builds = EngineBuilds(BUILDER, lambda _order, _failure: None)

@@ -85,7 +85,7 @@ class HostMemory:
             self._reservation.resize(growth_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class AccountedModel:
     """A model, the steps around its executions, and the account of its memory, which is closed with it.
 
@@ -97,7 +97,9 @@ class AccountedModel:
         devices: GPU number of each instance; empty on the CPU.
         config: complete configuration, for `reshape`.
         steps: preprocessing and postprocessing on the CPU.
-        verdict: which batch sizes are proven.
+        verdict: which batch sizes are proven; more of them may be while the model is idle.
+        prove: tests the sizes that are left on an instance's execution until its second argument returns True, and changes
+            `verdict`; returns True if the executions must be opened again for that. None if no size is left.
         on_closed: called after the model is closed, e.g. to store its latency table.
     """
 
@@ -109,13 +111,14 @@ class AccountedModel:
     config: ModelConfig
     steps: Steps
     verdict: BatchVerdict = field(default_factory=BatchVerdict)
+    prove: Callable[[Execution, Callable[[], bool]], bool] | None = None
     on_closed: list[Callable[[], None]] = field(default_factory=list)
 
     def execution(self, index: int) -> Execution:
         """Create instance `index` with the steps around it; see `headrace.backends.base.LoadedModel`."""
         execution = served_execution(self.inner.execution(index), self.config, self.steps)
         if self.verdict.allowed:
-            return ProvenSizes(execution, self.verdict.allowed, self.verdict.reason if self.verdict.alone else "")
+            return ProvenSizes(execution, lambda: self.verdict)
         return execution
 
     @property

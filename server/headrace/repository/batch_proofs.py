@@ -1,4 +1,4 @@
-"""Proves the batch sizes of a version at its first load on this machine, and stores the verdict in the state folder.
+"""Proves the batch sizes of a version at its load and while it is idle, and stores the verdict in the state folder.
 
 <state>/proofs/<key>.json       {"format": 1, "model": ..., "starts": 1, "verdict": {...}}
 
@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from headrace.config.documents import open_regular_file
 from headrace.config.files import remove_oldest, write_durably
 from headrace.config.model_folder import MAX_INPUT_BYTES, ModelFolder
 from headrace.config.onnx_model import read_signature, table_sizes
+from headrace.config.ragged_rules import is_ragged
 from headrace.config.serving_plan import GPU_RUNTIMES, PYTHON_RUNTIMES, ServingPlan
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import ConfigError, HeadraceError
@@ -37,8 +39,18 @@ from headrace.pipelines.execution import steps_of
 from headrace.repository.accounted_model import AccountedModel, served_execution
 from headrace.repository.warmup import CONFIG_FIELDS, Warmup, machine_of, make_warmups, random_values, row_bytes_of
 from headrace.scheduling.assembly import Staging
-from headrace.scheduling.batch_proof import BatchTests, BatchVerdict, Fault, ProofError, Row, RunBatch, run_rows
+from headrace.scheduling.batch_proof import (
+    BatchTests,
+    BatchVerdict,
+    Fault,
+    ProofError,
+    ProofInterrupted,
+    Row,
+    RunBatch,
+    run_rows,
+)
 from headrace.scheduling.joining import RaggedLayout
+from headrace.scheduling.proven_sizes import ProvenSizes
 
 logger = logging.getLogger("headrace.proof")
 
@@ -47,10 +59,10 @@ _MAX_BYTES = 1 << 16
 _MAX_RECORDS = 50_000
 # A proof that has ended its process so often is not started again.
 _MAX_STARTS = 2
-# Time of the first proof, and how much longer the next load may take for the sizes that are left.
+# Time of the proof at a load; sizes that are left are proven while the model is idle.
 _LIMIT_S = 2.0
-_NEXT_LIMIT = 4
-_MAX_ATTEMPTS = 6
+# No limit: a request ends a proof of an idle model.
+_IDLE_LIMIT_S = 1e6
 _ROWS = 4
 # Sizes of free dimensions, until the model runs.
 _FREE = (16, 64, 224)
@@ -60,8 +72,10 @@ _EACH_SIZE = 8
 BOUNDS = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 1e-3, "bf16": 8e-3}
 LARGEST_BOUND = 1e-2
 NOT_TESTED = BatchVerdict()
-_TOO_SHORT = "the time was too short to prove other batches: later loads, or `headrace validate`, prove them"
-_LEFT = "no tested size changes an answer, others run untested: later loads, or `headrace validate`, test them"
+_TOO_SHORT = (
+    "the load was too short to prove other batches: they are proven while the model is idle, or by `headrace validate`"
+)
+_LEFT = "no tested size changes an answer, others run untested, and are tested while the model is idle"
 
 
 @dataclass(slots=True)
@@ -72,13 +86,11 @@ class _Record:
         starts: proofs that have begun since the last one that ended.
         verdict: of the last proof.
         is_complete: True if all sizes were tested.
-        attempts: proofs that have ended.
     """
 
     starts: int = 0
     verdict: BatchVerdict | None = None
     is_complete: bool = False
-    attempts: int = 0
 
 
 class BatchProofs:
@@ -86,16 +98,19 @@ class BatchProofs:
 
     Args:
         state: state folder; None stores nothing.
-        limit_s: time limit of a proof in seconds.
+        limit_s: time limit of a proof at the first load, in seconds.
+        later_s: the same at later loads, for the sizes that are left: a server proves them while the model is idle.
         clock: monotonic nanoseconds.
     """
 
-    def __init__(self, state: Path | None, limit_s: float = _LIMIT_S, clock: Clock = monotonic_ns) -> None:
+    def __init__(
+        self, state: Path | None, limit_s: float = _LIMIT_S, later_s: float = 0.0, clock: Clock = monotonic_ns
+    ) -> None:
         self._folder = None if state is None else state.expanduser() / "proofs"
-        self._limit_s, self._clock = limit_s, clock
+        self._limit_s, self._later_s, self._clock = limit_s, later_s, clock
         self._records: dict[str, _Record] = {}  # of this process, so that an evicted model is not tested again
 
-    def verdict(
+    def prove(
         self,
         folder: ModelFolder,
         version_number: int,
@@ -103,48 +118,75 @@ class BatchProofs:
         digest: Callable[[], str],
         model: AccountedModel,
         layout: RaggedLayout | None = None,
-    ) -> BatchVerdict:
-        """Return the verdict of a loaded version, before its instances start; logs what is not proven.
+    ) -> None:
+        """Test the batches of a loaded version before its instances start; logs what is not proven.
 
         Args:
             folder: the model's folder.
             version_number: version number.
             plan: file and runtime.
             digest: returns the digest of the file.
-            model: the loaded model.
+            model: the loaded model; gets its verdict, and the function that tests the sizes that are left.
             layout: joins the rows of a batch of a ragged model; None for any other.
         """
         config = folder.config
         max_rows = model.max_rows
         if config.proof == "off" or max_rows < 2 or not _merges(config, plan) or not _is_doubtful(folder, plan):
-            return NOT_TESTED
+            return
         reason = _untestable(config)
         if reason:
-            return BatchVerdict(reason=reason)
+            model.verdict = BatchVerdict(reason=reason)
+            return
         key = _key(config, plan, digest(), max_rows)
-        record = self._records.get(key) or self._read(key)
+        self._records[key] = record = self._records.get(key) or self._read(key)
         if record.verdict is None or not record.is_complete:
             proof = _Proof(folder, version_number, plan, model, layout, self._clock)
-            record = self._prove(key, record, config, proof)
-        self._records[key] = record
-        verdict = record.verdict or NOT_TESTED
-        _log(config, verdict)
-        if config.proof == "warn":
-            return BatchVerdict(verdict.verified, verdict.faults, reason=verdict.reason)
-        return verdict
+            limit_s = self._limit_s if record.verdict is None else self._later_s
+            if limit_s or record.verdict is None:
+                record = self._prove(key, config, partial(proof.run, int(limit_s * NS_PER_S)))
+            if not record.is_complete:
+                model.prove = partial(self._prove_idle, key, plan, model, proof)
+        _log(config, record.verdict or NOT_TESTED)
+        _serve(plan, model, record)
 
-    def _prove(self, key: str, record: _Record, config: ModelConfig, proof: _Proof) -> _Record:
+    def _prove_idle(
+        self,
+        key: str,
+        plan: ServingPlan,
+        model: AccountedModel,
+        proof: _Proof,
+        execution: Execution,
+        is_busy: Callable[[], bool],
+    ) -> bool:
+        """Test the sizes that are left, and let the model run as the new verdict allows; see `AccountedModel.prove`."""
+        before = self._records[key].verdict
+        inner = execution.inner if isinstance(execution, ProvenSizes) else execution
+        run = partial(proof.run_on, inner, int(_IDLE_LIMIT_S * NS_PER_S), is_busy=is_busy)
+        record = self._prove(key, model.config, run)
+        if record.is_complete:
+            model.prove = None
+        if record.verdict is not None and record.verdict != before:
+            verified = record.verdict.verified
+            logger.info("model %s: batches of %s rows are proven since it was idle", model.config.name, verified)
+            _log(model.config, record.verdict)
+        return _serve(plan, model, record)
+
+    def _prove(
+        self, key: str, config: ModelConfig, run: Callable[[BatchVerdict | None], tuple[BatchVerdict, bool]]
+    ) -> _Record:
+        record = self._records[key]
         if record.starts >= _MAX_STARTS:
             reason = "the process has ended while the batch sizes were being proven"
-            return _Record(record.starts, BatchVerdict(alone=True, reason=reason), True)
-        self._write(key, config.name, replace(record, starts=record.starts + 1))
-        begun_ns = self._clock()
-        limit_s = self._limit_s * _NEXT_LIMIT**record.attempts
-        verdict, is_complete = proof.run(int(limit_s * NS_PER_S), record.verdict)
-        took_ms = (self._clock() - begun_ns) // NS_PER_MS
-        logger.debug("model %s took %d ms to prove batches of %s rows", config.name, took_ms, verdict.verified)
-        record = _Record(0, verdict, is_complete, record.attempts + 1)
-        self._write(key, config.name, record)
+            record = _Record(record.starts, BatchVerdict(alone=True, reason=reason), True)
+        else:
+            self._write(key, config.name, replace(record, starts=record.starts + 1))
+            begun_ns = self._clock()
+            verdict, is_complete = run(record.verdict)
+            took_ms = (self._clock() - begun_ns) // NS_PER_MS
+            logger.debug("model %s took %d ms to prove batches of %s rows", config.name, took_ms, verdict.verified)
+            record = _Record(0, verdict, is_complete)
+            self._write(key, config.name, record)
+        self._records[key] = record
         return record
 
     def _read(self, key: str) -> _Record:
@@ -167,8 +209,7 @@ class BatchProofs:
                     str(stored["reason"]),
                 )
             )
-            attempts = min(int(document["attempts"]), _MAX_ATTEMPTS)
-            return _Record(int(document["starts"]), verdict, document["is_complete"] is True, attempts)
+            return _Record(int(document["starts"]), verdict, document["is_complete"] is True)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return _Record()
 
@@ -184,6 +225,21 @@ class BatchProofs:
         except OSError as error:
             cure = "name a writable folder with --state-dir"
             logger.warning("%s cannot be written: %s (%s)", self._folder, error.strerror, cure)
+
+
+def _serve(plan: ServingPlan, model: AccountedModel, record: _Record) -> bool:
+    """Let a model run batches as a record allows; return True if its executions must be opened again for that."""
+    verdict, before = record.verdict or NOT_TESTED, model.verdict
+    if model.config.proof == "warn":
+        verdict = BatchVerdict(verdict.verified, verdict.faults, reason=verdict.reason)
+    if verdict.alone and plan.runtime == "tensorrt" and not is_ragged(model.config):
+        engine = find_inner(model, "run_unpadded")
+        if engine is not None:
+            engine.run_unpadded()
+        else:  # in a process, which pads its batches
+            verdict = replace(verdict, allowed=(1,))
+    model.verdict = verdict
+    return (before.alone, bool(before.allowed)) != (verdict.alone, bool(verdict.allowed))
 
 
 def _merges(config: ModelConfig, plan: ServingPlan) -> bool:
@@ -263,22 +319,36 @@ class _Proof:
         self._ranges = {name: (0.0, rows - 1.0) for name, rows in tables.items()}
         self._ranges |= _ranges(make_warmups(folder.config, folder.path))
         self._clock, self._layout, self._end_ns = clock, layout, clock()
+        self._is_busy: Callable[[], bool] = lambda: False
         self._floor = smallest_bound(plan)
         self._references: list[BatchTests] | None = None
 
     def run(self, limit_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
         """Return the verdict, and True if all sizes were tested within the limit."""
-        self._end_ns = end_ns = self._clock() + limit_ns
         try:
             execution = self._model.execution(0)
         except HeadraceError:  # the instance reports it
             return NOT_TESTED, False
         try:
-            return self._run(execution, end_ns, earlier)
-        except ExecutionLost as error:
-            return BatchVerdict(alone=True, reason=f"the model ended while it was being proven: {error}"), True
+            return self.run_on(execution, limit_ns, earlier)
         finally:
             execution.close()
+
+    def run_on(
+        self,
+        execution: Execution,
+        limit_ns: int,
+        earlier: BatchVerdict | None,
+        is_busy: Callable[[], bool] = lambda: False,
+    ) -> tuple[BatchVerdict, bool]:
+        """Do as `run` on an open execution, until `is_busy` returns True before one of the batches."""
+        self._end_ns, self._is_busy = self._clock() + limit_ns, is_busy
+        try:
+            return self._run(execution, self._end_ns, earlier)
+        except ProofInterrupted:
+            return earlier or NOT_TESTED, False
+        except ExecutionLost as error:
+            return BatchVerdict(alone=True, reason=f"the model ended while it was being proven: {error}"), True
 
     def _run(self, execution: Execution, end_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
         try:
@@ -293,15 +363,19 @@ class _Proof:
         if self._layout is not None:
             sizes = [size for size in sizes if self._fits(tests[0], size)]
         verified = [] if earlier is None else [size for size in earlier.verified if size in sizes]
-        faults: dict[int, str] = {}
+        faults = {} if earlier is None else dict(earlier.faults)
         is_complete = True
         for size in sizes:
-            if size in verified:
+            if size in verified or size in faults:
                 continue
             if self._clock() + sum(each.estimate_ns(size) for each in tests) > end_ns:
                 is_complete = False
                 continue
-            fault, is_model = self._check(execution, tests, size, find_rows(size))
+            try:
+                fault, is_model = self._check(execution, tests, size, find_rows(size))
+            except ProofInterrupted:
+                is_complete = False
+                break
             if fault is None:
                 verified.append(size)
                 continue
@@ -440,13 +514,19 @@ class _Proof:
 
     def _run_batch(self, execution: Execution) -> RunBatch:
         layout = self._layout
+
+        def run(inputs: dict[str, Array]) -> dict[str, Array]:
+            if self._is_busy():
+                raise ProofInterrupted
+            return execution.run(inputs)
+
         if layout is None:
-            return run_rows(execution.run, self._outputs)
+            return run_rows(run, self._outputs)
 
         def run_joined(rows: Sequence[Row]) -> Sequence[Row]:
             arrangement = layout.arrange(rows)
             # Missing rows are found as a difference.
-            return arrangement.split(execution.run(arrangement.stack(Staging(len(rows)))), lambda _outputs, _rows: None)
+            return arrangement.split(run(arrangement.stack(Staging(len(rows)))), lambda _outputs, _rows: None)
 
         return run_joined
 

@@ -57,6 +57,7 @@ from headrace.repository.batch_proofs import BatchProofs
 from headrace.repository.decoder_pool import DecoderPool
 from headrace.repository.environments import Environments
 from headrace.repository.gpu_model_cache import GpuModelCache
+from headrace.repository.idle_tasks import IdleTasks
 from headrace.repository.measuring import MeasuringTurns
 from headrace.repository.model_calls import ModelCalls
 from headrace.repository.python_models import folder_digest, open_python_model
@@ -64,7 +65,6 @@ from headrace.repository.sequence_policy import sequence_policy, state_tensors
 from headrace.repository.trials import ModelTrials, trial_order
 from headrace.repository.version_loads import VersionLoads
 from headrace.repository.warmup import LatencyFile, LatencyStore, make_warmups
-from headrace.scheduling.batch_proof import BatchVerdict
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.policy import (
@@ -238,7 +238,8 @@ class Loader:
         sequences: versions with live sequences.
         verifier: checks the files of models before they are loaded.
         trials: tries files in a helper process before their first load; None loads them at once.
-        proofs: proves the batch sizes of versions at their first load; None proves nothing.
+        proofs: proves the batch sizes of versions; None proves nothing.
+        idle_tasks: work on models while the server is idle.
     """
 
     mailbox: Mailbox
@@ -265,6 +266,7 @@ class Loader:
     verifier: ModelVerifier = field(default_factory=ModelVerifier)
     trials: ModelTrials | None = None
     proofs: BatchProofs | None = None
+    idle_tasks: IdleTasks = field(default_factory=IdleTasks)
 
     def plan(self, folder: ModelFolder, version: int) -> ServingPlan:
         """Choose the runtime and the file of a version.
@@ -356,6 +358,7 @@ class Loader:
             0 if is_lazy else int(self.profile_s * NS_PER_S),
             original,
             self.measuring,
+            self.idle_tasks,
         )
         if model is not None:
             loads.start(model, warmups)
@@ -455,21 +458,11 @@ class Loader:
             try:
                 ragged = ragged_policy(folder.config)
                 layout = None if ragged is None else RaggedLayout(ragged, model_spec(folder, version))
-                verdict = self.proofs.verdict(folder, version, plan, digest, model, layout)
-                return self._proven(verdict, plan, model)
+                self.proofs.prove(folder, version, plan, digest, model, layout)
+                return model
             except BaseException:
                 model.close()
                 raise
-
-    def _proven(self, verdict: BatchVerdict, plan: ServingPlan, model: AccountedModel) -> AccountedModel:
-        """Return the model as the verdict allows it to run."""
-        if verdict.alone and plan.runtime == "tensorrt" and not is_ragged(model.config):
-            engine = find_inner(model, "run_unpadded")
-            if engine is not None:
-                engine.run_unpadded()
-            else:  # in a process, which pads its batches
-                verdict = replace(verdict, allowed=(1,))
-        return replace(model, verdict=verdict)
 
     def _open_model(self, folder: ModelFolder, version: int, plan: ServingPlan, try_file: _TryFile) -> AccountedModel:
         config, residents, devices = folder.config, frozenset[int](), list[int]()

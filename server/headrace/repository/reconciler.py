@@ -217,6 +217,7 @@ class Reconciler:
         # After every command the thread calls `load_requested` of the GPU model cache.
         self._gpu_model_cache.on_request = self._wake
         self._gpu_model_cache.start_load = self._start_load_on_demand
+        loader.idle_tasks.on_added = self._wake
         self._closer = VersionCloser(registry, self._gpu_model_cache.remove)
         if loader.state is not None:
             builder = (*builder, "--state-dir", str(loader.state))
@@ -242,6 +243,7 @@ class Reconciler:
         self._has_started = self._is_complete = False  # the initial loads are queued; they have ended
         self._is_draining = False
         self._memory_ns: int | None = None  # next `load_requested` of the GPU model cache
+        self._idle_ns: int | None = None  # next `look` for tasks of idle models
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting: dict[Future[None], str] = {}  # commands that have not ended, with the model that they load
@@ -405,6 +407,10 @@ class Reconciler:
         keys = *self._waiting.values(), *self._loads.keys()
         return name in {key.partition(_ON_DEMAND)[0] for key in keys}
 
+    def _is_at_work(self) -> bool:
+        """Return True while models are loaded, or the server stops."""
+        return self._is_draining or self._stop.is_set() or not self._loads.is_empty
+
     def _post(self, action: Callable[[], None]) -> None:
         with self._lock:
             if not self._ended:
@@ -491,6 +497,7 @@ class Reconciler:
             while self._serve_one():
                 self._loads.start_threads()
                 self._memory_ns = self._gpu_model_cache.load_requested()
+                self._idle_ns = self._loader.idle_tasks.look(self._registry, self._is_at_work)
         except BaseException as error:  # reported to the caller: no model is loaded after this
             self._refuse_commands()
             self._on_loaded(error)
@@ -722,7 +729,8 @@ class Reconciler:
 
     def _wait_s(self) -> float | None:
         """Return the seconds until the next scan or the next start of a load; None waits for a command only."""
-        times_ns = [time_ns for time_ns in (self._memory_ns, self._loads.next_start_ns()) if time_ns is not None]
+        times = (self._memory_ns, self._idle_ns, self._loads.next_start_ns())
+        times_ns = [time_ns for time_ns in times if time_ns is not None]
         if self._control.mode == "poll":
             times_ns.append(self._next_scan_ns)
         return max(min(times_ns) - self._clock(), 0) / NS_PER_S if times_ns else None

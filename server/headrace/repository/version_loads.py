@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from headrace.backends.base import Execution
@@ -13,6 +14,7 @@ from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.ledger import MemoryAccount
 from headrace.core.model_config import ModelConfig
 from headrace.repository.accounted_model import AccountedModel, file_id
+from headrace.repository.idle_tasks import IdleTasks
 from headrace.repository.length_measurement import LengthMeasurement
 from headrace.repository.measuring import MeasuringTurns
 from headrace.repository.warmup import (
@@ -47,6 +49,7 @@ class VersionLoads:
         limit_ns: maximum time of the measurement of the first load, in nanoseconds; 0 measures nothing.
         original: `file_id` of the file when the handle was created.
         turns: turns of measurements.
+        idle_tasks: tests the batch sizes that are left while the server is idle.
         latency_file: stored latency table; None before the first load, or if none is stored.
         measurement: measurement of the first load; None before it.
         written_ns: time of the last write of the latency table, monotonic nanoseconds.
@@ -61,9 +64,11 @@ class VersionLoads:
     limit_ns: int
     original: tuple[int, int, int]
     turns: MeasuringTurns
+    idle_tasks: IdleTasks
     latency_file: LatencyFile | None = None
     measurement: LatencyMeasurement | None = field(default=None, init=False)
     written_ns: int = field(default=0, init=False)
+    _unproven: OutputMismatch | None = field(default=None, init=False)  # while requests run alone for the verdict
 
     def start(self, model: AccountedModel, warmups: list[Warmup]) -> None:
         """Start the instances of a version before it serves, and store its latency table.
@@ -75,7 +80,7 @@ class VersionLoads:
         Raises:
             ConfigError: an instance failed to start; the model is closed.
         """
-        self._apply(model)
+        self._serve(model)
         self._first_load(model, lambda: self.handle.start(self._first_runner(model, warmups)))
         if self.latency_file is not None:
             self.latency_file.write(self.handle.latency_table, self._idle_ns())
@@ -93,7 +98,7 @@ class VersionLoads:
             raise refuse(f"{name}/{handle.spec.version}", None, message, "load the model again")
         warmups = make_warmups(self.folder.config, self.folder.path)
         model = self.open_model()
-        self._apply(model)
+        self._serve(model)
         if self.measurement is None:
             self._first_load(model, lambda: handle.restore(model, self._first_runner(model, warmups)))
         else:
@@ -102,13 +107,35 @@ class VersionLoads:
             self._loaded(model)
         return model.account
 
+    def _serve(self, model: AccountedModel) -> None:
+        model.on_closed.append(lambda: self.idle_tasks.set(self.handle, None))
+        self._apply(model)
+
     def _apply(self, model: AccountedModel) -> None:
         """Serve as the proof of the batch sizes allows; metadata, explanation and metrics have the verdict."""
         handle, verdict = self.handle, model.verdict
-        if verdict.alone and handle.batch_verdict.alone is False:
-            handle.stop_batching(OutputMismatch(f"batches change answers: {verdict.reason}"))
-        handle.batch_verdict = verdict
-        handle.spec = replace(handle.spec, parameters={**handle.spec.parameters, **verdict.parameters()})
+        before, handle.batch_verdict = handle.batch_verdict, verdict
+        if verdict.alone and verdict != before:
+            self._unproven = OutputMismatch(f"batches are not proven: {verdict.reason}")
+            handle.stop_batching(self._unproven)
+        elif not verdict.alone and self._unproven is not None:
+            handle.resume_batching(self._unproven)
+            self._unproven = None
+        parameters = {name: text for name, text in handle.spec.parameters.items() if name not in before.parameters()}
+        handle.spec = replace(handle.spec, parameters=parameters | verdict.parameters())
+        self.idle_tasks.set(handle, None if model.prove is None else partial(self._prove, model, model.prove))
+
+    def _prove(
+        self,
+        model: AccountedModel,
+        prove: Callable[[Execution, Callable[[], bool]], bool],
+        execution: Execution,
+        is_busy: Callable[[], bool],
+    ) -> None:
+        """Test the sizes that are left, on the thread of an idle instance."""
+        if prove(execution, is_busy):
+            self.handle.reopen_executions()
+        self._apply(model)
 
     def _first_load(self, model: AccountedModel, start: Callable[[], object]) -> None:
         """Start the instances for the first time; their times are stored if no other load has worked meanwhile."""

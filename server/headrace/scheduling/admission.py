@@ -196,9 +196,9 @@ class AdmissionController:
         self._free: list[int] = []  # cached result of `_free_ns`
         self._free_until_ns = 0  # end of its validity, if no batch starts or ends
 
-    def stop_merging(self) -> None:
-        """Predict for a model that runs every request alone."""
-        self.policy = replace(self.policy, merge=False)
+    def set_merging(self, merge: bool) -> None:
+        """Predict for a model whose requests share batches, or that runs every request alone."""
+        self.policy = replace(self.policy, merge=merge)
 
     def admit(self, entries: list[Entry], now_ns: int) -> None:
         """Admit or reject a request with a due time, before it is queued; stores the prediction in its last entry.

@@ -90,6 +90,10 @@ class ProofError(Exception):
     """The rows prove nothing: the model fails on them alone, or returns no usable outputs."""
 
 
+class ProofInterrupted(BaseException):
+    """A request came, or the model is being closed, while batches of an idle model were tested."""
+
+
 class Fault(NamedTuple):
     """Reason why a batch size is not proven.
 

@@ -552,7 +552,12 @@ class SerialRunner:
                 wait_ready(self.scheduler.is_ending, self.scheduler.next_waiting)
             batch = self.scheduler.next_batch(sleeper, inline_dispatch=inline_dispatch)
             if batch is None:
-                break
+                task = self.scheduler.take_offer(sleeper)
+                if task is None:
+                    break
+                task(self.execution)
+                cpu_ns = 0
+                continue
             self._run_batch(batch)
             if self._busy_ns >= _MIN_WORK_NS:
                 before_ns, cpu_ns = cpu_ns, thread_time_ns()

@@ -38,7 +38,7 @@ from headrace.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.scheduling.policy import HandlePolicy, LevelPolicy
 from headrace.scheduling.queue import FAR_NS, Entry, QueueOrder
 from headrace.scheduling.ragged import PaddedLayout, batch_layout
-from headrace.scheduling.scheduler import Scheduler
+from headrace.scheduling.scheduler import IdleTask, Scheduler
 from headrace.scheduling.version_handle import OverloadFigures, Prediction, VersionHandle, decoupled_error
 
 logger = logging.getLogger("headrace.model")
@@ -121,6 +121,7 @@ class ModelHandle(VersionHandle):
         self._timeouts, self._cost_model = RequestTimeouts(policy, self._scheduler, clock), cost_model
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
         self._rest = LoopRest(mailbox, policy.batch.objective_ns)
+        self._merges = policy.batch.merge
         self._restore_requested = False  # guarded by _lock, as the first mismatch of outputs
 
     def _create_scheduler(self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox) -> Scheduler:
@@ -514,15 +515,39 @@ class ModelHandle(VersionHandle):
             self._entry_factory.mismatch = mismatch
         if is_repeated:
             return
-        self.policy = replace(self.policy, batch=replace(self.policy.batch, merge=False))
-        self._scheduler.stop_merging()
-        self._admission.stop_merging()
+        self._set_merging(False)
         logger.error(
             "model %s/%s runs every request alone until it is reloaded: %s",
             self.spec.name,
             self.spec.version,
             mismatch,
         )
+
+    def resume_batching(self, mismatch: OutputMismatch) -> None:
+        """End `stop_batching` for a reason that holds no longer; a no-op if batching stopped for another reason."""
+        with self._lock:
+            if self._entry_factory.mismatch is not mismatch:
+                return
+            self._entry_factory.mismatch = None
+        self._set_merging(self._merges)
+
+    def _set_merging(self, merge: bool) -> None:
+        self.policy = replace(self.policy, batch=replace(self.policy.batch, merge=merge))
+        self._scheduler.set_merging(merge)
+        self._admission.set_merging(merge)
+
+    def offer(self, task: IdleTask) -> None:
+        """Run a task on an instance that sleeps, with its execution; dropped if none sleeps, or a request waits."""
+        self._scheduler.offer(task)
+
+    @property
+    def is_ending(self) -> bool:
+        """True if the instances end: the version is being closed or evicted."""
+        return self.closing or self._scheduler.is_ending()
+
+    def reopen_executions(self) -> None:
+        """Replace the executions of the loaded model by new ones; returns at once, and no batch begins on the old ones."""
+        self._instance_group.reopen()
 
     def _set_used(self) -> None:
         if self.is_unused:

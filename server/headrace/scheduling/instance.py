@@ -39,6 +39,9 @@ from headrace.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger("headrace.instance")
 
+# A batch that takes longer runs on; its instance keeps its execution.
+_REOPEN_S = 10.0
+
 WarmUp = Callable[[Execution], None]
 OnDeath = Callable[[BaseException], None]
 
@@ -216,6 +219,7 @@ class ModelInstances:
         self._began_ns: dict[int, int] = {}
         self._opening = True  # failures are handled by `_start` meanwhile
         self._startup_deaths: dict[int, BaseException] = {}  # failures while opening, by index
+        self._reopening: threading.Thread | None = None
         self._ending = False
         self._closed = False
         self.evicted = model is None
@@ -282,6 +286,27 @@ class ModelInstances:
             self.evicted = False
         return True
 
+    def reopen(self) -> None:
+        """Replace the executions of the loaded model by new ones; returns at once, and no batch begins on the old ones.
+
+        Any thread may call, one of an instance, too. Requests wait until the running batches have ended.
+        """
+        self.scheduler.pause()
+        self._reopening = thread = threading.Thread(target=self._reopen, name=f"{self.name} executions", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._reopening = None
+            self.scheduler.resume()
+            model_logger.error("model %s keeps its executions, load it again: no thread (%s)", self.name, error)
+
+    def _reopen(self) -> None:
+        with self._lifecycle_lock:
+            if not self._closed and not self.evicted:
+                self._join(self._instances, _REOPEN_S)
+                self.scheduler.resume()
+                self._replace_ended(self._warm_up)
+
     def in_flight_work(self) -> list[InFlightWork]:
         """Return the running batches of each live instance."""
         return [work for instance in list(self._instances) if (work := instance.in_flight_work) is not None]
@@ -338,6 +363,8 @@ class ModelInstances:
                 self._close_model()
         finally:
             self._lifecycle_lock.release()
+        if self._reopening is not None:
+            self._reopening.join()
         self.give_up(error)  # requests in the queue of an evicted version
         return True
 
@@ -387,12 +414,12 @@ class ModelInstances:
         if model is not None:
             model.close()
 
-    def _replace_ended(self) -> None:
-        """Start the instances again that ended for an eviction that failed."""
+    def _replace_ended(self, warm_up: WarmUp | None = None) -> None:
+        """Start the instances again that ended for new executions, or for an eviction that failed."""
         for index, instance in enumerate(self._instances):
             if instance.ended_normally:
                 self._instances[index] = replacement = self._instance(index)
-                replacement.start(None)
+                replacement.start(warm_up)
 
     def _join(self, instances: Sequence[Instance], timeout_s: float | None) -> bool:
         deadline_ns = None if timeout_s is None else self.clock() + int(timeout_s * NS_PER_S)

@@ -164,6 +164,11 @@ class Pipeline:
                 if self._start(batch):
                     self._launched.put(batch)
                 del batch  # it may hold a client's memory, and the next batch may come late
+            elif (task := self.scheduler.take_offer(self._sleeper)) is not None:
+                while self._open:
+                    self._collect_finished()
+                if not self._retries:
+                    task(self.execution)
             elif self._launched_inline or self.needs_wake_up():
                 continue
             elif self._open:

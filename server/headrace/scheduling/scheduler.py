@@ -20,7 +20,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Protocol
 
-from headrace.backends.base import InFlightBatch
+from headrace.backends.base import Execution, InFlightBatch
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import settle_all
 from headrace.core.errors import HeadraceError, Overloaded, QueueTimeout, Unavailable, WouldMiss
@@ -347,8 +347,14 @@ class InlineDispatch(Protocol):
         """
 
 
+IdleTask = Callable[[Execution], None]
+"""Runs on the thread of an idle instance, with its execution."""
 InlineClaim = tuple[threading.Lock, InlineDispatch, Batch]
 """The lock on which an instance waits, the dispatcher that runs a batch in its place, and that batch; for one lone request."""
+
+
+def _do_nothing(_execution: Execution) -> None:
+    """Stand for an offered task that is dropped."""
 
 
 _FOREVER = -1.0  # timeout of `Lock.acquire`
@@ -396,6 +402,7 @@ class Scheduler:
         self._asynchronous = False  # those dispatchers are
         self._dispatched: set[threading.Lock] = set()  # sleepers in whose place a batch was run
         self._recent: threading.Lock | None = None  # the latest of them
+        self._offers: dict[threading.Lock, IdleTask] = {}  # tasks of sleepers that are waking up for them
         self._closed = False
         self._paused = False
         self._failure: Exception | None = None
@@ -678,6 +685,22 @@ class Scheduler:
             self._sleepers.remove(sleeper)
         sleeper.release()
 
+    def offer(self, task: IdleTask) -> None:
+        """Wake a sleeping instance for a task, if no request waits: its `next_batch` returns None, and `take_offer` the task."""
+        with self._lock:
+            if self.is_ending() or self.queue.count or not self._sleepers:
+                return
+            sleeper = self._sleepers.pop()
+            self._offers[sleeper] = task
+            self._dispatched.add(sleeper)
+        sleeper.release()
+
+    def take_offer(self, sleeper: threading.Lock) -> IdleTask | None:
+        """Return the task for which an instance was woken, one that does nothing if a request waits by now; None without one."""
+        with self._lock:
+            task = self._offers.pop(sleeper, None)
+            return task if task is None or not (self.is_ending() or self.queue.count) else _do_nothing
+
     def set_cost_model(self, cost_model: CostModel) -> None:
         """Decide by due times and measured latencies from now on."""
         self._selector.cost_model = cost_model
@@ -687,10 +710,10 @@ class Scheduler:
         """True while requests may share a batch."""
         return self._selector.policy.merge
 
-    def stop_merging(self) -> None:
-        """Run every request alone from now on; batches that are closed already are not affected."""
+    def set_merging(self, merge: bool) -> None:
+        """Let requests share batches, or run each alone; batches that are closed already are not affected."""
         with self._lock:
-            self._selector.policy = replace(self._selector.policy, merge=False)
+            self._selector.policy = replace(self._selector.policy, merge=merge)
 
     def set_instances(self, count: int) -> None:
         """Set the number of instances that pull."""

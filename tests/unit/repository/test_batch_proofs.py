@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +30,9 @@ from tests.support.control_thread import running
 from tests.support.models import add_model
 from tests.support.networks import network
 from tests.support.prometheus import read_page
+from tests.support.proof_cases import HeldTasks
 from tests.support.ragged_models import RAGGED_CONFIG, ragged_sums
+from tests.support.waiting import until_async
 
 Array = np.ndarray[Any, Any]
 ALL = ControlPolicy("none")
@@ -185,6 +189,11 @@ async def test_a_model_that_its_first_request_loads_is_proven_then(repository: P
     assert document["batches"]["state"] == "alone"
 
 
+def state_of(registry: Registry) -> object:
+    ((_, _, handle),) = registry.sources()
+    return handle.batch_verdict.state
+
+
 class RowClock:
     """A clock for which each row takes a second.
 
@@ -199,36 +208,154 @@ class RowClock:
         return sum(self.sizes) * 10**9
 
 
-async def test_sizes_for_which_the_time_is_too_short_are_not_used_until_later_loads_prove_them(
+async def test_sizes_for_which_the_time_is_too_short_are_not_used_until_they_are_proven_while_the_model_is_idle(
     repository: Path, tmp_path: Path, sizes: list[int]
 ) -> None:
     add_model(repository, "m", model_of(APART), config=BATCHES)
-    states = []
-    for _ in range(2):
-        async with running(repository, ALL, proofs=BatchProofs(tmp_path, 30.0, RowClock(sizes))) as (_, registry):
-            states.append(explain(registry, "m")["batches"])
-            sizes.clear()
-            await infer(registry, *inputs(5))
-            if len(states) == 1:
-                assert sizes == [3, 2]
-            sizes.clear()
-    assert (states[0]["state"], states[0]["verified_batches"]) == ("limited", [1, 2, 3])
-    assert "`headrace validate`, prove them" in states[0]["reason"]
-    assert (states[1]["state"], states[1]["verified_batches"]) == ("proven", list(SIZES))
-
-
-async def test_a_model_that_is_too_slow_for_two_rows_runs_requests_alone_until_later_loads(
-    repository: Path, tmp_path: Path, sizes: list[int]
-) -> None:
-    add_model(repository, "m", model_of(APART), config=BATCHES)
-    states = []
-    for _ in range(4):
+    held = HeldTasks()
+    proofs = BatchProofs(tmp_path, 30.0, clock=RowClock(sizes))
+    async with running(repository, ALL, proofs=proofs, idle_tasks=held) as (_, registry):
+        before = explain(registry, "m")["batches"]
         sizes.clear()
-        async with running(repository, ALL, proofs=BatchProofs(tmp_path, 2.0, RowClock(sizes))) as (_, registry):
-            states.append(explain(registry, "m")["batches"]["state"])
-            if len(states) == 1:
-                assert sizes == [1, 1]
-    assert states == ["alone", "alone", "limited", "proven"]
+        await infer(registry, *inputs(5))
+        assert sizes == [3, 2]
+        held.release()
+        await until_async(lambda: state_of(registry) == "proven")
+        ((_, _, handle),) = registry.sources()
+        assert "headrace.unproven_batches" not in handle.spec.parameters
+        sizes.clear()
+        await infer(registry, *inputs(5))
+        assert sizes == [5]
+    assert (before["state"], before["verified_batches"]) == ("limited", [1, 2, 3])
+    assert "`headrace validate`" in before["reason"]
+    sizes.clear()
+    async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        assert explain(registry, "m")["batches"]["verified_batches"] == list(SIZES)
+    assert sizes == []
+
+
+async def test_a_model_that_is_too_slow_for_two_rows_runs_requests_alone_until_it_is_idle(
+    repository: Path, tmp_path: Path, sizes: list[int]
+) -> None:
+    add_model(repository, "m", model_of(APART), config=BATCHES)
+    for _ in range(2):  # a later load takes no time for it
+        sizes.clear()
+        held, proofs = HeldTasks(), BatchProofs(tmp_path, 2.0, clock=RowClock(sizes))
+        async with running(repository, ALL, proofs=proofs, idle_tasks=held) as (_, registry):
+            assert state_of(registry) == "alone"
+            assert sizes in ([1, 1], [])
+            sizes.clear()
+            await infer(registry, *inputs(2, 3))
+            assert sizes == [2, 3]
+    async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        await until_async(lambda: state_of(registry) == "proven")
+        sizes.clear()
+        await infer(registry, *inputs(2, 3))
+        assert sizes == [5]
+
+
+async def test_a_size_that_fails_while_the_model_is_idle_is_not_used_any_more(
+    repository: Path, tmp_path: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_model(repository, "m", model_of(APART), config=BATCHES)
+    held, run = HeldTasks(), OnnxRuntimeExecution.run
+
+    def mixed_in_eights(self: OnnxRuntimeExecution, inputs: dict[str, Array]) -> dict[str, Array]:
+        outputs = run(self, inputs)
+        return {"y": outputs["y"] + inputs["x"][-1:]} if len(inputs["x"]) == 8 else outputs
+
+    monkeypatch.setattr(OnnxRuntimeExecution, "run", mixed_in_eights)
+    proofs = BatchProofs(tmp_path, 30.0, clock=RowClock(sizes))
+    async with running(repository, ALL, proofs=proofs, idle_tasks=held) as (_, registry):
+        assert state_of(registry) == "limited"
+        held.release()
+        await until_async(lambda: state_of(registry) == "alone")
+        requests = inputs(5, 3)
+        for x, answer in zip(requests, await infer(registry, *requests), strict=True):
+            np.testing.assert_array_equal(answer, x)
+    (record,) = (tmp_path / "proofs").iterdir()
+    assert list(json.loads(record.read_text())["verdict"]["faults"]) == ["8"]
+
+
+class Gate:
+    """Runs of ONNX Runtime that wait, once it is closed.
+
+    Attributes:
+        began: released by each run.
+        rows: rows of each run since it was closed.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.began, self.rows = threading.Event(), threading.Semaphore(0), list[int]()
+        self.open.set()
+        run = OnnxRuntimeExecution.run
+
+        def wait(execution: OnnxRuntimeExecution, inputs: dict[str, Array]) -> dict[str, Array]:
+            if not self.open.is_set():
+                self.rows.append(len(inputs["x"]))
+                self.began.release()
+                assert self.open.wait(20), "the test forgot to open the gate"
+            return run(execution, inputs)
+
+        monkeypatch.setattr(OnnxRuntimeExecution, "run", wait)
+
+    async def block(self, held: HeldTasks) -> None:
+        """Let the tests of an idle model begin, and return within its first batch."""
+        self.open.clear()
+        held.release()
+        assert await asyncio.to_thread(self.began.acquire, timeout=20)
+
+
+async def test_a_request_waits_for_one_batch_of_the_tests_at_most(
+    repository: Path, tmp_path: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_model(repository, "m", model_of(APART), config=BATCHES)
+    held, gate = HeldTasks(), Gate(monkeypatch)
+    proofs = BatchProofs(tmp_path, 30.0, clock=RowClock(sizes))
+    async with running(repository, ALL, proofs=proofs, idle_tasks=held) as (_, registry):
+        await gate.block(held)
+        held.hold()
+        sizes.clear()
+        request = asyncio.create_task(infer(registry, *inputs(2)))
+        ((_, _, handle),) = registry.sources()
+        await until_async(lambda: handle.depth == 1)
+        gate.open.set()
+        await request
+        assert sizes == [1, 2], "the test's batch, and then the request"
+        assert state_of(registry) == "limited"
+        held.release()
+        await until_async(lambda: state_of(registry) == "proven")
+
+
+@pytest.mark.parametrize("how", ["unload", "reload", "stop"])
+async def test_tests_of_an_idle_model_end_with_it(
+    repository: Path, tmp_path: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    add_model(repository, "m", model_of(APART), config=BATCHES)
+    held, gate = HeldTasks(), Gate(monkeypatch)
+    proofs = BatchProofs(tmp_path, 30.0, clock=RowClock(sizes))
+    control = ControlPolicy("explicit")
+    async with running(repository, control, proofs=proofs, idle_tasks=held) as (reconciler, registry):
+        ((_, _, handle),) = registry.sources()
+        await gate.block(held)
+        held.hold()
+        if how == "unload":
+            await reconciler.unload("m", False)
+        elif how == "reload":
+            add_model(
+                repository, "m", model_of(APART), config=BATCHES + option("max_queue_wait_microseconds", "1000000")
+            )
+            await reconciler.load("m", None, {})
+        stopping = asyncio.create_task(asyncio.to_thread(reconciler.stop, 10)) if how == "stop" else None
+        await until_async(lambda: handle.closing)
+        gate.open.set()
+        if stopping is not None:
+            assert await stopping
+        await until_async(lambda: handle.alive == 0)
+    assert gate.rows == [1]
+    (record, *_) = (tmp_path / "proofs").iterdir()
+    assert json.loads(record.read_text())["starts"] == 0
+    assert not [task for task in held._tasks if task is handle]
 
 
 async def test_a_process_that_ended_twice_while_proving_serves_one_request_at_a_time(

@@ -15,6 +15,7 @@ from headrace.repository.explanation import explain
 from tests.support import proof_cases as cases
 from tests.support.control_thread import running
 from tests.support.cuda_provider import FakeProvider
+from tests.support.waiting import until_async
 from tests.unit.repository.test_loader_cuda_provider import provider as provider
 
 
@@ -38,17 +39,29 @@ async def test_requests_to_a_model_that_mixes_rows_run_alone_and_whole_without_p
     await cases.check_mixing_model(tmp_path, source)
 
 
-async def test_sizes_of_an_engine_for_which_the_time_is_too_short_run_until_one_fails(trt: Any, tmp_path: Path) -> None:
-    repository = cases.add_engine(tmp_path, cases.RIGHT, cases.RIGHT)
-    states = []
-    for limit_s in (0.0, 100.0):
-        async with running(repository, cases.ALL, proofs=BatchProofs(tmp_path, limit_s)) as (_, registry):
-            states.append(explain(registry, "m")["batches"])
-            for x, y in await cases.infer(registry, 3, 2, 3):
-                np.testing.assert_allclose(y, np.tanh(x), atol=cases.ATOL)
-    assert (states[0]["state"], states[0]["verified_batches"], states[0]["faults"]) == ("partial", [1], {})
-    assert "others run untested" in states[0]["reason"]
-    assert states[1]["state"] == "proven"
+@pytest.mark.parametrize(
+    ("engine", "state"), [(cases.RIGHT, "proven"), (cases.WRONG_EIGHT, "limited"), (cases.MIXED, "limited")]
+)
+async def test_sizes_of_an_engine_for_which_the_time_is_too_short_run_until_one_fails_while_it_is_idle(
+    trt: Any, tmp_path: Path, engine: str, state: str
+) -> None:
+    repository = cases.add_engine(tmp_path, engine, cases.RIGHT)
+    held = cases.HeldTasks()
+    async with running(repository, cases.ALL, proofs=BatchProofs(tmp_path, 0.0), idle_tasks=held) as (_, registry):
+        before = explain(registry, "m")["batches"]
+        await cases.infer(registry, 3, 2, 3)
+        held.release()
+        ((_, _, handle),) = registry.sources()
+        await until_async(lambda: handle.batch_verdict.state != "partial")
+        held.hold()
+        batches = explain(registry, "m")["batches"]
+        for rows in (1, 3, 8):
+            for x, y in await cases.infer(registry, rows):
+                alone = x - x if engine == cases.MIXED else np.tanh(x)
+                np.testing.assert_allclose(y, alone, atol=cases.ATOL)
+    assert (before["state"], before["verified_batches"], before["faults"]) == ("partial", [1], {})
+    assert "others run untested, and are tested while the model is idle" in before["reason"]
+    assert batches["state"] == state
 
 
 async def test_a_second_start_runs_no_tests(trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

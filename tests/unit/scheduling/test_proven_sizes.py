@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.core.errors import ModelFailed
+from headrace.scheduling.batch_proof import BatchVerdict
 from headrace.scheduling.proven_sizes import ProvenSizes
 
 Array = np.ndarray[Any, Any]
@@ -43,7 +44,7 @@ class Doubling:
 def test_a_batch_runs_in_proven_sizes(allowed: Sequence[int], rows: int, sizes: list[int]) -> None:
     inner = Doubling()
     x = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)
-    outputs = ProvenSizes(inner, allowed).run({"X": x})
+    outputs = ProvenSizes(inner, lambda: BatchVerdict(allowed=tuple(allowed))).run({"X": x})
     assert inner.sizes == sizes
     np.testing.assert_array_equal(outputs["Y"], x * 2)
     assert len(outputs["rows"]) == rows
@@ -51,10 +52,20 @@ def test_a_batch_runs_in_proven_sizes(allowed: Sequence[int], rows: int, sizes: 
 
 def test_a_batch_that_must_not_be_cut_is_refused() -> None:
     inner = Doubling()
-    execution = ProvenSizes(inner, (1,), "influence: output 'Y'")
+    execution = ProvenSizes(inner, lambda: BatchVerdict(alone=True, allowed=(1,), reason="influence: output 'Y'"))
     assert len(execution.run({"X": np.zeros((1, 2))})["Y"]) == 1
     with pytest.raises(ModelFailed, match=r"3 rows, of which no batch is proven: send one row. influence: output 'Y'"):
         execution.run({"X": np.zeros((3, 2))})
     assert inner.sizes == [1]
     execution.close()
     assert inner.is_closed
+
+
+def test_more_sizes_may_be_proven_while_the_execution_is_open() -> None:
+    inner, verdicts = Doubling(), [BatchVerdict(allowed=(1, 2))]
+    execution = ProvenSizes(inner, lambda: verdicts[-1])
+    for verdict in (BatchVerdict(allowed=(1, 2, 4)), BatchVerdict((1, 2, 4))):
+        execution.run({"X": np.zeros((4, 2))})
+        verdicts.append(verdict)
+    execution.run({"X": np.zeros((3, 2))})
+    assert inner.sizes == [2, 2, 4, 3]
