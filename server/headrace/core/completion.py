@@ -326,8 +326,15 @@ class ThreadCompletion(Completion):
         return outcome
 
 
-def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> list[Completion]:
-    """Settle the members of a batch with one wake-up per event loop; returns those that had been settled before."""
+def settle_all(
+    pairs: Iterable[tuple[Completion, Outcome]], count: Callable[[list[Completion]], object] | None = None
+) -> list[Completion]:
+    """Settle the members of a batch with one wake-up per event loop; returns those that had been settled before.
+
+    Args:
+        pairs: completions with their outcomes.
+        count: called with the same before any waiter is notified: who has an answer, and reads the counters then, finds it there.
+    """
     posts: dict[Mailbox, list[LoopCompletion]] = {}
     mailbox: Mailbox | None = None
     others: list[Completion] = []
@@ -348,10 +355,14 @@ def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> list[Completion]:
         if after is not None:
             completion.after = None
             after()
-    for other in others:
-        other.notify()
-    for each, settled in posts.items():
-        each.post(settled)
+    try:
+        if count is not None:
+            count(lost)
+    finally:
+        for other in others:
+            other.notify()
+        for each, settled in posts.items():
+            each.post(settled)
     return lost
 
 

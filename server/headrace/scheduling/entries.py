@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -303,20 +304,22 @@ class Sequencer:
         with self._lock:
             self._waiting.extend((completion, received_ns) for completion in completions)
 
-    def deliver(self, pairs: Iterable[tuple[Completion, Outcome]]) -> list[Completion]:
-        """Store the outcomes of a batch and settle those whose earlier requests are settled.
-
-        Returns:
-            The completions that had been settled before, as `settle_all`.
-        """
+    def deliver(
+        self, pairs: Iterable[tuple[Completion, Outcome]], count: Callable[[list[Completion]], object] | None = None
+    ) -> list[Completion]:
+        """Store the outcomes of a batch and settle those whose earlier requests are settled; see `settle_all`."""
         lost: list[Completion] = []
-        with self._lock:
-            for completion, outcome in pairs:
-                if completion.is_settled:
-                    lost.append(completion)  # no longer waiting, so its outcome would stay here
-                else:
-                    self._outcomes[completion] = outcome
-        self.release()
+        try:
+            with self._lock:  # also while they are counted: no other thread releases them before
+                for completion, outcome in pairs:
+                    if completion.is_settled:
+                        lost.append(completion)  # no longer waiting, so its outcome would stay here
+                    else:
+                        self._outcomes[completion] = outcome
+                if count is not None:
+                    count(lost)
+        finally:
+            self.release()
         return lost
 
     def release(self) -> None:
@@ -331,17 +334,19 @@ class Sequencer:
                 if not ready:
                     self._releasing = False
                     return
-            lost = settle_all([(completion, outcome) for completion, outcome, _ in ready])
-            if lost:
-                times_ns = [
-                    outcome.duration_ns(received_ns)
-                    for completion, outcome, received_ns in ready
-                    # `PartJoiner` counts the responses of parts.
-                    if completion in lost
-                    and isinstance(outcome, InferResponse)
-                    and not isinstance(completion, PartCompletion)
-                ]
-                self._undelivered(len(times_ns), sum(times_ns))
+            settle_all([(completion, outcome) for completion, outcome, _ in ready], partial(self._count_lost, ready))
+
+    def _count_lost(self, ready: list[tuple[Completion, Outcome, int]], lost: list[Completion]) -> None:
+        if lost:
+            times_ns = [
+                outcome.duration_ns(received_ns)
+                for completion, outcome, received_ns in ready
+                # `PartJoiner` counts the responses of parts.
+                if completion in lost
+                and isinstance(outcome, InferResponse)
+                and not isinstance(completion, PartCompletion)
+            ]
+            self._undelivered(len(times_ns), sum(times_ns))
 
     def _ready(self) -> list[tuple[Completion, Outcome, int]]:
         ready: list[tuple[Completion, Outcome, int]] = []

@@ -165,7 +165,7 @@ class BatchResults:
 
     Attributes:
         recorder: counters of the version.
-        deliver: settles outcomes; returns the number that were not settled before, if known.
+        deliver: settles outcomes.
         report: callback with the busy time of a batch, in nanoseconds.
         check: check of the model's outputs.
         latency_table: records compute times.
@@ -246,20 +246,20 @@ class BatchResults:
         busy_ns: int,
         defer: Callable[..., object] | None = None,
     ) -> None:
-        """Settle the members of a batch with their rows, and record its times.
+        """Settle the members of a batch with their rows, and record its times before a client can read an answer.
 
         Args:
             batch: the batch.
             times: times of its phases.
             results: outputs by name of each member, or its error.
             busy_ns: time for which the batch occupied its instance.
-            defer: calls its arguments soon, after the responses are written; None to record at once.
+            defer: calls its arguments soon, after the responses are written and before the loop reads a request; None to record
+                at once.
         """
         entries, closed = batch.entries, batch.reason.value
         batch_rows = batch.rows
         pairs: list[tuple[Completion, Outcome]] = []
-        failed = 0
-        waiting = 0  # answered later, by `OpenEntry` or a later batch
+        all_succeed = True
         for entry, outputs in zip(entries, results, strict=True):
             if type(outputs) is dict:
                 pairs.append((entry.completion, InferResponse(outputs, times, batch_rows, closed)))
@@ -267,22 +267,18 @@ class BatchResults:
                 response = InferResponse(outputs, times, batch_rows, closed, parameters=outputs.parameters)
                 pairs.append((entry.completion, response))
             elif outputs is None or isinstance(outputs, (LateResult, Rescheduled)):
-                waiting += 1
+                all_succeed = False  # answered later, by `OpenEntry` or a later batch
                 if isinstance(outputs, LateResult):
                     outputs.then(self.open_entry(batch, entry, times.assembled_ns).finish)
             else:
-                failed += 1
+                all_succeed = False
                 pairs.append((entry.completion, cast("HeadraceError", outputs)))
-        lost = self.deliver(pairs)
-        answered = entries
         # Requests that failed, and those cancelled while the batch ran, do not count as success.
-        if lost or failed or waiting:
-            succeeded = {completion for completion, outcome in pairs if type(outcome) is InferResponse}.difference(lost)
-            answered = [entry for entry in entries if entry.completion in succeeded]
+        succeeded = None if all_succeed else {each for each, outcome in pairs if type(outcome) is InferResponse}
         if defer is None:
-            self._record(batch, answered, times, busy_ns)
+            self.deliver(pairs, partial(self._record, batch, succeeded, times, busy_ns))
         else:
-            defer(self._record, batch, answered, times, busy_ns)
+            defer(self._record, batch, succeeded, times, busy_ns, self.deliver(pairs, None))
 
     def open_entry(self, batch: Batch, entry: Entry, assembled_ns: int) -> OpenEntry:
         """Return an entry whose request ends after its batch; `assembled_ns` is the monotonic start of its computation."""
@@ -308,10 +304,19 @@ class BatchResults:
             assembled_ns,
         )
 
-    def _record(self, batch: Batch, answered: list[Entry], times: BatchTimes, busy_ns: int) -> None:
-        """Record a batch; `answered` are its entries whose requests were not cancelled."""
+    def _record(
+        self, batch: Batch, succeeded: set[Completion] | None, times: BatchTimes, busy_ns: int, lost: list[Completion]
+    ) -> None:
+        """Record a batch; `succeeded` are its completions with a response, None for all; `lost` had been settled before."""
         entries, instances, batch_rows = batch.entries, batch.instances, batch.rows
-        rows = batch_rows if len(answered) == len(entries) else sum(map(_ROWS, answered))
+        answered, rows = entries, batch_rows
+        if lost or succeeded is not None:
+            answered = [
+                each
+                for each in entries
+                if each.completion not in lost and (succeeded is None or each.completion in succeeded)
+            ]
+            rows = sum(map(_ROWS, answered))
         taken_ns, assembled_ns, computed_ns, split_ns = times
         queue_ns, total_ns = [], []
         for entry in answered:
@@ -370,7 +375,7 @@ class BatchResults:
 
     def give_up(self, entries: Iterable[Entry], error: Exception) -> None:
         """Settle all entries with an error."""
-        self.deliver([(entry.completion, error) for entry in entries])
+        self.deliver([(entry.completion, error) for entry in entries], None)
 
 
 def _failure(error: Exception) -> HeadraceError:

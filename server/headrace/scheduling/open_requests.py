@@ -19,7 +19,10 @@ from headrace.core.tensor import Array
 from headrace.observability.counters import Recorder
 from headrace.scheduling.queue import Entry
 
-Deliver = Callable[[Iterable[tuple[Completion, Outcome]]], list[Completion]]
+Deliver = Callable[
+    [Iterable[tuple[Completion, Outcome]], Callable[[list[Completion]], object] | None], list[Completion]
+]
+"""Settles outcomes; see `headrace.core.completion.settle_all`."""
 CheckOutputs = Callable[[Mapping[str, Array]], None]
 """Raises HeadraceError for outputs that do not fit the request."""
 
@@ -33,7 +36,7 @@ class OpenEntry:
         responses: stream of the request; None for a late result.
         check: check of its outputs.
         recorder: counters of the version.
-        deliver: settles outcomes; see `headrace.scheduling.executor.BatchResults`.
+        deliver: settles outcomes.
         clock: returns monotonic nanoseconds.
         batch_rows, closed: rows and close reason of its batch.
         taken_ns, assembled_ns: times of its batch, monotonic.
@@ -71,7 +74,7 @@ class OpenEntry:
         if error is None:
             self._settle({}, None)
         elif self._once.acquire(blocking=False):
-            self.deliver([(self.entry.completion, error)])
+            self.deliver([(self.entry.completion, error)], None)
 
     def _settle(self, outputs: dict[str, Array], parameters: Mapping[str, ParameterValue] | None) -> None:
         if not self._once.acquire(blocking=False):
@@ -80,10 +83,13 @@ class OpenEntry:
         # The model computes from the start of its batch to the end of the request.
         times = BatchTimes(self.taken_ns, self.assembled_ns, now_ns, now_ns)
         response = InferResponse(outputs, times, self.batch_rows, self.closed, parameters=parameters, done_ns=now_ns)
-        if not self.deliver([(entry.completion, response)]):
-            self.recorder.record_open_request(
-                entry.rows, self.taken_ns - entry.enqueued_ns, now_ns - entry.received_ns, times
-            )
+
+        def count(lost: list[Completion]) -> None:
+            if not lost:
+                queue_ns, total_ns = self.taken_ns - entry.enqueued_ns, now_ns - entry.received_ns
+                self.recorder.record_open_request(entry.rows, queue_ns, total_ns, times)
+
+        self.deliver([(entry.completion, response)], count)
 
 
 class StreamedEntry(OpenEntry):

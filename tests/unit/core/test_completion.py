@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from headrace.core.completion import LoopCompletion, Mailbox, settle_all
+from headrace.core.completion import Completion, LoopCompletion, Mailbox, settle_all
 from headrace.core.errors import Cancelled, ModelFailed
 from headrace.core.request import InferResponse
 from headrace.scheduling.entries import Sequencer
@@ -61,7 +61,7 @@ def test_each_batch_wakes_the_loop_once() -> None:
         loop.call_soon_threadsafe = counted  # type: ignore[method-assign,assignment]
         for batch in (1, 2):
             waiting = [LoopCompletion(mailbox) for _ in range(64)]
-            assert settle_all([(each, InferResponse({})) for each in waiting]) == []
+            settle_all([(each, InferResponse({})) for each in waiting])
             assert wakes == batch
             await asyncio.gather(*[asyncio.ensure_future(_wait(each)) for each in waiting])
             assert wakes == batch
@@ -74,12 +74,38 @@ def test_the_sequencer_keeps_no_outcome_of_a_request_that_has_left() -> None:
     slots = [RecordedCompletion() for _ in range(3)]
     sequencer.admit(slots, 1)
     assert slots[0].abandon()
-    assert sequencer.deliver([(slots[2], answer)]) == []
+    counted: list[list[Completion]] = []
+    sequencer.deliver([(slots[2], answer)], counted.append)
     assert slots[2].outcome is None, "the second one is not settled yet"
-    assert sequencer.deliver([(slots[1], answer)]) == []
+    sequencer.deliver([(slots[1], answer)], counted.append)
     assert [slot.outcome for slot in slots[1:]] == [answer, answer]
-    assert sequencer.deliver([(slots[0], answer)]) == [slots[0]]
+    sequencer.deliver([(slots[0], answer)], counted.append)
+    assert counted == [[], [], [slots[0]]]
     assert not sequencer._outcomes
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_answers_are_counted_before_a_waiter_is_notified(in_order: bool) -> None:
+    sequencer = Sequencer(lambda requests, time_ns: None)
+    waiting, left = RecordedCompletion(), RecordedCompletion()
+    sequencer.admit([waiting, left], 1)
+    left.abandon()
+    notified_before = len(waiting.outcomes)
+    seen: list[tuple[list[Completion], int]] = []
+    deliver = sequencer.deliver if in_order else settle_all
+    pairs = [(each, InferResponse({})) for each in (waiting, left)]
+    deliver(pairs, lambda lost: seen.append((lost, len(waiting.outcomes))))
+    assert seen == [([left], notified_before)]
+    assert len(waiting.outcomes) == 1
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_an_error_while_answers_are_counted_loses_none(in_order: bool) -> None:
+    sequencer, waiting = Sequencer(lambda requests, time_ns: None), RecordedCompletion()
+    sequencer.admit([waiting], 1)
+    with pytest.raises(ZeroDivisionError):
+        (sequencer.deliver if in_order else settle_all)([(waiting, InferResponse({}))], lambda _: 1 / 0)
+    assert len(waiting.outcomes) == 1
 
 
 async def _wait(completion: LoopCompletion) -> InferResponse:
