@@ -52,10 +52,12 @@ PAGE_BYTES = (_HEADER_CELLS + SLOTS * _RECORD_CELLS) * 8
 _MAX_READS = 1000
 # Figures of a page that is no longer written reject nothing.
 _MAX_AGE_NS = NS_PER_S
-# Shortest time between two writes of a record, and between two while requests are in flight and nothing happens.
-_INTERVAL_S = 0.001
+# Shortest time between two writes, and between two while requests are in flight and nothing happens.
 _INTERVAL_NS = NS_PER_MS
 _QUIET_INTERVAL_S = 0.005
+# Writes take one part in so many of the event loop's time, as long as that leaves them no further apart than the second number.
+_COST_PARTS = 50
+_MAX_INTERVAL_NS = 10 * NS_PER_MS
 
 
 class VersionRecord(NamedTuple):
@@ -323,11 +325,11 @@ class _Served:
 
 
 class PageWriter:
-    """Writes the records of versions: at most once a millisecond, and not at all while nothing is in flight.
+    """Writes the records of versions: at most once a millisecond, less often if that takes long, and not while nothing is in flight.
 
     A record that is due is written before an answer is sent, if there is a queue or a wait now or by the last record: an answer
     has load figures of its own time, and a single request never finds itself in the queue. Otherwise it is written after the
-    answer, within a millisecond: a lone request does not wait for it.
+    answer, within the interval: a lone request does not wait for it.
 
     Ownership: `touch` and `answered` are called on the event loop, `add` and `remove` on any thread. `_lock` guards the slots and
     all writes.
@@ -359,7 +361,7 @@ class PageWriter:
         self._used = 0
         self._touched: dict[int, None] = {}
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
-        self._flushed_ns = 0
+        self._flushed_ns, self._interval_ns = 0, _INTERVAL_NS
 
     def add(self, handle: VersionHandle) -> None:
         """Give a version a slot and write its record; call it before the version is published."""
@@ -387,7 +389,7 @@ class PageWriter:
         """Write the record of a version soon: requests have arrived."""
         self._touched[handle.serial] = None
         if self._timer is None:
-            self._timer = self._loop.call_later(_INTERVAL_S, self._flush)
+            self._timer = self._loop.call_later(self._interval_ns / NS_PER_S, self._flush)
 
     def answered(self, handle: VersionHandle, members: int) -> None:
         """Write the record of a version before an answer is sent, if it is due or has a queue that is empty now; else soon.
@@ -403,7 +405,7 @@ class PageWriter:
         if served is None:
             return
         is_emptied = served.depth > 0 and handle.in_flight <= members
-        is_due = self._clock() - self._flushed_ns >= _INTERVAL_NS
+        is_due = self._clock() - self._flushed_ns >= self._interval_ns
         if is_emptied or (is_due and (served.depth or served.wait_ns or handle.depth)):
             self._flush()
 
@@ -421,6 +423,8 @@ class PageWriter:
                 served = self._served.get(serial)
                 if served is not None and self._write(served):
                     self._touched[serial] = None
+        cost_ns = self._clock() - now_ns
+        self._interval_ns = min(max(cost_ns * _COST_PARTS, _INTERVAL_NS), _MAX_INTERVAL_NS)
         if self._touched:  # their predictions change with the time
             self._timer = self._loop.call_later(_QUIET_INTERVAL_S, self._flush)
 

@@ -320,6 +320,32 @@ async def test_a_due_record_is_written_before_the_answer() -> None:
     writer.close()
 
 
+@pytest.mark.parametrize(("cost_ns", "interval_ns"), [(10_000, MS), (60_000, 3 * MS), (50 * MS, 10 * MS)])
+async def test_writes_that_take_long_are_further_apart(cost_ns: int, interval_ns: int) -> None:
+    page, handle = SharedPage.create(1), Handle(4)
+    now_ns = NOW
+
+    def load(by_level: bool = True) -> ModelLoad:
+        nonlocal now_ns
+        now_ns += cost_ns
+        return Handle.load(handle, by_level)
+
+    writer = PageWriter(page, asyncio.get_running_loop(), clock=lambda: now_ns)
+    writer.add(handle)
+    handle.load = load  # type: ignore[method-assign]
+    handle.in_flight = handle.depth = 1
+    begun_ns = now_ns
+    writer.answered(handle, 1)
+    assert handle.loads == 2
+    now_ns = begun_ns + interval_ns - 1
+    writer.answered(handle, 0)
+    assert handle.loads == 2
+    now_ns += 1
+    writer.answered(handle, 0)
+    assert handle.loads == 3
+    writer.close()
+
+
 async def test_a_lone_answer_does_not_wait_for_the_record() -> None:
     page, handle = SharedPage.create(1), Handle(4)
     handle.wait_ns = 0
