@@ -144,7 +144,7 @@ class SyntheticFrontEnd:
         self._frame = bytearray(self._request(row, inputs, arena))
         self._times = np.frombuffer(self._frame, "<i8", members, _TIMES_OFFSET)
         self._group = np.frombuffer(self._frame, "<u8", 1, _GROUP_OFFSET)
-        self._counts = frames.message_frame(frames.COUNTS, [20_000, 20_000] * _COUNTED, row.number)
+        self._counts = frames.message_frame(frames.COUNTS, struct.pack("<q", 20_000) * 2 * _COUNTED, row.number)
         self._counted = 0
         self._members = members
         self._missing: dict[int, int] = {}

@@ -415,9 +415,11 @@ class FrontEndLink:
     def _on_message(self, message: frames.MessageFrame) -> None:
         kind, content = message.kind, message.content
         if kind == frames.COUNTS:
+            if len(content) % 16:
+                raise FrameError(f"decode and encode times have {len(content)} bytes; each response has 16")
             version = self._requests.versions.get(message.number)
             if version is not None:
-                version.handle.recorder.record_codec_times(*content)
+                version.handle.recorder.add_codec_times(content)
         elif kind == frames.EVENTS:
             for event in content:
                 self._count(event)

@@ -12,7 +12,7 @@ nanoseconds, which all processes of a machine share.
     CANCEL    nothing: all members of the group
     others    number u32, size u32, content (msgpack): see `MessageFrame`
       ERROR     `ErrorRecord` of members from the number on
-      COUNTS    decode and encode times of responses of a version, alternating, in nanoseconds
+      COUNTS    decode and encode times of responses of a version, alternating, as i64 nanoseconds
       EVENTS    list of `CountEvent`
       RELEASE   slots, each with its generation, that the engine reads no longer
       RETIRED   nil: the front end uses a version no longer
@@ -32,7 +32,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -517,7 +517,7 @@ _MESSAGE_DECODERS = {
     kind: msgspec.msgpack.Decoder(content)
     for kind, content in {
         ERROR: ErrorRecord,
-        COUNTS: tuple[Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)], ...],
+        COUNTS: bytes,
         EVENTS: list[CountEvent],
         RELEASE: list[tuple[int, int]],
         RETIRED: None,

@@ -150,22 +150,21 @@ class RemoteRecorder(Recorder):
     def __init__(self, models: RemoteModels, version: int, histograms: bool) -> None:
         super().__init__(histograms)
         self._models, self._version, self._has_histograms = models, version, histograms
-        self.times_ns: list[int] = []
 
     def record_codec_times(self, *times_ns: int) -> None:
         """See `Recorder.record_codec_times`."""
         if self._has_histograms:
-            if not self.times_ns:
+            if not self._codecs_ns:
                 self._models.expect_counts(self)
-            self.times_ns += times_ns
-            if len(self.times_ns) >= _MAX_CODEC_TIMES:
+            self._codecs_ns.extend(times_ns)
+            if len(self._codecs_ns) >= _MAX_CODEC_TIMES:
                 self.flush()
 
     def flush(self) -> None:
         """Send the codec times."""
-        if self.times_ns:
-            self._models.send(frames.message_frame(frames.COUNTS, self.times_ns, self._version))
-            self.times_ns.clear()
+        if self._codecs_ns:
+            self._models.send(frames.message_frame(frames.COUNTS, self._codecs_ns.tobytes(), self._version))
+            del self._codecs_ns[:]
 
     def failure(self, reason: str, time_ns: int, answered_ns: int | None = None) -> None:
         """See `Recorder.failure`."""

@@ -325,7 +325,7 @@ class _Served:
 
 
 class PageWriter:
-    """Writes the records of versions: at most once a millisecond, less often if that takes long, and not while nothing is in flight.
+    """Writes the records of versions: at most once a millisecond, less often if that takes long, and not if nothing is in flight.
 
     A record that is due is written before an answer is sent, if there is a queue or a wait now or by the last record: an answer
     has load figures of its own time, and a single request never finds itself in the queue. Otherwise it is written after the

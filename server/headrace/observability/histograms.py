@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -149,11 +150,10 @@ def observe_each(histograms: Sequence[Histogram], counts: Sequence[int], values_
     """
     places = np.searchsorted(_BOUNDS_NS, values_ns) + _FINE * np.repeat(np.arange(len(counts)), counts)
     fine = np.bincount(places, weights, len(counts) * _FINE).astype(np.int64).reshape(len(counts), _FINE)
-    sums_ns, end = values_ns * weights, 0
-    for histogram, count, added in zip(histograms, counts, fine, strict=True):
-        start, end = end, end + count
+    sums_ns = np.concatenate(([0], np.cumsum(values_ns * weights)))[np.cumsum((0, *counts))].tolist()
+    for histogram, added, (before_ns, sum_ns) in zip(histograms, fine, pairwise(sums_ns), strict=True):
         histogram.fine += added
-        histogram.sum_ns += int(sums_ns[start:end].sum())
+        histogram.sum_ns += sum_ns - before_ns
 
 
 def quantiles_ns(fine: Counts, quantiles: Sequence[float]) -> list[float]:

@@ -319,13 +319,16 @@ class BatchResults:
             rows = sum(map(_ROWS, answered))
         taken_ns, assembled_ns, computed_ns, split_ns = times
         queue_ns, total_ns = [], []
+        received_ns: list[int] = []  # of members of groups
         for entry in answered:
             if entry.members is not None:
-                queue_ns += [taken_ns - entry.enqueued_ns] * entry.requests
-                total_ns += [split_ns - received_ns for received_ns in entry.members.received_ns]
+                received_ns += entry.members.received_ns
+                queue_ns += [taken_ns - entry.enqueued_ns] * len(entry.members.received_ns)
             elif entry.counts_as_request:
                 queue_ns.append(taken_ns - entry.enqueued_ns)
                 total_ns.append(split_ns - entry.received_ns)
+        if received_ns:
+            total_ns += [split_ns - each_ns for each_ns in received_ns]
         shape_key = entries[0].shape_key
         record = BatchRecord(rows, batch_rows, batch.reason.value, times, queue_ns, total_ns, busy_ns, shape_key)
         self.recorder.record_batch(record)

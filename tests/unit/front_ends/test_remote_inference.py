@@ -19,6 +19,7 @@ from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Cancelled, Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
+from headrace.front_ends import frames
 from headrace.front_ends.remote_models import RemoteModels
 from headrace.front_ends.remote_regions import RemoteRegions
 from onnx import TensorProto
@@ -614,3 +615,12 @@ def test_random_requests_over_two_front_ends(run: Callable[..., Any]) -> None:
 
 def _comparable(array: Any) -> Any:
     return np.vectorize(lambda item: float(item), otypes=[float])(array) if array.dtype.hasobject else array
+
+
+@pytest.mark.parametrize("size_bytes", [8, 24, 31])
+def test_codec_times_of_part_of_a_response_end_the_stream(run: Callable[..., Any], size_bytes: int) -> None:
+    async def test(pair: Pair) -> None:
+        pair.front_ends[0].send(frames.message_frame(frames.COUNTS, bytes(size_bytes), 1))
+        await until_async(lambda: not pair.engine._links)
+
+    run(test)
