@@ -294,8 +294,10 @@ class GroupCompletion(LoopCompletion):
         return front
 
     def wake(self) -> None:
-        """Call `on_settled`."""
-        super().wake()
+        """Call `on_settled`; no coroutine waits for a group."""
+        self.woken = True
+        for timer in self._timers:
+            timer.cancel()
         self._on_settled(self)
 
 

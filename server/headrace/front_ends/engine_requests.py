@@ -16,6 +16,7 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -283,7 +284,7 @@ def _row(handle: VersionHandle, versions: Sequence[str], traffic: Traffic | None
     )
 
 
-class _Group:
+class _Group(msgspec.Struct, eq=False):
     """A group of requests between its arrival and its last answer.
 
     Attributes:
@@ -296,14 +297,13 @@ class _Group:
         targets: shared memory of clients for outputs, by their names.
     """
 
-    __slots__ = ("completions", "number", "received_ns", "room", "targets", "unanswered", "version")
-
-    def __init__(self, number: int, version: ServedVersion, received_ns: Sequence[int]) -> None:
-        self.number, self.version, self.received_ns = number, version, received_ns
-        self.unanswered = len(received_ns)
-        self.completions: list[LoopCompletion] = []
-        self.room: Room | None = None
-        self.targets: dict[str, OutputTarget] = {}
+    number: int
+    version: ServedVersion
+    received_ns: Sequence[int]
+    unanswered: int
+    completions: list[LoopCompletion] = []
+    room: Room | None = None
+    targets: dict[str, OutputTarget] = {}
 
 
 class OutputTarget(NamedTuple):
@@ -460,7 +460,7 @@ class FrontEndLink:
             self._release(frames.slots_of(frame, buffer))
             self._write_error(number, 0, members, Unavailable(_REPLACED))
             return
-        group = self._groups[number] = _Group(number, version, frame.received_ns)
+        group = self._groups[number] = _Group(number, version, frame.received_ns, members)
         try:
             if frame.is_scattered:
                 request = version.scattered_request(frame, buffer, self._arena)

@@ -278,7 +278,7 @@ def datatype_number(name: str) -> int:
 # --- Requests ----------------------------------------------------------------------------------------------------------
 
 
-class RequestsFrame(NamedTuple):
+class RequestsFrame(msgspec.Struct, eq=False):
     """Parsed REQUESTS frame; its data are in `buffer` from `data_start` to `data_end`.
 
     Attributes:
@@ -456,8 +456,9 @@ def answers_frame(
     times = response.times
     flags = (CACHED if response.cached else 0) | (0 if times is None else TIMED)
     size = _ANSWERS.size + len(packed) + len(block) + data_bytes
-    numbers = (first, response.batch_rows, len(block), extras_bytes, *(times or _NO_TIMES), response.done_ns)
-    return [_ANSWERS.pack(size, ANSWERS, flags, members, group, *numbers), packed, block, *data]
+    sizes = first, response.batch_rows, len(block), extras_bytes
+    head = _ANSWERS.pack(size, ANSWERS, flags, members, group, *sizes, *(times or _NO_TIMES), response.done_ns)
+    return [head, packed, block, *data]
 
 
 _NO_TIMES = BatchTimes(0, 0, 0, 0)

@@ -149,11 +149,11 @@ class RemoteRecorder(Recorder):
 
     def __init__(self, models: RemoteModels, version: int, histograms: bool) -> None:
         super().__init__(histograms)
-        self._models, self._version, self._has_histograms = models, version, histograms
+        self._models, self._version = models, version
 
     def record_codec_times(self, *times_ns: int) -> None:
         """See `Recorder.record_codec_times`."""
-        if self._has_histograms:
+        if self._histograms:
             if not self._codecs_ns:
                 self._models.expect_counts(self)
             self._codecs_ns.extend(times_ns)

@@ -400,7 +400,8 @@ class PageWriter:
             handle: of the version.
             members: requests that the answer is for; they are in flight still.
         """
-        self.touch(handle)
+        if self._timer is None or handle.serial not in self._touched:
+            self.touch(handle)
         served = self._served.get(handle.serial)
         if served is None:
             return

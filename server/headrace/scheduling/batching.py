@@ -251,7 +251,7 @@ def _preferred(view: ShapeQueue, preferred_rows: tuple[int, ...]) -> int:
     return best
 
 
-_REDRAW = 32  # batches between two rebuilds of the tables
+_REDRAW = 64  # batches between two rebuilds of the tables
 # Busy time between two rebuilds: a hundred times the cost of one, and short enough for slow models.
 _REDRAW_NS = 50 * NS_PER_MS
 # Measured times vary: a smaller batch is preferred only if the larger has less than this share of its rows per second.

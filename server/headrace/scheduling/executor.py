@@ -323,7 +323,7 @@ class BatchResults:
         for entry in answered:
             if entry.members is not None:
                 received_ns += entry.members.received_ns
-                queue_ns += [taken_ns - entry.enqueued_ns] * len(entry.members.received_ns)
+                queue_ns += [taken_ns - entry.enqueued_ns] * entry.requests
             elif entry.counts_as_request:
                 queue_ns.append(taken_ns - entry.enqueued_ns)
                 total_ns.append(split_ns - entry.received_ns)

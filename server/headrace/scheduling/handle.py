@@ -231,7 +231,8 @@ class ModelHandle(VersionHandle):
         Returns:
             Completions with all members. A later split of one leaves members to completions that only `on_settled` gets.
         """
-        completion = self._group_completion(request, on_settled, 0)
+        assert request.members is not None, "a group has members"
+        completion = GroupCompletion(self._mailbox, request.members, on_settled)
         try:
             self._start_group(request, completion)
         except Unavailable as error:

@@ -65,6 +65,7 @@ class Entry:
         member: the request as a member of its batch; None unless the execution runs requests as a list.
         counts_as_request: True for the one entry that counts as the request in metrics (the last part of a split one).
         members: requests of a group, for which the entry stands; None for a single request.
+        requests: number of requests for which the entry stands.
         remove: removes a settled entry from the queue.
         resident_outputs: outputs whose readers take `ResidentRows`.
     """
@@ -89,6 +90,7 @@ class Entry:
         "queued",
         "received_ns",
         "remove",
+        "requests",
         "resident_outputs",
         "rows",
         "shape_key",
@@ -123,12 +125,8 @@ class Entry:
         self.counts_as_request = True
         self.remove: Callable[[Entry], None] | None = None
         self.member: BatchMember | None = None
-        self.members = request.members
-
-    @property
-    def requests(self) -> int:
-        """Number of requests for which the entry stands."""
-        return 1 if self.members is None else len(self.members.rows)
+        self.members = members = request.members
+        self.requests = 1 if members is None else len(members.rows)
 
     def fitting(self, max_rows: int) -> int:
         """Return the number of members of a group, from the first, whose rows fit in `max_rows`; 0 for a single request."""
@@ -156,6 +154,7 @@ class Entry:
         front.completion = completion.split(count)
         front.completion.after = front.on_settled
         front.members, self.members = front.completion.members, completion.members
+        front.requests, self.requests = count, self.requests - count
         front.size_bytes = self.size_bytes * rows // self.rows
         front.inputs = {name: array[:rows] for name, array in self.inputs.items()}
         self.inputs = {name: array[rows:] for name, array in self.inputs.items()}
@@ -617,8 +616,7 @@ class Queue:
         self.count += 1
         self.total_rows += entry.rows
         self.size_bytes += entry.size_bytes
-        if entry.members is not None:
-            self.joined += entry.requests - 1
+        self.joined += entry.requests - 1
         if self._levels:
             level = self._levels[entry.level]
             level[0] += 1

@@ -118,7 +118,7 @@ class BatchSelector:
         if limits.level_counts:
             self._check_level(entries)
         if len(entries) == 1:
-            size_bytes, added = first.size_bytes, 1 if first.members is None else first.requests
+            size_bytes, added = first.size_bytes, first.requests
         else:
             size_bytes, added = sum([entry.size_bytes for entry in entries]), len(entries)
         full = queue.count + queue.joined + added > limits.max_count or (

@@ -7,6 +7,7 @@ import socket
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from headrace.core.errors import Overloaded, QuotaExceeded, Unavailable
@@ -76,7 +77,7 @@ def test_requests(
     given_extras = options if len(members) == 1 else None
     frame = joined(frames.requests_frame(group, version, received_ns, rows, block, [data], len(data), given_extras))
     parsed = frames.parse_requests(b"x" * 8 + frame, 8, 8 + len(frame))
-    assert parsed[:7] == (group, version, sum(rows), received_ns, rows, given_extras, block)
+    assert msgspec.structs.astuple(parsed)[:7] == (group, version, sum(rows), received_ns, rows, given_extras, block)
     assert (b"x" * 8 + frame)[parsed.data_start : parsed.data_end] == data
 
 
