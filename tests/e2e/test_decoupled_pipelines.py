@@ -26,6 +26,7 @@ from tests.e2e.test_decoupled_streams import (
     stream_of,
 )
 from tests.support.decoupled_models import REPEAT, REPEAT_CONFIG, SQUARE, SQUARE_CONFIG
+from tests.support.event_streams import answers
 from tests.support.grpc_requests import STREAM, message, tensor
 from tests.support.models import add_pipeline, ensemble_config
 from tests.support.python_models import add_python_model
@@ -123,11 +124,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def post(server: Server, model: str, document: object, route: str = "generate_stream") -> tuple[int, list[Any]]:
     """Status and events, or the JSON of an answer with another type."""
-    status, headers, body = server.request("POST", f"/v2/models/{model}/{route}", json.dumps(document).encode())
-    if not headers["content-type"].startswith("text/event-stream"):
-        return status, [json.loads(body)]
-    parts = [part for part in body.split(b"\n\n") if part and part != b":"]
-    return status, [json.loads(part.removeprefix(b"data: ")) for part in parts]
+    return answers(server.request("POST", f"/v2/models/{model}/{route}", json.dumps(document).encode()))
 
 
 def cancelled(server: Server) -> list[int]:

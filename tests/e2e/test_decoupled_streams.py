@@ -17,6 +17,7 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2
 
 from tests.support.attacks import UNBOUNDED_WAITS
+from tests.support.event_streams import answers
 from tests.support.grpc_requests import STREAM, Collector, message, tensor
 from tests.support.python_models import add_python_model
 from tests.support.serving import HOST, Server, serving
@@ -121,11 +122,7 @@ def read_until(connection: socket.socket, text: bytes) -> bytes:
 
 def post(server: Server, document: object, path: str = f"{PATH}_stream") -> tuple[int, list[Any]]:
     """Status and events, or the JSON of an answer with another type."""
-    status, headers, body = server.request("POST", path, json.dumps(document).encode())
-    if not headers["content-type"].startswith("text/event-stream"):
-        return status, [json.loads(body)]
-    parts = [part for part in body.split(b"\n\n") if part and part != b":"]
-    return status, [json.loads(part.removeprefix(b"data: ")) for part in parts]
+    return answers(server.request("POST", path, json.dumps(document).encode()))
 
 
 def cancelled(server: Server) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support import models
+from tests.support.event_streams import events
 from tests.support.keys import Keys
 from tests.support.python_models import WAITER, add_python_model
 from tests.support.serving import HOST, Server, serving
@@ -65,13 +66,6 @@ def post(server: Server, path: str, document: object, **headers: str) -> tuple[i
     """Status, headers and body of a request."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return server.request("POST", path, json.dumps(document).encode(), named)
-
-
-def events(body: bytes) -> list[Any]:
-    """The events of a body, without comments."""
-    parts = body.split(b"\n\n")
-    assert parts[-1] == b""
-    return [json.loads(part.removeprefix(b"data: ")) for part in parts[:-1] if part != b":"]
 
 
 def raw(server: Server, text: bytes) -> bytes:

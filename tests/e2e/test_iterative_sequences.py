@@ -15,6 +15,7 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 
+from tests.support.event_streams import answers
 from tests.support.grpc_requests import Collector, tensor
 from tests.support.iterative_models import add_counter
 from tests.support.python_models import add_python_model
@@ -73,11 +74,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def stream(server: Server, model: str, count: int, **options: object) -> tuple[int, list[Any]]:
     """Status and events of a generate stream, or the JSON of an answer with another type."""
     body = json.dumps({"COUNT": count, **options}).encode()
-    status, headers, content = server.request("POST", f"/v2/models/{model}/generate_stream", body)
-    if not headers["content-type"].startswith("text/event-stream"):
-        return status, [json.loads(content)]
-    parts = [part for part in content.split(b"\n\n") if part and part != b":"]
-    return status, [json.loads(part.removeprefix(b"data: ")) for part in parts]
+    return answers(server.request("POST", f"/v2/models/{model}/generate_stream", body))
 
 
 def numbers(events: list[Any]) -> list[Any]:
@@ -120,8 +117,7 @@ def test_requests_share_the_batches_of_their_steps(running: Server, model: str, 
 
 def test_a_model_with_one_response(running: Server) -> None:
     for path in ("generate", "generate_stream"):
-        status, _, content = running.request("POST", f"/v2/models/single/{path}", b'{"COUNT": 4}')
-        document = json.loads(content.removeprefix(b"data: "))
+        status, (document,) = answers(running.request("POST", f"/v2/models/single/{path}", b'{"COUNT": 4}'))
         assert (status, document["NUMBER"]) == (200, 0)
     with triton_http.InferenceServerClient(running.address) as client:
         count = triton_http.InferInput("COUNT", [1, 1], "INT32").set_data_from_numpy(np.array([[3]], np.int32))
