@@ -54,7 +54,7 @@ _CONTENT_FIELD = "content"
 _FORMAT = 1
 _SEAL_BYTES = 32
 _KERNELS = Path(__file__).parent / "kernels"
-_SOURCES = frozenset({".cu", ".cuh", ".py"})
+_SOURCES = frozenset({".cu", ".cuh", ".py", ".csv"})
 
 
 class PluginRefused(HeadraceError):

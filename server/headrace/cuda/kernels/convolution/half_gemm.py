@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.cuda.kernels.convolution.base import Convolution, ConvShape
-from headrace.cuda.kernels.convolution.measured_tiles import Layers, nearest
+from headrace.cuda.kernels.convolution.measured_tiles import MeasuredTile, nearest
 from headrace.cuda.kernels.convolution.resources import (
     FOLDER,
     Algorithm,
@@ -52,7 +52,7 @@ class HalfGemm(Algorithm, Generic[TileT]):
     name: str
     tiles: tuple[TileT, ...]
     split_counts: tuple[int, ...]
-    measured: Mapping[str, Layers]
+    measured: list[MeasuredTile]
     convolution: Callable[[GpuResources, ConvOperation, TileT, int], Convolution]
 
     def __init__(self, tile: TileT | None = None, splits: int = 1) -> None:

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from headrace.cuda.driver import CudaStream
 from headrace.cuda.kernels.convolution.base import ConvShape
 from headrace.cuda.kernels.convolution.half_gemm import EPILOGUE, MULTIPROCESSORS, HalfGemm, refusal, tiles_of
-from headrace.cuda.kernels.convolution.measured_tiles import IMPLICIT_GEMM
+from headrace.cuda.kernels.convolution.measured_tiles import measured_tiles
 from headrace.cuda.kernels.convolution.resources import (
     ELEMENTS,
     FOLDER,
@@ -141,7 +141,7 @@ class ImplicitGemm(HalfGemm[GemmTile]):
     name = "implicit-gemm"
     tiles = TILES
     split_counts = SPLITS
-    measured = IMPLICIT_GEMM
+    measured = measured_tiles(name)
     convolution = _ImplicitGemmConvolution
 
     def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from headrace.cuda.driver import CudaStream
 from headrace.cuda.kernels.convolution.base import ConvShape
 from headrace.cuda.kernels.convolution.half_gemm import EPILOGUE, MULTIPROCESSORS, HalfGemm, refusal, tiles_of
-from headrace.cuda.kernels.convolution.measured_tiles import IMPLICIT_GEMM_HOPPER
+from headrace.cuda.kernels.convolution.measured_tiles import measured_tiles
 from headrace.cuda.kernels.convolution.resources import (
     ELEMENTS,
     FOLDER,
@@ -198,7 +198,7 @@ class ImplicitGemmHopper(HalfGemm[HopperTile]):
     name = "implicit-gemm-hopper"
     tiles = TILES
     split_counts = SPLITS
-    measured = IMPLICIT_GEMM_HOPPER
+    measured = measured_tiles(name)
     convolution = _HopperConvolution
 
     def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:

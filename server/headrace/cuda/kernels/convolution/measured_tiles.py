@@ -1,216 +1,50 @@
 """Tiles that were the fastest for the layers of ResNet-50 in FP16 at batches of 1, 8, 64 and 256 on an H200.
 
-Each line has output pixels, output channels, inner elements (taps times input channels) and blocks that share a tile. The
-selection for another shape is that of the nearest line, by the logarithms of the three sizes.
+Each row of `measured_tiles.csv` is a layer with its tile: output pixels, output channels, inner elements (taps times input
+channels) and blocks that share the tile. The selection for another shape is that of the nearest row, by the logarithms of the
+three sizes.
 """
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 from headrace.cuda.kernels.convolution.base import ConvShape
 
-Layers = tuple[tuple[int, int, int, int], ...]
+
+class MeasuredTile(NamedTuple):
+    """Fastest tile of a measured layer.
+
+    Attributes:
+        tile: its name.
+        blocks: blocks that share it.
+        sizes: output pixels, output channels and inner elements of the layer.
+    """
+
+    tile: str
+    blocks: int
+    sizes: tuple[int, int, int]
 
 
-def nearest(measured: Mapping[str, Layers], shape: ConvShape) -> tuple[str, int]:
+def measured_tiles(algorithm: str) -> list[MeasuredTile]:
+    """Return the measured layers of an algorithm, by its name."""
+    with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["algorithm"] == algorithm]
+    return [
+        MeasuredTile(row["tile"], int(row["blocks"]), (int(row["pixels"]), int(row["channels"]), int(row["inner"])))
+        for row in rows
+    ]
+
+
+def nearest(measured: list[MeasuredTile], shape: ConvShape) -> tuple[str, int]:
     """Return the name of the tile, and the blocks that share it, of the measured layer that is most like a shape."""
     sizes = shape.n * shape.out_h * shape.out_w, shape.k, shape.r * shape.s * shape.c
 
-    def distance(layer: tuple[int, int, int, int]) -> float:
-        return sum(abs(math.log(size / other)) for size, other in zip(sizes, layer, strict=False))
+    def distance(layer: MeasuredTile) -> float:
+        return sum(abs(math.log(size / other)) for size, other in zip(sizes, layer.sizes, strict=True))
 
-    found = min(((distance(layer), tile, layer[3]) for tile, layers in measured.items() for layer in layers))
+    found = min((distance(layer), layer.tile, layer.blocks) for layer in measured)
     return found[1], found[2]
-
-
-IMPLICIT_GEMM: Mapping[str, Layers] = {
-    "128x128x32 4 warps 4 stages": (
-        (1568, 1024, 256, 1),
-        (3136, 2048, 512, 1),
-        (3136, 2048, 1024, 1),
-        (6272, 512, 128, 1),
-        (6272, 512, 256, 1),
-        (12544, 256, 1024, 1),
-        (12544, 256, 2304, 1),
-        (12544, 1024, 256, 1),
-        (12544, 1024, 512, 1),
-        (12544, 2048, 512, 1),
-        (12544, 2048, 1024, 1),
-        (25088, 128, 256, 1),
-        (25088, 256, 64, 1),
-        (50176, 256, 512, 1),
-        (50176, 256, 1024, 1),
-        (50176, 256, 2304, 1),
-        (50176, 512, 128, 1),
-        (50176, 512, 256, 1),
-        (50176, 512, 1024, 1),
-        (50176, 1024, 256, 1),
-        (50176, 1024, 512, 1),
-        (200704, 128, 256, 1),
-        (200704, 128, 512, 1),
-        (200704, 128, 1152, 1),
-        (200704, 256, 64, 1),
-        (200704, 256, 512, 1),
-        (200704, 512, 128, 1),
-        (200704, 512, 256, 1),
-        (802816, 128, 256, 1),
-        (802816, 256, 64, 1),
-    ),
-    "256x64x32 4 warps 4 stages": (
-        (50176, 128, 512, 1),
-        (50176, 128, 1152, 1),
-        (200704, 64, 64, 1),
-        (200704, 64, 256, 1),
-        (200704, 64, 576, 1),
-        (802816, 64, 64, 1),
-        (802816, 64, 256, 1),
-        (802816, 64, 576, 1),
-    ),
-    "128x64x64 4 warps 4 stages": (
-        (392, 2048, 512, 1),
-        (392, 2048, 1024, 1),
-        (1568, 512, 1024, 1),
-        (1568, 1024, 512, 1),
-        (3136, 512, 2048, 1),
-        (3136, 512, 4608, 1),
-        (6272, 128, 512, 1),
-        (6272, 128, 1152, 1),
-        (12544, 512, 1024, 1),
-        (12544, 512, 2048, 1),
-        (12544, 512, 4608, 1),
-    ),
-    "64x128x64 4 warps 4 stages": ((3136, 256, 64, 1),),
-    "64x64x64 4 warps 4 stages": (
-        (784, 512, 128, 1),
-        (784, 512, 256, 1),
-        (1568, 256, 1024, 1),
-        (3136, 128, 256, 1),
-        (6272, 256, 512, 1),
-        (25088, 64, 64, 1),
-        (25088, 64, 576, 1),
-    ),
-    "64x64x64 4 warps 3 stages": (
-        (392, 512, 2048, 4),
-        (392, 512, 4608, 4),
-        (1568, 256, 2304, 2),
-        (25088, 64, 256, 1),
-    ),
-    "64x32x64 4 warps 4 stages": (
-        (49, 512, 2048, 6),
-        (49, 512, 4608, 8),
-        (49, 2048, 512, 1),
-        (49, 2048, 1024, 2),
-        (196, 256, 1024, 4),
-        (196, 256, 2304, 4),
-        (196, 512, 1024, 2),
-        (196, 1024, 256, 1),
-        (196, 1024, 512, 1),
-        (784, 128, 512, 1),
-        (784, 128, 1152, 2),
-        (784, 256, 512, 1),
-        (3136, 64, 64, 1),
-        (3136, 64, 256, 1),
-        (3136, 64, 576, 1),
-    ),
-}
-
-IMPLICIT_GEMM_HOPPER: Mapping[str, Layers] = {
-    "128x256x64 2 warpgroups 4 stages": (
-        (12544, 2048, 1024, 1),
-        (50176, 256, 2304, 1),
-        (200704, 256, 512, 1),
-    ),
-    "256x128x64 2 warpgroups 4 stages": ((50176, 512, 1024, 1),),
-    "128x128x64 2 warpgroups 6 stages": (
-        (3136, 512, 2048, 1),
-        (3136, 512, 4608, 1),
-        (12544, 512, 1024, 1),
-        (12544, 512, 2048, 1),
-        (12544, 512, 4608, 1),
-        (12544, 1024, 256, 1),
-        (50176, 128, 1152, 1),
-        (50176, 256, 512, 1),
-        (50176, 512, 256, 1),
-        (50176, 1024, 256, 1),
-        (200704, 512, 128, 1),
-        (200704, 512, 256, 1),
-    ),
-    "128x128x64 2 warpgroups 3 stages": (
-        (12544, 1024, 512, 1),
-        (12544, 2048, 512, 1),
-        (50176, 512, 128, 1),
-        (50176, 1024, 512, 1),
-    ),
-    "128x128x64 1 warpgroups 3 stages": (
-        (1568, 1024, 256, 1),
-        (12544, 256, 1024, 1),
-        (12544, 256, 2304, 1),
-        (50176, 256, 1024, 1),
-        (200704, 128, 1152, 1),
-    ),
-    "256x64x64 2 warpgroups 5 stages": (
-        (200704, 64, 576, 1),
-        (200704, 128, 512, 1),
-        (802816, 64, 576, 1),
-    ),
-    "128x64x64 2 warpgroups 4 stages": (
-        (25088, 64, 576, 1),
-        (802816, 128, 256, 1),
-    ),
-    "64x256x64 1 warpgroups 5 stages": (
-        (1568, 1024, 512, 1),
-        (3136, 2048, 1024, 1),
-    ),
-    "64x128x64 1 warpgroups 4 stages": (
-        (392, 512, 4608, 4),
-        (392, 2048, 512, 1),
-        (392, 2048, 1024, 1),
-        (1568, 512, 1024, 1),
-        (3136, 2048, 512, 1),
-        (6272, 128, 1152, 1),
-        (25088, 256, 64, 1),
-        (50176, 128, 512, 1),
-        (200704, 128, 256, 1),
-    ),
-    "64x64x64 1 warpgroups 4 stages": (
-        (49, 512, 2048, 8),
-        (196, 256, 1024, 4),
-        (196, 512, 1024, 1),
-        (196, 1024, 256, 1),
-        (784, 128, 512, 1),
-        (784, 128, 1152, 4),
-        (784, 256, 512, 1),
-        (784, 512, 128, 1),
-        (784, 512, 256, 1),
-        (3136, 64, 64, 1),
-        (3136, 64, 256, 1),
-        (3136, 128, 256, 1),
-        (3136, 256, 64, 1),
-        (6272, 128, 512, 1),
-        (6272, 256, 512, 1),
-        (6272, 512, 128, 1),
-        (6272, 512, 256, 1),
-        (25088, 64, 64, 1),
-        (25088, 128, 256, 1),
-        (200704, 64, 64, 1),
-        (200704, 256, 64, 1),
-        (802816, 64, 64, 1),
-        (802816, 64, 256, 1),
-        (802816, 256, 64, 1),
-    ),
-    "64x64x64 1 warpgroups 8 stages": (
-        (49, 512, 4608, 8),
-        (49, 2048, 512, 1),
-        (49, 2048, 1024, 1),
-        (196, 256, 2304, 4),
-        (196, 1024, 512, 1),
-        (392, 512, 2048, 2),
-        (1568, 256, 1024, 1),
-        (1568, 256, 2304, 1),
-        (3136, 64, 576, 1),
-        (25088, 64, 256, 1),
-        (200704, 64, 256, 1),
-    ),
-}
