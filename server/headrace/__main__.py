@@ -232,12 +232,8 @@ def _health(arguments: Sequence[str]) -> int:
 
 def _add_validate(commands: argparse._SubParsersAction[_Parser]) -> None:
     validate = commands.add_parser("validate", help="check a model repository without serving it")
-    validate.add_argument(
-        "path",
-        nargs="+",
-        type=settings.repository_location,
-        help="a model repository or its URL, the folder of one model, or an ONNX file",
-    )
+    text = "a model repository or its URL, the folder of one model, or an ONNX file"
+    validate.add_argument("path", nargs="+", type=settings.repository_location, help=text)
     text = "load the models as the server does, in a process of its own (on); --no-load only reads their files"
     validate.add_argument("--load", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = "fail, as serve --strict does, where the CPU serves a model that requires a GPU"

@@ -32,12 +32,8 @@ def add_repository(parser: argparse.ArgumentParser, text: str = "the model repos
 def add_repository_and_target(parser: argparse.ArgumentParser) -> None:
     """Add `--model-repository DIR` and `--target NAME`."""
     add_repository(parser, "folder of the model repository")
-    parser.add_argument(
-        "--target",
-        choices=NAMES,
-        default="auto",
-        help="target; auto: TensorRT if it and a GPU are available, else ONNX Runtime",
-    )
+    text = "target; auto: TensorRT if it and a GPU are available, else ONNX Runtime"
+    parser.add_argument("--target", choices=NAMES, default="auto", help=text)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -34,23 +34,17 @@ _LOWER = tuple(precision for precision in PRECISIONS if precision not in ("fp32"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bisect`."""
+    add = parser.add_argument
     add_model(parser)
     add_cache(parser)
     default = "that of the configuration; for fp32 int8 with calibration samples, else fp16"
     text = f"precision, of {', '.join(_LOWER)} (default: {default})"
-    parser.add_argument("--precision", choices=_LOWER, metavar="P", help=text)
-    parser.add_argument(
-        "--bound", type=float, metavar="C", help="smallest cosine that is no deviation (default: accuracy.min_cosine)"
-    )
-    parser.add_argument(
-        "--samples", type=int, default=SAMPLES, metavar="N", help=f"number of held-out samples ({SAMPLES})"
-    )
-    parser.add_argument(
-        "--no-repair",
-        action="store_true",
-        help="do not search for the layer whose higher precision repairs the outputs",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--precision", choices=_LOWER, metavar="P", help=text)
+    add("--bound", type=float, metavar="C", help="smallest cosine that is no deviation (default: accuracy.min_cosine)")
+    add("--samples", type=int, default=SAMPLES, metavar="N", help=f"number of held-out samples ({SAMPLES})")
+    text = "do not search for the layer whose higher precision repairs the outputs"
+    add("--no-repair", action="store_true", help=text)
+    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

@@ -46,43 +46,40 @@ _NO_SECONDS = "is no number of seconds above 0: write e.g. 120"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `build`."""
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="name of a model in the repository, or its folder")
-    parser.add_argument("--all", action="store_true", help="build every model of the repository")
+    add = parser.add_argument
+    add("models", nargs="*", metavar="MODEL", help="name of a model in the repository, or its folder")
+    add("--all", action="store_true", help="build every model of the repository")
     add_version(parser)
-    parser.add_argument("--precision", choices=PRECISIONS, help="precision, in place of the configuration's")
-    parser.add_argument(
-        "--force", action="store_true", help="publish engines that miss the required accuracy, with a mark"
-    )
-    parser.add_argument(
+    add("--precision", choices=PRECISIONS, help="precision, in place of the configuration's")
+    add("--force", action="store_true", help="publish engines that miss the required accuracy, with a mark")
+    add(
         "--refine",
         action="store_true",
         help="INT8, FP8: measure the ten longest layers in the built engine; those that are faster in floating point stay there",
     )
-    parser.add_argument(
+    add(
         "--version-compatible",
         action="store_true",
         help="build a TensorRT engine that later TensorRT versions of the same major version load too; it holds code that runs",
     )
-    parser.add_argument(
+    add(
         "--plugins",
         default="off",
         metavar="off|auto|NODE,...",
         help="run convolutions of a TensorRT engine on our kernels: auto where the engine is measured to be faster, or the named "
         "ONNX nodes (default: off)",
     )
-    parser.add_argument(
+    add(
         "--plugins-budget",
         type=number_parser(float, lambda seconds: 0 < seconds < math.inf, _NO_SECONDS),
         default=PLUGINS_BUDGET_S,
         metavar="SECONDS",
         help="--plugins auto: time after which no further kernel is timed and no further engine is built (default: %(default)g)",
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the results and the measurements of --plugins as JSON"
-    )
-    parser.add_argument("--rebuild", action="store_true", help="build again even if the engine is in the store")
+    add("--json", type=Path, metavar="FILE", help="write the results and the measurements of --plugins as JSON")
+    add("--rebuild", action="store_true", help="build again even if the engine is in the store")
     # The server starts builders with it and reads lines "progress SHARE PHASE" from standard output.
-    parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
+    add("--progress", action="store_true", help=argparse.SUPPRESS)
     add_repository_and_target(parser)
     add_cache(parser)
     add_state(parser)

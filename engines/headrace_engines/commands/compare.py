@@ -479,25 +479,16 @@ _CALIBRATOR = "int8-tensorrt"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `compare`."""
+    add = parser.add_argument
     add_model(parser)
     add_cache(parser)
-    parser.add_argument(
-        "--precisions",
-        metavar="P,P",
-        help=f"precisions, of {', '.join(_COMPARABLE)} (default: {', '.join(DEFAULT_PRECISIONS)}, if supported)",
-    )
-    parser.add_argument("--batch", metavar="N,N", help="batch sizes (default: from 1 to the largest)")
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, metavar="S", help="timing of each precision at each batch size (2)"
-    )
-    parser.add_argument(
-        "--layers",
-        action="store_true",
-        help="also compare the tensors between the layers with those of FP32: cosine, largest and mean error",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="write compare.json, compare.html and compare.svg here"
-    )
+    text = f"precisions, of {', '.join(_COMPARABLE)} (default: {', '.join(DEFAULT_PRECISIONS)}, if supported)"
+    add("--precisions", metavar="P,P", help=text)
+    add("--batch", metavar="N,N", help="batch sizes (default: from 1 to the largest)")
+    add("--seconds", type=float, default=2.0, metavar="S", help="timing of each precision at each batch size (2)")
+    text = "also compare the tensors between the layers with those of FP32: cosine, largest and mean error"
+    add("--layers", action="store_true", help=text)
+    add("--output", type=Path, metavar="DIR", help="write compare.json, compare.html and compare.svg here")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

@@ -240,23 +240,15 @@ def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
         parser: parser of that command.
         action: "ls", "gc" or "verify".
     """
-    parser.add_argument(
-        "--model-repository",
-        type=Path,
-        action="append",
-        metavar="DIR",
-        help="model repository; may be repeated (default: model_repository, if it exists)",
-    )
+    add = parser.add_argument
+    text = "model repository; may be repeated (default: model_repository, if it exists)"
+    add("--model-repository", type=Path, action="append", metavar="DIR", help=text)
     add_cache(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add("--json", action="store_true", help="print JSON")
     if action == "gc":
-        parser.add_argument(
-            "--keep-days", type=_days, default=30.0, metavar="N", help="keep engines used in the last N days (30)"
-        )
-        parser.add_argument(
-            "--all", action="store_true", help="remove all stored engines; published ones stay published"
-        )
-        parser.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+        add("--keep-days", type=_days, default=30.0, metavar="N", help="keep engines used in the last N days (30)")
+        add("--all", action="store_true", help="remove all stored engines; published ones stay published")
+        add("--dry-run", action="store_true", help="only print what would be removed")
     parser.set_defaults(store_action=action)
 
 

@@ -85,13 +85,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", type=Path, metavar="PATH", help=text)
     text = "further package that the model's code needs, e.g. timm>=1.0"
     parser.add_argument("--requirement", action="append", default=[], metavar="PACKAGE", help=text)
-    parser.add_argument(
-        "--environments-dir",
-        type=Path,
-        default=DEFAULT_ENVIRONMENTS,
-        metavar="DIR",
-        help="folder of the environments (`headrace environments list`)",
-    )
+    text = "folder of the environments (`headrace environments list`)"
+    parser.add_argument("--environments-dir", type=Path, default=DEFAULT_ENVIRONMENTS, metavar="DIR", help=text)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

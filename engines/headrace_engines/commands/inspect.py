@@ -263,16 +263,13 @@ _COLOURS = {"fp32": "blue", "fp16": "cyan", "bf16": "green", "int8": "yellow", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `inspect`."""
+    add = parser.add_argument
     add_model(parser)
-    parser.add_argument(
-        "--batch", type=int, metavar="ROWS", help=f"batch size (default: the tuned one, on a CPU at most {_CPU_ROWS})"
-    )
-    parser.add_argument("--top", type=int, metavar="N", help="list the N longest layers (default: all, in order)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
-    parser.add_argument(
-        "--publish", action="store_true", help="write the report beside the model, for the server's page"
-    )
+    add("--batch", type=int, metavar="ROWS", help=f"batch size (default: the tuned one, on a CPU at most {_CPU_ROWS})")
+    add("--top", type=int, metavar="N", help="list the N longest layers (default: all, in order)")
+    add("--html", type=Path, metavar="FILE", help="write an HTML page")
+    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--publish", action="store_true", help="write the report beside the model, for the server's page")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

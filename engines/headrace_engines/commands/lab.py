@@ -63,92 +63,52 @@ def names() -> tuple[str, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lab conv`."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="name of a model in the repository, or its folder")
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="name of a model in the repository, or its folder")
     add_version(parser)
     add_repository(parser, "folder of the model repository")
-    parser.add_argument(
-        "--shape", action="append", default=[], metavar="N,C,H,W,K,R,S,STRIDE,PAD", help="a shape; may be repeated"
-    )
-    parser.add_argument(
-        "--epilogue",
-        type=_list_of(_EPILOGUE),
-        default=("bias", "relu"),
-        metavar="OPERATION,...",
-        help="operations after the convolutions of --shape: bias, residual, relu, or none (default: bias,relu)",
-    )
-    parser.add_argument("--layers", choices=("resnet50",), help="the 22 distinct 3x3 and 1x1 layers of ResNet-50")
+    add("--shape", action="append", default=[], metavar="N,C,H,W,K,R,S,STRIDE,PAD", help="a shape; may be repeated")
+    text = "operations after the convolutions of --shape: bias, residual, relu, or none (default: bias,relu)"
+    add("--epilogue", type=_list_of(_EPILOGUE), default=("bias", "relu"), metavar="OPERATION,...", help=text)
+    add("--layers", choices=("resnet50",), help="the 22 distinct 3x3 and 1x1 layers of ResNet-50")
     _add_extent(parser)
 
 
 def _add_extent(parser: argparse.ArgumentParser) -> None:
     """Add the options of what is measured on each layer."""
-    parser.add_argument("--batch", type=_numbers, default=None, metavar="N,...", help="batch sizes (default: 1,8,64)")
-    parser.add_argument(
-        "--precision",
-        type=_list_of(tuple(DTYPES)),
-        default=tuple(DTYPES),
-        metavar="P,...",
-        help="fp16, fp32 (default: both)",
-    )
-    parser.add_argument(
-        "--algorithms", type=_list_of(names()), default=None, metavar="NAME,...", help="our algorithms (default: all)"
-    )
-    parser.add_argument(
-        "--baselines",
-        type=_list_of(_BASELINES),
-        default=_BASELINES,
-        metavar="NAME,...",
-        help="cudnn, tensorrt, or none (default: both)",
-    )
-    parser.add_argument(
-        "--optimization-level",
-        type=int,
-        choices=range(6),
-        metavar="N",
-        help="effort of TensorRT's builder, 0 to 5: less is a shorter build (3)",
-    )
-    parser.add_argument(
-        "--work",
-        type=_list_of(_WORK),
-        default=_WORK,
-        metavar="NAME,...",
-        help="conv: the convolution alone, layer: with its epilogue (default: both)",
-    )
-    parser.add_argument("--kernel-sizes", type=_numbers, metavar="R,...", help="sweep of kernel sizes of one --shape")
+    add = parser.add_argument
+    add("--batch", type=_numbers, default=None, metavar="N,...", help="batch sizes (default: 1,8,64)")
+    text = "fp16, fp32 (default: both)"
+    add("--precision", type=_list_of(tuple(DTYPES)), default=tuple(DTYPES), metavar="P,...", help=text)
+    add("--algorithms", type=_list_of(names()), default=None, metavar="NAME,...", help="our algorithms (default: all)")
+    text = "cudnn, tensorrt, or none (default: both)"
+    add("--baselines", type=_list_of(_BASELINES), default=_BASELINES, metavar="NAME,...", help=text)
+    text = "effort of TensorRT's builder, 0 to 5: less is a shorter build (3)"
+    add("--optimization-level", type=int, choices=range(6), metavar="N", help=text)
+    text = "conv: the convolution alone, layer: with its epilogue (default: both)"
+    add("--work", type=_list_of(_WORK), default=_WORK, metavar="NAME,...", help=text)
+    add("--kernel-sizes", type=_numbers, metavar="R,...", help="sweep of kernel sizes of one --shape")
     _add_effort(parser)
 
 
 def _add_effort(parser: argparse.ArgumentParser) -> None:
     """Add the options of rounds, time and output."""
-    parser.add_argument(
-        "--rounds", type=positive_count, default=_ROUNDS, metavar="N", help=f"samples at most (default: {_ROUNDS})"
-    )
+    add = parser.add_argument
+    add("--rounds", type=positive_count, default=_ROUNDS, metavar="N", help=f"samples at most (default: {_ROUNDS})")
     factor = number_parser(float, lambda number: number >= 0, "is not a factor of 0 or more")
-    parser.add_argument(
-        "--prune",
-        type=factor,
-        metavar="F",
-        help="leave out algorithms whose cost model predicts more than F times the roofline's time; 0 measures all "
-        f"(default: {_PRUNE:g}; 0 with --algorithms or --kernel-sizes)",
+    text = (
+        "leave out algorithms whose cost model predicts more than F times the roofline's time; 0 measures all "
+        f"(default: {_PRUNE:g}; 0 with --algorithms or --kernel-sizes)"
     )
-    parser.add_argument(
-        "--kernel-cache",
-        type=folder_path,
-        default=_KERNELS,
-        metavar="DIR",
-        help=f"folder of compiled kernels, or none (default: {_KERNELS})",
-    )
+    add("--prune", type=factor, metavar="F", help=text)
+    text = f"folder of compiled kernels, or none (default: {_KERNELS})"
+    add("--kernel-cache", type=folder_path, default=_KERNELS, metavar="DIR", help=text)
     seconds = number_parser(float, lambda number: number > 0, "is not a number of seconds above 0")
-    parser.add_argument("--budget", type=seconds, metavar="S", help="start no layer after this many seconds")
-    parser.add_argument(
-        "--list", action="store_true", help="list the algorithms and their supported shapes; needs no GPU"
-    )
-    parser.add_argument(
-        "--reference",
-        action="store_true",
-        help="run the algorithms' NumPy references on the CPU and print their errors",
-    )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write conv.json and conv.html")
+    add("--budget", type=seconds, metavar="S", help="start no layer after this many seconds")
+    add("--list", action="store_true", help="list the algorithms and their supported shapes; needs no GPU")
+    text = "run the algorithms' NumPy references on the CPU and print their errors"
+    add("--reference", action="store_true", help=text)
+    add("--output", type=Path, metavar="DIR", help="write conv.json and conv.html")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

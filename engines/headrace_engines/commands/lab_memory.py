@@ -38,16 +38,13 @@ _NAMES = {"allocation": "allocation per request", "pool": "stream-ordered pool",
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lab memory`."""
-    parser.add_argument("--instances", default=_INSTANCES, metavar="N,N", help=f"numbers of threads ({_INSTANCES})")
-    parser.add_argument(
-        "--input-bytes", type=int, default=_INPUT_BYTES, metavar="N", help=f"inputs of a request ({_INPUT_BYTES})"
-    )
-    parser.add_argument(
-        "--output-bytes", type=int, default=_OUTPUT_BYTES, metavar="N", help=f"outputs of a request ({_OUTPUT_BYTES})"
-    )
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="duration of each measurement (1)")
-    parser.add_argument("--device", type=int, default=0, metavar="N", help="number of the GPU (0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    add = parser.add_argument
+    add("--instances", default=_INSTANCES, metavar="N,N", help=f"numbers of threads ({_INSTANCES})")
+    add("--input-bytes", type=int, default=_INPUT_BYTES, metavar="N", help=f"inputs of a request ({_INPUT_BYTES})")
+    add("--output-bytes", type=int, default=_OUTPUT_BYTES, metavar="N", help=f"outputs of a request ({_OUTPUT_BYTES})")
+    add("--seconds", type=float, default=1.0, metavar="S", help="duration of each measurement (1)")
+    add("--device", type=int, default=0, metavar="N", help="number of the GPU (0)")
+    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

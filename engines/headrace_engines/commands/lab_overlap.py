@@ -36,12 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_version(parser)
     add_repository(parser)
     add_cache(parser)
-    parser.add_argument(
-        "--precision",
-        choices=_PRECISIONS,
-        metavar="P",
-        help=f"of {', '.join(_PRECISIONS)} (default: the configuration's)",
-    )
+    text = f"of {', '.join(_PRECISIONS)} (default: the configuration's)"
+    parser.add_argument("--precision", choices=_PRECISIONS, metavar="P", help=text)
     parser.add_argument("--batch", type=int, metavar="N", help="rows of a batch (default: the tuned one)")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="duration of each measurement (2)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with both timelines")

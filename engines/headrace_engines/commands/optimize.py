@@ -73,50 +73,24 @@ _SPARSE_REMARK = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `optimize`."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="name of a model in the repository, its folder, or FILE.py:function for PyTorch code",
-    )
+    add = parser.add_argument
+    text = "name of a model in the repository, its folder, or FILE.py:function for PyTorch code"
+    add("model", metavar="MODEL", help=text)
     add_version(parser)
-    parser.add_argument(
-        "--prune", choices=_KINDS, required=True, help="2:4 sparse weights, or fewer channels (PyTorch)"
-    )
-    parser.add_argument(
-        "--target-loss",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="largest loss in points of accuracy, or of agreement without labels (1)",
-    )
-    parser.add_argument("--name", metavar="NAME", help="name of the result (default: MODEL_sparse or MODEL_pruned)")
-    parser.add_argument(
-        "--data", type=Path, metavar="PATH", help="samples of the training, in place of the configuration's"
-    )
-    parser.add_argument(
-        "--held-out", type=Path, metavar="PATH", help="samples of the loss target, in place of the configuration's"
-    )
-    parser.add_argument(
-        "--samples", type=int, default=_EVERY_SAMPLE, metavar="N", help="largest number of samples (all)"
-    )
-    parser.add_argument(
-        "--max-batch-size", type=int, default=64, metavar="N", help="for PyTorch code: max_batch_size (64)"
-    )
-    parser.add_argument(
-        "--precision", choices=PRECISIONS[:-1], help="precision of the measured engines (the configuration's)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=1.0, metavar="S", help="timing of each engine at each batch size (1)"
-    )
-    parser.add_argument(
-        "--optimization-level",
-        type=int,
-        choices=range(6),
-        metavar="N",
-        help="effort of TensorRT's builder for the measured engines, 0 to 5: less is a shorter build (3)",
-    )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write optimize.json and optimize.html here")
-    parser.add_argument("--progress", action="store_true", help="print lines of `progress SHARE PHASE`, for programs")
+    add("--prune", choices=_KINDS, required=True, help="2:4 sparse weights, or fewer channels (PyTorch)")
+    text = "largest loss in points of accuracy, or of agreement without labels (1)"
+    add("--target-loss", type=float, default=1.0, metavar="P", help=text)
+    add("--name", metavar="NAME", help="name of the result (default: MODEL_sparse or MODEL_pruned)")
+    add("--data", type=Path, metavar="PATH", help="samples of the training, in place of the configuration's")
+    add("--held-out", type=Path, metavar="PATH", help="samples of the loss target, in place of the configuration's")
+    add("--samples", type=int, default=_EVERY_SAMPLE, metavar="N", help="largest number of samples (all)")
+    add("--max-batch-size", type=int, default=64, metavar="N", help="for PyTorch code: max_batch_size (64)")
+    add("--precision", choices=PRECISIONS[:-1], help="precision of the measured engines (the configuration's)")
+    add("--seconds", type=float, default=1.0, metavar="S", help="timing of each engine at each batch size (1)")
+    text = "effort of TensorRT's builder for the measured engines, 0 to 5: less is a shorter build (3)"
+    add("--optimization-level", type=int, choices=range(6), metavar="N", help=text)
+    add("--output", type=Path, metavar="DIR", help="write optimize.json and optimize.html here")
+    add("--progress", action="store_true", help="print lines of `progress SHARE PHASE`, for programs")
     _add_training(parser)
     add_repository_and_target(parser)
     add_cache(parser)
@@ -124,30 +98,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     """Add the options of channel pruning and its training."""
-    parser.add_argument("--flops", type=float, metavar="S", help="prune to this share of the FLOPs, without a search")
-    parser.add_argument(
-        "--importance", choices=("taylor", "magnitude"), default="taylor", help="order of the channels (taylor)"
-    )
-    parser.add_argument("--multiple", type=int, default=8, metavar="N", help="round channels up to a multiple (8)")
-    parser.add_argument("--epochs", type=int, default=30, metavar="N", help="passes over the samples (30)")
-    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="samples of a training step (64)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="R", help="largest learning rate (0.001)")
-    parser.add_argument(
-        "--temperature", type=float, default=4.0, metavar="T", help="temperature of the distillation (4)"
-    )
-    parser.add_argument(
-        "--distillation", type=float, default=0.7, metavar="W", help="weight of the teacher against labels (0.7)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the training (0)")
-    parser.add_argument(
-        "--devices", type=int, default=1, metavar="N", help="GPUs, or processes on the CPU, of the training (1)"
-    )
-    parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="device of the training (auto)"
-    )
-    parser.add_argument(
-        "--python", type=Path, metavar="PATH", help="interpreter with PyTorch (default: one is found or made)"
-    )
+    add = parser.add_argument
+    add("--flops", type=float, metavar="S", help="prune to this share of the FLOPs, without a search")
+    add("--importance", choices=("taylor", "magnitude"), default="taylor", help="order of the channels (taylor)")
+    add("--multiple", type=int, default=8, metavar="N", help="round channels up to a multiple (8)")
+    add("--epochs", type=int, default=30, metavar="N", help="passes over the samples (30)")
+    add("--batch-size", type=int, default=64, metavar="N", help="samples of a training step (64)")
+    add("--learning-rate", type=float, default=1e-3, metavar="R", help="largest learning rate (0.001)")
+    add("--temperature", type=float, default=4.0, metavar="T", help="temperature of the distillation (4)")
+    add("--distillation", type=float, default=0.7, metavar="W", help="weight of the teacher against labels (0.7)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the training (0)")
+    add("--devices", type=int, default=1, metavar="N", help="GPUs, or processes on the CPU, of the training (1)")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="device of the training (auto)")
+    add("--python", type=Path, metavar="PATH", help="interpreter with PyTorch (default: one is found or made)")
 
 
 @dataclass(frozen=True, slots=True)

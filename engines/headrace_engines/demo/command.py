@@ -64,16 +64,13 @@ def _outcome_text(outcome: DemoOutcome) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `models build`."""
-    parser.add_argument("--output", type=Path, default=Path("model_repository"), help="the model repository")
-    parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="NAME", help="only these models")
-    parser.add_argument(
-        "--force", action="store_true", help="build up-to-date models, and models of other builders, too"
-    )
-    parser.add_argument(
-        "--pretrained", action="store_true", help="fetch published weights for resnet50 (needs a network)"
-    )
-    parser.add_argument("--weights-url", metavar="URL", help="URL or path of resnet50's weights (.pth or .onnx)")
-    parser.add_argument("--weights-sha256", metavar="HEX", help="required checksum of these weights")
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("model_repository"), help="the model repository")
+    add("--only", nargs="+", action="extend", default=[], metavar="NAME", help="only these models")
+    add("--force", action="store_true", help="build up-to-date models, and models of other builders, too")
+    add("--pretrained", action="store_true", help="fetch published weights for resnet50 (needs a network)")
+    add("--weights-url", metavar="URL", help="URL or path of resnet50's weights (.pth or .onnx)")
+    add("--weights-sha256", metavar="HEX", help="required checksum of these weights")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

@@ -29,13 +29,8 @@ def add_arguments(
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="environments_command")
     lines = commands.add_parser("list", help="list the environments with their size and last use")
     prune = commands.add_parser("prune", help="remove environments that no server uses")
-    prune.add_argument(
-        "--unused-days",
-        type=_days,
-        default=_UNUSED_DAYS,
-        metavar="N",
-        help="last used at least N days ago (%(default)s; 0: all); incomplete ones are always removed",
-    )
+    text = "last used at least N days ago (%(default)s; 0: all); incomplete ones are always removed"
+    prune.add_argument("--unused-days", type=_days, default=_UNUSED_DAYS, metavar="N", help=text)
     prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     for command in (lines, prune):
         for add in declare:

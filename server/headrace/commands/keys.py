@@ -35,18 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser, default_file: str, parse_path
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="keys_command")
     new = commands.add_parser("new", help="create a key, and print it once")
     new.add_argument("name", metavar="NAME", help="name of the client; one with a key gets a second one, for rotation")
-    new.add_argument(
-        "--scope",
-        action="append",
-        choices=[scope.value for scope in Scope],
-        help=f"operations of the client; repeatable ({', '.join(_DEFAULT_SCOPES)})",
-    )
-    new.add_argument(
-        "--model",
-        action="append",
-        metavar="PATTERN",
-        help="model that the client may use, such as resnet*; repeatable (all)",
-    )
+    text = f"operations of the client; repeatable ({', '.join(_DEFAULT_SCOPES)})"
+    new.add_argument("--scope", action="append", choices=[scope.value for scope in Scope], help=text)
+    text = "model that the client may use, such as resnet*; repeatable (all)"
+    new.add_argument("--model", action="append", metavar="PATTERN", help=text)
     new.add_argument("--quota", metavar="RATE[:BURST]", help="requests per second over the whole server (unlimited)")
     new.add_argument("--expires", metavar="TIME", help="end of the key: 90d, or 2027-01-31 (none)")
     new.add_argument("--certificate", action="append", metavar="NAME", help="name in a client certificate; repeatable")

@@ -39,20 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="a model's name in the repository, or its folder")
-    add(
-        "--model-repository",
-        type=path_or_url,
-        default=Path("model_repository"),
-        metavar="DIR_OR_URL",
-        help="where names are looked up: a folder, or the URL of a repository in a store",
-    )
+    text = "where names are looked up: a folder, or the URL of a repository in a store"
+    add("--model-repository", type=path_or_url, default=Path("model_repository"), metavar="DIR_OR_URL", help=text)
     add("--instances", type=_counts, default=(), metavar="N,N", help="numbers to try (1, 2, 4 ... up to the cores)")
-    add(
-        "--max-batch-size",
-        type=_count,
-        metavar="N",
-        help="largest batch to try (the configuration's, else by measurement)",
-    )
+    text = "largest batch to try (the configuration's, else by measurement)"
+    add("--max-batch-size", type=_count, metavar="N", help=text)
     add("--input", type=Path, metavar="FILE.npz", help="an array for each input (model_warmup's, else random values)")
     add("--seconds", type=_positive, default=0.2, metavar="S", help="for each run (%(default)s)")
     add("--repeats", type=_count, default=5, metavar="N", help="runs of each pair of settings (%(default)s)")

@@ -30,33 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
     add("folders", nargs="*", metavar="MODEL", help="models whose configuration gives the policy: names or folders")
-    add(
-        "--model-repository",
-        type=path_or_url,
-        default=Path("model_repository"),
-        metavar="DIR_OR_URL",
-        help="repository in which model names are looked up, or the URL of one in a store",
-    )
+    text = "repository in which model names are looked up, or the URL of one in a store"
+    add("--model-repository", type=path_or_url, default=Path("model_repository"), metavar="DIR_OR_URL", help=text)
     workload = parser.add_argument_group("workload")
     add = workload.add_argument
     add("--arrivals", default="poisson", metavar="KIND", help=f"{', '.join(KINDS)}, or a .csv file (%(default)s)")
     add("--rate", type=_positive, default=100.0, metavar="HZ", help="requests per second, all models (%(default)g)")
     add("--seconds", type=_positive, default=60.0, metavar="S", help="length of the trace (%(default)g)")
-    add(
-        "--rows",
-        type=_weighted(_count),
-        default=((1, 1.0),),
-        metavar="N[:W,...]",
-        help="rows of a request, with weights (1)",
-    )
+    text = "rows of a request, with weights (1)"
+    add("--rows", type=_weighted(_count), default=((1, 1.0),), metavar="N[:W,...]", help=text)
     add("--timeout-ms", type=_natural, default=0.0, metavar="MS", help="deadline of each request (none)")
-    add(
-        "--clients",
-        type=_weighted(str),
-        default=(),
-        metavar="NAME[:W],...",
-        help="names of clients, with weights (none)",
-    )
+    text = "names of clients, with weights (none)"
+    add("--clients", type=_weighted(str), default=(), metavar="NAME[:W],...", help=text)
     add("--models", type=_count, default=1, metavar="N", help="number of equal models, without folders (%(default)s)")
     add("--skew", type=_natural, default=0.0, metavar="S", help="the k-th model gets k**-S times the requests (0)")
     add("--burst-factor", type=_positive, default=10.0, metavar="F", help="rate of a burst over the calm rate (10)")
@@ -70,13 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("output")
     add = out.add_argument
     add("--warm-up", type=_natural, default=0.0, metavar="S", help="seconds left out at the start (%(default)g)")
-    add(
-        "--compare",
-        action="append",
-        default=[],
-        metavar="OPTIONS",
-        help='another setting: "delay-us=500 instances=2"; may be repeated',
-    )
+    text = 'another setting: "delay-us=500 instances=2"; may be repeated'
+    add("--compare", action="append", default=[], metavar="OPTIONS", help=text)
     add("--json", action="store_true", help="print JSON")
     add("--plot", type=Path, metavar="FILE", help="plot latencies and goodput over time (SVG)")
 
@@ -84,23 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_sequences(parser: argparse.ArgumentParser) -> None:
     sequences = parser.add_argument_group("sequences (the arrivals are then those of sequences)")
     add = sequences.add_argument
-    add(
-        "--requests-per-sequence",
-        type=_weighted(_count),
-        default=(),
-        metavar="N[:W,...]",
-        help="requests of a sequence, with weights; of a model with sequence_batching",
-    )
+    text = "requests of a sequence, with weights; of a model with sequence_batching"
+    add("--requests-per-sequence", type=_weighted(_count), default=(), metavar="N[:W,...]", help=text)
     add(
         "--think-ms", type=_natural, default=0.0, metavar="MS", help="mean time from a response to the next request (0)"
     )
-    add(
-        "--think-variation",
-        type=_natural,
-        default=0.0,
-        metavar="CV",
-        help="variation of that time: 0 constant, 1 exponential (0)",
-    )
+    text = "variation of that time: 0 constant, 1 exponential (0)"
+    add("--think-variation", type=_natural, default=0.0, metavar="CV", help=text)
 
 
 def add_setting(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -110,24 +80,14 @@ def add_setting(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     def add(option: str, **options: object) -> None:
         parser.add_argument(option, default=argparse.SUPPRESS, **options)  # type: ignore[arg-type]
 
-    add(
-        "--profile",
-        metavar="T",
-        help="time of a batch of n rows in us: 450+20n, or a .json file; or NAME=T,... (1000+100n)",
-    )
+    text = "time of a batch of n rows in us: 450+20n, or a .json file; or NAME=T,... (1000+100n)"
+    add("--profile", metavar="T", help=text)
     add("--variation", type=_natural, metavar="CV", help="variation of that time: 0 constant, 1 exponential (0)")
     add("--overhead-us", type=_natural, metavar="US", help="time of a request in network and codec (0)")
-    add(
-        "--slo-ms",
-        type=_by_name(_positive),
-        metavar="MS",
-        help="latency objective, for batching and the report; or NAME=MS,...",
-    )
-    add(
-        "--scheduler",
-        choices=("promise", "fixed"),
-        help="fixed: close batches by size and delay, and use the SLO for the report only (promise)",
-    )
+    text = "latency objective, for batching and the report; or NAME=MS,..."
+    add("--slo-ms", type=_by_name(_positive), metavar="MS", help=text)
+    text = "fixed: close batches by size and delay, and use the SLO for the report only (promise)"
+    add("--scheduler", choices=("promise", "fixed"), help=text)
     add("--max-batch-size", type=_count, metavar="N", help="rows of a batch (8)")
     add("--preferred", type=_counts, metavar="N,...", help="batch sizes that close a batch at once")
     add("--delay-us", type=_natural, metavar="US", help="longest delay of a request to form a larger batch (0)")
@@ -138,18 +98,10 @@ def add_setting(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     add("--queue-timeout-us", type=_natural, metavar="US", help="longest queue time of a request (no limit)")
     add("--levels", type=_count, metavar="N", help="priority levels; the default level is the lowest (1)")
     add("--aging-us", type=_natural, metavar="US", help="queue time after which a request rises a level (never)")
-    add(
-        "--share",
-        type=_weighted(str),
-        metavar="NAME[:W],...",
-        help="weights of clients for fair sharing; others have 1",
-    )
-    add(
-        "--quota",
-        type=_by_name(_quota),
-        metavar="HZ[:BURST]",
-        help="requests per second of a client; or NAME=HZ[:BURST],...",
-    )
+    text = "weights of clients for fair sharing; others have 1"
+    add("--share", type=_weighted(str), metavar="NAME[:W],...", help=text)
+    text = "requests per second of a client; or NAME=HZ[:BURST],..."
+    add("--quota", type=_by_name(_quota), metavar="HZ[:BURST]", help=text)
     add("--slots", type=_count, metavar="N", help="slots of an instance for sequences (8)")
     add("--strategy", choices=("direct", "oldest"), help="strategy of sequence_batching (direct)")
     add("--idle-ms", type=_positive, metavar="MS", help="time without a request after which a sequence ends (1000)")
