@@ -95,10 +95,10 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
-def remove_oldest(folder: Path, kept: int) -> None:
-    """Remove the least recently used of a folder's JSON files beyond `kept`; raises OSError if the folder cannot be read."""
+def remove_oldest(folder: Path, kept: int, suffix: str = ".json") -> None:
+    """Remove the least recently used of a folder's files with a suffix beyond `kept`; raises OSError if it cannot be read."""
     with os.scandir(folder) as entries:
-        files = [entry for entry in entries if entry.name.endswith(".json")]
+        files = [entry for entry in entries if entry.name.endswith(suffix)]
     if len(files) > kept:
         with suppress(OSError):  # another process may remove the same files
             for entry in sorted(files, key=lambda entry: entry.stat().st_mtime)[:-kept]:

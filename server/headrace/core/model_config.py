@@ -491,8 +491,13 @@ class ModelConfig(ConfigPart):
         BeforeValidator(lambda value: "off" if value is False else value),  # YAML reads off as False
     ] = option(
         "enforce",
-        "Tests at the first load on this machine whether batches change answers (docs/proof.md). `enforce`: batches that do "
-        "are not run. `warn`: they run, with a warning. `off`: no test.",
+        "Tests at the first load on this machine, and while the server is idle, whether batches change answers "
+        "(docs/proof.md). `enforce`: batches that do are not run. `warn`: they run, with a warning. `off`: no test.",
+    )
+    proof_sample: Annotated[int, Field(strict=True, ge=0)] = option(
+        100_000,
+        "One row in so many of the batches is run again alone while the server is idle; a batch size that gave it other outputs "
+        "is not run any more (docs/proof.md). 0: none. Not with `proof: off`.",
     )
     pad: Padding | None = option(None, "Pads inputs, so that requests of different length share a batch.")
     cache: CacheLimits | None = option(None, "Limits of the model in the response cache.")

@@ -327,6 +327,7 @@ class ScrapedModel(HandleStatus, Protocol):
 
     recorder: Recorder
     spec: ModelSpec
+    row_differences: int | None
 
     @property
     def cache(self) -> ScrapedCache | None:
@@ -473,6 +474,7 @@ def _load(sources: _Sources) -> Iterator[Metric]:
     depth, in_flight, pending = table.QUEUE_DEPTH.gauge(), table.IN_FLIGHT.gauge(), table.TRITON_PENDING.gauge()
     wait, drain, capacity = table.PREDICTED_WAIT.gauge(), table.DRAIN.gauge(), table.CAPACITY.gauge()
     objective, late, unproven = table.OBJECTIVE.gauge(), table.LATE.counter(), table.UNPROVEN_SIZES.gauge()
+    differences = table.ROW_DIFFERENCES.counter()
     server_depth = server_in_flight = server_wait_ns = 0
     for labels, source in stepwise(sources):
         load = source.load()
@@ -493,7 +495,9 @@ def _load(sources: _Sources) -> Iterator[Metric]:
         sizes = source.spec.parameters.get("headrace.unproven_batch_sizes")
         if isinstance(sizes, int | float):
             unproven.add_metric(labels, sizes)
-    yield from (depth, in_flight, wait, drain, capacity, objective, late, pending, unproven)
+        if source.row_differences is not None:
+            differences.add_metric(labels, source.row_differences)
+    yield from (depth, in_flight, wait, drain, capacity, objective, late, pending, unproven, differences)
     for family, value in (
         (table.SERVER_QUEUE_DEPTH, server_depth),
         (table.SERVER_IN_FLIGHT, server_in_flight),

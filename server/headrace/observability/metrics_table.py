@@ -259,6 +259,11 @@ UNPROVEN_SIZES = _load(
     "Batch sizes that failed the tests of docs/proof.md, and are not run unless `proof` is `warn`.",
     when="for a model whose batch sizes were tested",
 )
+ROW_DIFFERENCES = _load(
+    "headrace_row_differences_total",
+    "Rows of batches that had other outputs when they were run again alone, of one row in `proof_sample`.",
+    when="for a model whose rows are sampled",
+)
 QUEUE_DEPTH = _load("headrace_queue_depth", "Requests in the queue.")
 IN_FLIGHT = _load("headrace_in_flight", "Requests between arrival and response.")
 PREDICTED_WAIT = _load(

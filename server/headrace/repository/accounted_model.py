@@ -17,6 +17,7 @@ from headrace.repository.sequence_policy import sequence_policy
 from headrace.scheduling.batch_proof import BatchVerdict
 from headrace.scheduling.proven_sizes import ProvenSizes
 from headrace.scheduling.reshaping import ReshapingExecution
+from headrace.scheduling.row_sampler import RowSampler
 from headrace.scheduling.sequences.controls import ControlledExecution
 
 # Host memory of a session of ONNX Runtime and of its instance besides the weights, in bytes, as measured with small models.
@@ -98,8 +99,11 @@ class AccountedModel:
         config: complete configuration, for `reshape`.
         steps: preprocessing and postprocessing on the CPU.
         verdict: which batch sizes are proven; more of them may be while the model is idle.
-        prove: tests the sizes that are left on an instance's execution until its second argument returns True, and changes
-            `verdict`; returns True if the executions must be opened again for that. None if no size is left.
+        prove: tests sizes that are left, and a row of `sampler`, on an instance's execution until its second argument returns
+            True, and changes `verdict`; returns True if the executions must be opened again for that. None if it is not tested.
+        has_left: True if sizes are left to be tested.
+        sampler: takes rows of batches for `prove`; None for none.
+        row_differences: rows that had other outputs when they ran again alone.
         on_closed: called after the model is closed, e.g. to store its latency table.
     """
 
@@ -112,6 +116,9 @@ class AccountedModel:
     steps: Steps
     verdict: BatchVerdict = field(default_factory=BatchVerdict)
     prove: Callable[[Execution, Callable[[], bool]], bool] | None = None
+    has_left: bool = False
+    sampler: RowSampler | None = None
+    row_differences: int = 0
     on_closed: list[Callable[[], None]] = field(default_factory=list)
 
     def execution(self, index: int) -> Execution:

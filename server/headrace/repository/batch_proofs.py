@@ -9,12 +9,14 @@ graph is known to keep rows apart (`headrace.config.row_rules`) and runs on ONNX
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +53,7 @@ from headrace.scheduling.batch_proof import (
 )
 from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.proven_sizes import ProvenSizes
+from headrace.scheduling.row_sampler import MAX_SAMPLES, RowSample, RowSampler
 
 logger = logging.getLogger("headrace.proof")
 
@@ -63,6 +66,8 @@ _MAX_STARTS = 2
 _LIMIT_S = 2.0
 # No limit: a request ends a proof of an idle model.
 _IDLE_LIMIT_S = 1e6
+# Models with a stored difference.
+_MAX_CASES = 64
 _ROWS = 4
 # Sizes of free dimensions, until the model runs.
 _FREE = (16, 64, 224)
@@ -108,6 +113,7 @@ class BatchProofs:
     ) -> None:
         self._folder = None if state is None else state.expanduser() / "proofs"
         self._limit_s, self._later_s, self._clock = limit_s, later_s, clock
+        self._slots = threading.Semaphore(MAX_SAMPLES)
         self._records: dict[str, _Record] = {}  # of this process, so that an evicted model is not tested again
 
     def prove(
@@ -131,7 +137,7 @@ class BatchProofs:
         """
         config = folder.config
         max_rows = model.max_rows
-        if config.proof == "off" or max_rows < 2 or not _merges(config, plan) or not _is_doubtful(folder, plan):
+        if config.proof == "off" or max_rows < 2 or plan.runtime in PYTHON_RUNTIMES or not _merges(config, plan):
             return
         reason = _untestable(config)
         if reason:
@@ -139,14 +145,18 @@ class BatchProofs:
             return
         key = _key(config, plan, digest(), max_rows)
         self._records[key] = record = self._records.get(key) or self._read(key)
-        if record.verdict is None or not record.is_complete:
-            proof = _Proof(folder, version_number, plan, model, layout, self._clock)
+        open_proof = cache(lambda: _Proof(folder, version_number, plan, model, layout, self._clock))
+        if record.verdict is None and not _is_doubtful(folder, plan):
+            self._records[key] = record = _Record(is_complete=True)
+        elif record.verdict is None or (self._later_s and not record.is_complete):
             limit_s = self._limit_s if record.verdict is None else self._later_s
-            if limit_s or record.verdict is None:
-                record = self._prove(key, config, partial(proof.run, int(limit_s * NS_PER_S)))
-            if not record.is_complete:
-                model.prove = partial(self._prove_idle, key, plan, model, proof)
-        _log(config, record.verdict or NOT_TESTED)
+            record = self._prove(key, config, partial(open_proof().run, int(limit_s * NS_PER_S)))
+        if config.proof_sample and layout is None and config.pad is None:
+            model.sampler = RowSampler(config.proof_sample, self._slots)
+        model.has_left = not record.is_complete
+        model.prove = partial(self._prove_idle, key, plan, model, open_proof)
+        if record.verdict is not None:
+            _log(config, record.verdict)
         _serve(plan, model, record)
 
     def _prove_idle(
@@ -154,22 +164,72 @@ class BatchProofs:
         key: str,
         plan: ServingPlan,
         model: AccountedModel,
-        proof: _Proof,
+        open_proof: Callable[[], _Proof],
         execution: Execution,
         is_busy: Callable[[], bool],
     ) -> bool:
-        """Test the sizes that are left, and let the model run as the new verdict allows; see `AccountedModel.prove`."""
-        before = self._records[key].verdict
+        """Test what is left on an idle instance, and let the model run as the new verdict allows; see `AccountedModel.prove`."""
+        before, proof = self._records[key].verdict, open_proof()
         inner = execution.inner if isinstance(execution, ProvenSizes) else execution
-        run = partial(proof.run_on, inner, int(_IDLE_LIMIT_S * NS_PER_S), is_busy=is_busy)
-        record = self._prove(key, model.config, run)
-        if record.is_complete:
-            model.prove = None
+        if model.has_left:
+            run = partial(proof.run_on, inner, int(_IDLE_LIMIT_S * NS_PER_S), is_busy=is_busy)
+            record = self._prove(key, model.config, run)
+            model.has_left = not record.is_complete
+            if record.verdict is not None and record.verdict != before:
+                verified = record.verdict.verified
+                logger.info("model %s: batches of %s rows are proven since it was idle", model.config.name, verified)
+        if model.sampler is not None and model.sampler.sample is not None:
+            self._check_sample(key, model, model.sampler, proof, inner, is_busy)
+        record = self._records[key]
         if record.verdict is not None and record.verdict != before:
-            verified = record.verdict.verified
-            logger.info("model %s: batches of %s rows are proven since it was idle", model.config.name, verified)
             _log(model.config, record.verdict)
         return _serve(plan, model, record)
+
+    def _check_sample(
+        self,
+        key: str,
+        model: AccountedModel,
+        sampler: RowSampler,
+        proof: _Proof,
+        execution: Execution,
+        is_busy: Callable[[], bool],
+    ) -> None:
+        """Run a row of a batch again alone; a difference is stored, and its batch size is not run any more."""
+        record, sample = self._records[key], sampler.sample
+        assert sample is not None
+        try:
+            verdict = proof.check_sample(execution, sample, record.verdict or NOT_TESTED, record.is_complete, is_busy)
+        except ProofInterrupted:
+            return
+        except ProofError as error:  # without bounds no difference is one
+            logger.info("model %s: no rows are run again: %s", model.config.name, error)
+            model.sampler, verdict = None, None
+        sampler.clear()
+        if verdict is None:
+            return
+        model.row_differences += 1
+        logger.error(
+            "model %s: a row of a batch of %d: %s", model.config.name, sample.size, verdict.faults[sample.size]
+        )
+        self._records[key] = record = _Record(record.starts, verdict, record.is_complete)
+        self._write(key, model.config.name, record)
+        self._store_case(model.config.name, sample)
+
+    def _store_case(self, model: str, sample: RowSample) -> None:
+        """Store the latest difference of a model for `headrace proof`; only the server's user may read it."""
+        if self._folder is None:
+            return
+        arrays = {f"in.{name}": values for name, values in sample.inputs.items()}
+        arrays |= {f"out.{name}": values for name, values in sample.outputs.items()}
+        content = io.BytesIO()
+        np.savez(content, case=np.array([sample.size, sample.place]), **arrays)  # type: ignore[arg-type]
+        folder = self._folder / "differences"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_durably(folder / f"{model}.npz", content.getbuffer(), 0o600)
+            remove_oldest(folder, _MAX_CASES, ".npz")
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", folder, error.strerror)
 
     def _prove(
         self, key: str, config: ModelConfig, run: Callable[[BatchVerdict | None], tuple[BatchVerdict, bool]]
@@ -249,9 +309,7 @@ def _merges(config: ModelConfig, plan: ServingPlan) -> bool:
 
 
 def _is_doubtful(folder: ModelFolder, plan: ServingPlan) -> bool:
-    """Return False for a graph that keeps rows apart, on ONNX Runtime, and for code."""
-    if plan.runtime in PYTHON_RUNTIMES:
-        return False
+    """Return False for a graph that keeps rows apart, on ONNX Runtime."""
     if plan.runtime == "tensorrt":
         return True
     return not keeps_rows_apart(folder.config, read_signature(plan.file, plan.file.name))
@@ -322,6 +380,7 @@ class _Proof:
         self._is_busy: Callable[[], bool] = lambda: False
         self._floor = smallest_bound(plan)
         self._references: list[BatchTests] | None = None
+        self._live: BatchTests | None = None  # bounds of live rows
 
     def run(self, limit_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
         """Return the verdict, and True if all sizes were tested within the limit."""
@@ -355,11 +414,8 @@ class _Proof:
             tests = [self._tests(execution, dims) for dims in self._dims()]
         except ProofError as error:
             return BatchVerdict(reason=f"random inputs prove nothing: {error}"), True
-        find_rows: Callable[[int], int] = int
-        if self._layout is None:
-            find_rows = getattr(find_inner(self._model, "run_rows"), "run_rows", int)
-        is_padded = self._plan.runtime == "tensorrt" and self._layout is None
-        sizes = candidates(self._model.max_rows, self._preferred(), find_rows, is_padded)
+        find_rows = self._find_rows()
+        sizes = self._sizes(find_rows)
         if self._layout is not None:
             sizes = [size for size in sizes if self._fits(tests[0], size)]
         verified = [] if earlier is None else [size for size in earlier.verified if size in sizes]
@@ -383,6 +439,52 @@ class _Proof:
             if is_model:
                 return BatchVerdict((1,), faults, alone=True, reason=str(fault)), True
         return self._verdict(sizes, sorted(verified), faults, find_rows, is_complete), is_complete
+
+    def check_sample(
+        self,
+        execution: Execution,
+        sample: RowSample,
+        verdict: BatchVerdict,
+        is_complete: bool,
+        is_busy: Callable[[], bool],
+    ) -> BatchVerdict | None:
+        """Run a row of a batch again alone; return the verdict without its batch size if the outputs differ, else None.
+
+        Raises:
+            ProofInterrupted: a request came.
+            ProofError: random inputs prove nothing, so that there is no bound.
+        """
+        self._end_ns, self._is_busy = self._clock() + NS_PER_S, is_busy
+        if self._live is None:
+            self._live = self._tests(execution, self._dims()[0])
+        self._live.run = self._run_batch(execution)
+        size, row = sample.size, sample.row
+        is_model, reference = True, None
+        fault = self._live.compare(row, sample.outputs, size, sample.place, None)
+        if fault is not None and self._plan.runtime != "onnxruntime" and (references := self._reference_tests()):
+            reference = references[0].run
+            fault = self._live.compare(row, sample.outputs, size, sample.place, reference)
+            is_model = fault is not None and references[0].check(size) is not None
+        if fault is None:
+            return None
+        faults = {**verdict.faults, size: str(fault)}
+        if is_model:
+            return BatchVerdict((1,), faults, alone=True, reason=str(fault))
+        find_rows = self._find_rows()
+        sizes = sorted({*self._sizes(find_rows), *faults})
+        verified = [each for each in verdict.verified if each != size and each > 1]
+        return self._verdict(sizes, verified, faults, find_rows, is_complete)
+
+    def _find_rows(self) -> Callable[[int], int]:
+        """Return the function from the rows of a batch to those that run."""
+        find_rows: Callable[[int], int] = int
+        if self._layout is None:
+            find_rows = getattr(find_inner(self._model, "run_rows"), "run_rows", int)
+        return find_rows
+
+    def _sizes(self, find_rows: Callable[[int], int]) -> list[int]:
+        is_padded = self._plan.runtime == "tensorrt" and self._layout is None
+        return candidates(self._model.max_rows, self._preferred(), find_rows, is_padded)
 
     def _verdict(
         self,

@@ -108,6 +108,10 @@ class VersionLoads:
         return model.account
 
     def _serve(self, model: AccountedModel) -> None:
+        sampler = model.sampler
+        if sampler is not None:
+            sampler.on_taken = lambda: self.idle_tasks.set(self.handle, partial(self._prove, model))
+            model.on_closed.append(sampler.clear)
         model.on_closed.append(lambda: self.idle_tasks.set(self.handle, None))
         self._apply(model)
 
@@ -123,17 +127,16 @@ class VersionLoads:
             self._unproven = None
         parameters = {name: text for name, text in handle.spec.parameters.items() if name not in before.parameters()}
         handle.spec = replace(handle.spec, parameters=parameters | verdict.parameters())
-        self.idle_tasks.set(handle, None if model.prove is None else partial(self._prove, model, model.prove))
+        if model.prove is not None:
+            # Rows of one request that runs alone and whole may influence each other.
+            handle.set_sampler(None if verdict.alone else model.sampler)
+            handle.row_differences = model.row_differences if model.sampler else None
+        is_due = model.has_left or (model.sampler is not None and model.sampler.sample is not None)
+        self.idle_tasks.set(handle, partial(self._prove, model) if is_due else None)
 
-    def _prove(
-        self,
-        model: AccountedModel,
-        prove: Callable[[Execution, Callable[[], bool]], bool],
-        execution: Execution,
-        is_busy: Callable[[], bool],
-    ) -> None:
-        """Test the sizes that are left, on the thread of an idle instance."""
-        if prove(execution, is_busy):
+    def _prove(self, model: AccountedModel, execution: Execution, is_busy: Callable[[], bool]) -> None:
+        """Test the sizes that are left, and a row of a batch, on the thread of an idle instance."""
+        if model.prove is not None and model.prove(execution, is_busy):
             self.handle.reopen_executions()
         self._apply(model)
 

@@ -36,6 +36,8 @@ _REPEATS = 3
 _SPREAD_FACTOR = 2.0
 # Runs of a batch in `check`.
 _RUNS = 3
+# Of live rows, whole numbers are compared only where rounding is as small as in FP32 on a CPU.
+_EXACT_FLOOR = 1e-5
 _MIN_ROWS = 2
 
 
@@ -183,6 +185,7 @@ class BatchTests:
         first = self._alone[0]
         self._has_lengths = any(row[name].shape != values.shape for name, values in rows[0].items() for row in rows)
         self.is_telling = any(_differing(first, other) for other in self._alone[1:])
+        self._floor = floor
         self._bounds = {name: _bound([output[name] for output in self._alone], floor) for name in first}
 
     def refer(self, run: RunBatch) -> None:
@@ -197,6 +200,29 @@ class BatchTests:
                 own = difference(values, reference[name])
                 if np.isfinite(own):
                     self._bounds[name] = max(self._bounds[name], _REFERENCE_FACTOR * own)
+
+    def compare(self, row: Row, output: Row, size: int, place: int, reference: RunBatch | None) -> Fault | None:
+        """Run a row alone; return the fault if its outputs in a batch of other requests differ, None if they are equal.
+
+        Args:
+            row: inputs of the row.
+            output: its outputs in the batch.
+            size: rows of the batch.
+            place: index of the row in the batch.
+            reference: widens the bounds as `refer` does; None for none.
+        """
+        alone, values_of = self._copies(self.run([row]))[0], self._copies([output])[0]
+        others = None if reference is None else self._copies(reference([row]))[0]
+        for name, values in values_of.items():
+            if values.dtype.kind != "f" and self._floor > _EXACT_FLOOR:
+                continue  # rounding decides which of two near values is the class
+            differs, bound = difference(values, alone[name]), self._bounds[name]
+            bound = max(bound, _bound([alone[name], *(each[name] for each in self._alone)], self._floor))
+            if others is not None and np.isfinite(own := difference(alone[name], others[name])):
+                bound = max(bound, _REFERENCE_FACTOR * own)
+            if differs > bound:
+                return _alone_fault(name, place, size, differs, bound)
+        return None
 
     def largest(self, size: int) -> list[Row]:
         """Return a batch of `size` rows, the largest first."""
@@ -309,8 +335,15 @@ class BatchTests:
                 if any(other == index and difference(values, twin[name]) > bound for _, other, twin in results):
                     text = f"{rows} differs by {differs:.3g} from that of an equal row at another place"
                     return Fault("position", f"{text}, {bound:.3g} is allowed")
-                return Fault("alone", f"{rows} differs by {differs:.3g} from the row alone, {bound:.3g} is allowed")
+                return _alone_fault(name, place, size, differs, bound)
         return None
+
+
+def _alone_fault(name: str, place: int, size: int, differs: float, bound: float) -> Fault:
+    text = (
+        f"output '{name}' of row {place} of {size} differs by {differs:.3g} from the row alone, {bound:.3g} is allowed"
+    )
+    return Fault("alone", text)
 
 
 def difference(one: Array, other: Array) -> float:

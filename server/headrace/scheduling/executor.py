@@ -44,6 +44,7 @@ from headrace.scheduling.assembly import BatchLayout, Staging, inputs_on_gpus
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.open_requests import Deliver, OpenEntry, StreamedEntry
 from headrace.scheduling.queue import FAR_NS, Entry
+from headrace.scheduling.row_sampler import RowSampler
 from headrace.scheduling.scheduler import Batch, CallerThread, Scheduler
 
 _ROWS = attrgetter("rows")
@@ -175,6 +176,7 @@ class BatchResults:
         layout: assembles batches of requests of different shapes; None if the requests of a batch have equal shapes.
         observe_work: callback with the rows of a batch and the processor time of its thread for it, in nanoseconds.
         clock: returns monotonic nanoseconds.
+        sampler: copies rows of batches before they are settled; None for none.
     """
 
     recorder: Recorder
@@ -187,6 +189,7 @@ class BatchResults:
     layout: BatchLayout | None = None
     observe_work: Callable[[int, int], object] = lambda _rows, _cpu_ns: None
     clock: Clock = monotonic_ns
+    sampler: RowSampler | None = None
 
     def __post_init__(self) -> None:
         self.busy_runners: set[object] = set()
@@ -257,7 +260,11 @@ class BatchResults:
                 at once.
         """
         entries, closed = batch.entries, batch.reason.value
-        batch_rows = batch.rows
+        batch_rows, sampler = batch.rows, self.sampler
+        if sampler is not None and batch_rows > 1:
+            sampler.left -= batch_rows
+            if sampler.left <= 0:
+                sampler.take(batch, results)
         pairs: list[tuple[Completion, Outcome]] = []
         all_succeed = True
         for entry, outputs in zip(entries, results, strict=True):

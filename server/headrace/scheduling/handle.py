@@ -38,6 +38,7 @@ from headrace.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.scheduling.policy import HandlePolicy, LevelPolicy
 from headrace.scheduling.queue import FAR_NS, Entry, QueueOrder
 from headrace.scheduling.ragged import PaddedLayout, batch_layout
+from headrace.scheduling.row_sampler import RowSampler
 from headrace.scheduling.scheduler import IdleTask, Scheduler
 from headrace.scheduling.version_handle import OverloadFigures, Prediction, VersionHandle, decoupled_error
 
@@ -540,6 +541,10 @@ class ModelHandle(VersionHandle):
     def offer(self, task: IdleTask) -> None:
         """Run a task on an instance that sleeps, with its execution; dropped if none sleeps, or a request waits."""
         self._scheduler.offer(task)
+
+    def set_sampler(self, sampler: RowSampler | None) -> None:
+        """Let a sampler copy rows of the batches from now on; None for none."""
+        self._batch_results.sampler = sampler
 
     @property
     def is_ending(self) -> bool:

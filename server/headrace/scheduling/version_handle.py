@@ -111,6 +111,7 @@ class VersionHandle(ABC):
         protocol_cache: objects that protocols keep as long as the version lives, by the object that keeps them.
         announced_rows: rows of pipeline requests that will reach the version after earlier steps; changed on the event loop.
         batch_verdict: which batch sizes are proven; set by each load.
+        row_differences: rows that had other outputs when they ran again alone; None if no rows are sampled.
         infer: starts a request and returns its completion, to be awaited: `compute`, or the response cache in front of it. An
             attribute, since a method that looks for a cache would be one more call for every request.
     """
@@ -131,6 +132,7 @@ class VersionHandle(ABC):
         self.callee_revision: Callable[[], int] | None = None
         self.infer: Callable[[InferRequest], LoopCompletion] = self.compute
         self.batch_verdict = BatchVerdict()
+        self.row_differences: int | None = None
         self._cache: RequestCache | None = None
         self._clock = clock
         self._lock = threading.Lock()

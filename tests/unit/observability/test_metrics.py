@@ -121,7 +121,7 @@ def page(totals_ns: list[int]) -> MetricsPage:
             alive=1, restarts=0, evicted=False, process_status=None, cache=None, steps=dict,
             policy=SimpleNamespace(instances=1, batch=SimpleNamespace(objective_ns=0)),
             latency_table=SimpleNamespace(summary=list),
-            sequence_figures=None,
+            sequence_figures=None, row_differences=None,
             calls=frozenset(),
             spec=ModelSpec(name, "1", "test", {}, {}, 8),
         )

@@ -170,6 +170,7 @@ class _Source:
     process_status = ProcessStatus(False, "", 6)
     cache = None
     sequence_figures = None
+    row_differences = 2
     calls = frozenset[str]()
     steps = dict
     latency_table = _Profile()

@@ -25,6 +25,7 @@ from headrace.repository.explanation import explain
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.reconciler import ControlPolicy
 from headrace.repository.registry import Registry
+from headrace.scheduling.row_sampler import MAX_SAMPLES
 
 from tests.support.control_thread import running
 from tests.support.models import add_model
@@ -487,3 +488,87 @@ def test_the_smallest_bound_follows_the_precision(runtime: str, precision: str |
     stamp = None if precision is None else SimpleNamespace(precision=precision)
     plan: Any = SimpleNamespace(runtime=runtime, stamp=stamp)
     assert smallest_bound(plan) == bound
+
+
+class Fault:
+    """Adds 0.5 to the outputs of each batch of a size, once it is set.
+
+    Args:
+        size: rows of the wrong batches.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+        self.is_set = False
+        run = OnnxRuntimeExecution.run
+
+        def wrong(execution: OnnxRuntimeExecution, inputs: dict[str, Array]) -> dict[str, Array]:
+            outputs = run(execution, inputs)
+            if self.is_set and len(inputs["x"]) == size:
+                outputs["y"] += 0.5
+            return outputs
+
+        monkeypatch.setattr(OnnxRuntimeExecution, "run", wrong)
+
+
+@pytest.mark.parametrize("text", [PROVEN, APART])
+async def test_a_batch_that_changes_an_answer_while_it_serves_is_not_run_any_more(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    add_model(repository, "m", model_of(text), config=BATCHES + option("proof_sample", "5"))
+    fault = Fault(monkeypatch, 5)
+    async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        ((_, _, handle),) = registry.sources()
+        before = state_of(registry)
+        await infer(registry, *inputs(2, 3))
+        await until_async(lambda: handle._batch_results.sampler.sample is None)
+        assert (state_of(registry), handle.row_differences) == (before, 0)
+        fault.is_set = True
+        await infer(registry, *inputs(2, 3))
+        await until_async(lambda: state_of(registry) == "alone")
+        requests = inputs(2, 3)
+        answers = await infer(registry, *requests)
+        page = MetricsPage(registry.sources).render()[1].decode()
+        reason = explain(registry, "m")["batches"]["reason"]
+    counts = [s.value for f in read_page(page) if f.name == "headrace_row_differences" for s in f.samples]
+    assert counts == [1.0]
+    for x, answer in zip(requests, answers, strict=True):
+        np.testing.assert_allclose(answer, np.tanh(x) if text == PROVEN else x, atol=1e-6)
+    assert reason.startswith("alone: output 'y' of row 2 of 5 differs by 0.5 from the row alone")
+    assert "a row of a batch of 5: alone: output 'y'" in caplog.text
+    case = tmp_path / "proofs" / "differences" / "m.npz"
+    assert case.stat().st_mode & 0o077 == 0
+    with np.load(case) as stored:
+        assert stored["case"].tolist() == [5, 2]
+        np.testing.assert_array_equal(stored["in.x"], np.concatenate(requests))
+    async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        assert state_of(registry) == "alone", "a later start does not forget it"
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        (MIXED, option("proof_sample", "1")),
+        (PROVEN, option("proof_sample", "0")),
+        (PROVEN, option("proof_sample", "1") + option("proof", "off")),
+    ],
+)
+async def test_no_rows_are_taken_where_they_prove_nothing(repository: Path, text: str, config: str) -> None:
+    """A model that runs each request alone and whole may mix its rows."""
+    add_model(repository, "m", model_of(text), config=BATCHES + config)
+    async with running(repository, ALL, proofs=BatchProofs(None)) as (_, registry):
+        await infer(registry, *inputs(2, 3))
+        ((_, _, handle),) = registry.sources()
+        assert handle._batch_results.sampler is None
+
+
+async def test_a_sample_that_waits_is_dropped_with_its_model(repository: Path) -> None:
+    add_model(repository, "m", model_of(PROVEN), config=BATCHES + option("proof_sample", "2"))
+    proofs = BatchProofs(None)
+    async with running(repository, ControlPolicy("explicit"), proofs=proofs, idle_tasks=HeldTasks()) as (
+        reconciler,
+        registry,
+    ):
+        await infer(registry, *inputs(2, 3))
+        assert proofs._slots._value == MAX_SAMPLES - 1
+        await reconciler.unload("m", False)
+        await until_async(lambda: proofs._slots._value == MAX_SAMPLES)

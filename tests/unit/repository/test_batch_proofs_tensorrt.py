@@ -96,3 +96,32 @@ async def test_a_size_that_only_the_cuda_provider_computes_wrongly_is_not_used(
                 np.testing.assert_allclose(y, x, atol=1e-6)
     assert (batches["state"], list(batches["faults"])) == ("limited", ["3"])
     assert batches["verified_batches"] == [1, 2, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(("source", "state"), [(cases.RIGHT, "limited"), ("", "alone")])
+async def test_an_engine_that_becomes_wrong_in_one_size_does_not_run_it_any_more(
+    trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, state: str
+) -> None:
+    from headrace.backends.tensorrt.backend import TensorRtExecution
+
+    repository = cases.add_engine(tmp_path, cases.RIGHT, source, cases.CONFIG + "proof_sample: 8\n")
+    finish, wrong = TensorRtExecution.finish, list[bool]()
+
+    def wrong_for_eight(self: Any, batch: Any) -> dict[str, cases.Array]:
+        outputs = finish(self, batch)
+        return {"y": outputs["y"] + 0.1} if wrong and len(outputs["y"]) == 8 else outputs
+
+    monkeypatch.setattr(TensorRtExecution, "finish", wrong_for_eight)
+    async with running(repository, cases.ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        ((_, _, handle),) = registry.sources()
+        assert handle.batch_verdict.state == "proven"
+        wrong.append(True)
+        ((x, y),) = await cases.infer(registry, 8)
+        assert np.abs(y - np.tanh(x)).max() > 0.05
+        await until_async(lambda: handle.batch_verdict.state != "proven")
+        batches = explain(registry, "m")["batches"]
+        wrong_rows = [8] if state == "alone" else []
+        for rows in range(1, 9):
+            for x, y in await cases.infer(registry, rows):
+                assert bool(np.abs(y - np.tanh(x)).max() < cases.ATOL) is (rows not in wrong_rows)
+    assert (batches["state"], list(batches["faults"])) == (state, ["8"])

@@ -16,7 +16,7 @@ from headrace.scheduling.batch_proof import BatchTests, ProofError, Row, RunBatc
 from tests.support.networks import network, residual, squeeze_excite, transformer
 
 Array = np.ndarray[Any, Any]
-FP32 = BY_NAME["FP32"]
+FP32, INT64 = BY_NAME["FP32"], BY_NAME["INT64"]
 WEIGHTS = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
 Compute = Callable[[Array], Array]
 
@@ -237,3 +237,45 @@ def test_a_reference_widens_the_bound_by_the_models_own_difference() -> None:
     assert fault_of(tests) == "alone"
     tests.refer(run_rows(lambda inputs: {"Y": np.tanh(inputs["X"])}, ["Y"]))
     assert fault_of(tests) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "place_of_error", "floor", "is_fault"),
+    [
+        (0.0, "y", 1e-5, False),
+        (1e-6, "y", 1e-5, False),
+        (0.1, "y", 1e-5, True),
+        (1, "n", 1e-5, True),
+        (1, "n", 1e-3, False),
+    ],
+)
+def test_a_row_of_a_batch_is_compared_with_the_row_alone(
+    error: float, place_of_error: str, floor: float, is_fault: bool
+) -> None:
+    def run(rows: Sequence[Row]) -> Sequence[Row]:
+        return [{"y": row["x"] * 2, "n": np.argmax(row["x"], axis=1)} for row in rows]
+
+    random = np.random.default_rng(0)
+    rows = [{"x": random.standard_normal((1, 4)).astype(np.float32)} for _ in range(5)]
+    tests = BatchTests(run, rows[:4], {"x": FP32, "y": FP32, "n": INT64}, floor)
+    (output,) = run(rows[4:])
+    changed = {name: values + error if name == place_of_error else values for name, values in output.items()}
+    fault = tests.compare(rows[4], changed, 8, 3, None)
+    assert (fault is not None) is is_fault
+    if fault is not None:
+        assert str(fault).startswith(f"alone: output '{place_of_error}' of row 3 of 8 differs by ")
+
+
+def test_three_times_the_difference_to_a_reference_is_allowed() -> None:
+    def run(rows: Sequence[Row]) -> Sequence[Row]:
+        return [{"y": row["x"] + 0.1} for row in rows]
+
+    rows = [{"x": np.full((1, 2), value, np.float32)} for value in (0.0, 1.0)]
+    tests = BatchTests(run, rows, {"x": FP32, "y": FP32}, 1e-5)
+
+    def reference(rows: Sequence[Row]) -> Sequence[Row]:
+        return [{"y": row["x"]} for row in rows]
+
+    assert tests.compare(rows[0], {"y": rows[0]["x"] + 0.35}, 2, 0, reference) is None
+    assert tests.compare(rows[0], {"y": rows[0]["x"] + 0.35}, 2, 0, None) is not None
+    assert tests.compare(rows[0], {"y": rows[0]["x"] + 0.45}, 2, 0, reference) is not None

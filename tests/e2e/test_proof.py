@@ -1,0 +1,58 @@
+"""A model that changes answers only for values that no test of its batches has: found in the rows that it serves."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from tests.support.models import add_model
+from tests.support.networks import network
+from tests.support.serving import Server, serving
+from tests.support.triton_clients import ask
+from tests.support.waiting import until
+
+Array = np.ndarray[Any, Any]
+# Each row gets 1 if any row has a value from 1000 to 1001.
+BAND = """a = Greater (x, low)\n b = Less (x, high)\n c = And (a, b)\n d = Cast <to: int = 1> (c)
+ m = ReduceMax <axes: ints = [0, 1]> (d)\n y = Add (x, m)"""
+CONSTANTS = {"low": np.array(1000.0), "high": np.array(1001.0)}
+BATCHES = """max_batch_size: 4
+dynamic_batching: {max_queue_delay_microseconds: 300000, preferred_batch_size: [2]}
+proof_sample: 2
+"""
+
+
+def send_together(server: Server, rows: list[Array]) -> list[Array]:
+    """Return the answers to requests that share a batch."""
+    with ThreadPoolExecutor(len(rows)) as pool:
+        return list(pool.map(lambda x: ask(server, "http", "m", {"x": x})["y"], rows))
+
+
+def explain(server: Server) -> dict[str, Any]:
+    document: dict[str, Any] = httpx.get(f"http://{server.address}/v2/models/m/explain").json()
+    return document
+
+
+def test_rows_that_were_served_are_run_again_alone(tmp_path: Path) -> None:
+    model = network(BAND, CONSTANTS, ("N", 4))
+    add_model(tmp_path / "models", "m", model)
+    (tmp_path / "models" / "m" / "config.yaml").write_text(BATCHES)
+    rows = [np.zeros((1, 4), np.float32), np.full((1, 4), 1000.5, np.float32)]
+    with serving(tmp_path / "models", tmp_path, "--state-dir", str(tmp_path / "state"), "--profile-s", "0") as server:
+        assert explain(server)["batches"]["state"] == "proven"
+
+        def is_found() -> bool:
+            send_together(server, rows)
+            return bool(explain(server)["batches"]["state"] == "alone")
+
+        until(is_found, pause_s=0.5)
+        for answer, right in zip(send_together(server, rows), (0.0, 1001.5), strict=True):
+            np.testing.assert_array_equal(answer, np.full((1, 4), right, np.float32))
+        page = httpx.get(f"http://{server.address}/metrics").text
+        assert 'headrace_row_differences_total{model="m",version="1"} 1.0' in page
+        assert "model m: a row of a batch of 2: alone: output 'y' of row" in server.text
+    assert (tmp_path / "state" / "proofs" / "differences" / "m.npz").is_file()
