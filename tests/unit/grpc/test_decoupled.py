@@ -19,10 +19,10 @@ from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.grpc.response_room import ResponseRoom
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 from headrace.inference.services import Services
-from headrace.observability.counters import Recorder
 from tritonclient.grpc import service_pb2
 
 from tests.support.access_recorder import AccessRecorder
+from tests.support.fake_handles import FakeHandle
 
 pb: Any = service_pb2
 INPUTS = {"x": TensorSpec("x", FP32, (-1, 1))}
@@ -47,30 +47,17 @@ def response(value: float, final: bool = False) -> InferResponse:
     return InferResponse({"y": np.full((1, 1), value, np.float32)}, final=final)
 
 
-class Handle:
+class Handle(FakeHandle):
     """A leased version of one of the models."""
 
+    report = ModelLoad(3, 5, 4, 2, 1, 1_500, 9_000, 100.0, 0, ())
+
     def __init__(self, models: Models, spec: ModelSpec) -> None:
-        self.spec, self._models, self.recorder = spec, models, Recorder()
-        self.protocol_cache: dict[object, Any] = {}
-
-    def admit(self) -> None:
-        pass
-
-    def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
-        pass
-
-    def load(self, by_level: bool = True) -> ModelLoad:
-        return ModelLoad(3, 5, 4, 2, 1, 1_500, 9_000, 100.0, 0, ())
-
-    def queue_load(self, _now_ns: int) -> tuple[int, int]:
-        return 3, 1_500
+        super().__init__(spec)
+        self._models, self.failures = models, models.failures
 
     def release(self) -> None:
         self._models.leases -= 1
-
-    def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
-        self._models.failures.append(error)
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         completion = LoopCompletion(self._models.mailbox)
@@ -90,10 +77,10 @@ class Models:
 
     def __init__(self) -> None:
         self.mailbox = Mailbox(asyncio.get_running_loop())
+        self.failures: list[HeadraceError] = []
         self.handles = {name: Handle(self, spec) for name, spec in SPECS.items()}
         self.requests: dict[str, tuple[InferRequest, LoopCompletion]] = {}
         self.consumed: dict[str, int] = {}
-        self.failures: list[HeadraceError] = []
         self.observer = AccessRecorder(active=True)
         self.leases = 0
         self.queued = asyncio.Event()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,11 @@ from headrace.grpc.response_room import ResponseRoom
 from headrace.grpc.status import error_status
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 from headrace.inference.services import Services
-from headrace.observability.counters import Recorder
 from headrace.observability.labelled_counter import ERRORS
 from tritonclient.grpc import service_pb2
 
 from tests.support.access_recorder import AccessRecorder
+from tests.support.fake_handles import FakeHandle
 from tests.support.reference_cycles import leaked_frames
 from tests.support.waiting import until_async
 
@@ -48,21 +48,17 @@ def message(request_id: str = "", model: str = "fake") -> bytes:
     return bytes(request.SerializeToString())
 
 
-class Model:
-    """Registry, handle and tracer in one: answers when the test says so, and counts leases and failures."""
+class Model(FakeHandle):
+    """Registry, handle and tracer in one: answers when the test says so."""
 
-    spec = SPEC
+    report = ModelLoad(3, 5, 4, 2, 1, 1_500, 9_000, 100.0, 0, ())
 
     def __init__(self, active: bool = False) -> None:
+        super().__init__(SPEC)
         self.mailbox = Mailbox(asyncio.get_running_loop())
         self.waiting: list[tuple[InferRequest, LoopCompletion]] = []
-        self.leases = 0
-        self.failures: list[HeadraceError] = []
         self.raises: Exception | None = None
-        self.rejection: HeadraceError | None = None
         self.observer = AccessRecorder(active)
-        self.recorder = Recorder()
-        self.protocol_cache: dict[object, Any] = {}
 
     def lease(self, name: str, version: str) -> Model:
         if name != "fake":
@@ -70,27 +66,8 @@ class Model:
         self.leases += 1
         return self
 
-    def release(self) -> None:
-        self.leases -= 1
-
-    def admit(self) -> None:
-        pass
-
-    def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
-        if self.rejection is not None:
-            raise self.rejection
-
     def probes(self) -> list[Probe]:
         return []
-
-    def load(self, by_level: bool = True) -> ModelLoad:
-        return ModelLoad(3, 5, 4, 2, 1, 1_500, 9_000, 100.0, 0, ())
-
-    def queue_load(self, _now_ns: int) -> tuple[int, int]:
-        return 3, 1_500
-
-    def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
-        self.failures.append(error)
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         if self.raises is not None:
@@ -156,10 +133,6 @@ class Streaming:
         self.got.append(pb.ModelStreamInferResponse.FromString(b"".join(parts)))
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))  # type: ignore[arg-type]
-
-
 async def test_a_request_from_message_to_message() -> None:
     model, call = Model(), Call()
     pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("7"), call))
@@ -192,7 +165,7 @@ async def test_overload_rejects_requests_before_they_are_decoded(size: int) -> N
     """Unary calls with and without a task, and streams: each is counted once."""
 
     model = Model()
-    model.rejection = Overloaded("full", 0.5)
+    model.overloaded = Overloaded("full", 0.5)
     service = GrpcInference(model.services(), 2 << 20)
     request = pb.ModelInferRequest.FromString(message("x"))
     request.raw_input_contents[0] = bytes(size + 1)  # an error if it was decoded
@@ -208,8 +181,8 @@ async def test_overload_rejects_requests_before_they_are_decoded(size: int) -> N
     call.sent.put_nowait(None)
     await serving
     assert [each.error_message for each in call.got] == ["full"]
-    assert (model.leases, model.failures) == (0, [model.rejection] * 2)
-    model.rejection = None
+    assert (model.leases, model.failures) == (0, [model.overloaded] * 2)
+    model.overloaded = None
     with pytest.raises(BadRequest):
         await service.infer(content, Call())
 
@@ -306,7 +279,7 @@ def test_failed_requests_of_a_stream_are_freed_at_once() -> None:
         assert [response.error_message != "" for response in call.got] == [True, True]
 
     with leaked_frames() as left:
-        run(test)
+        asyncio.run(test())
     assert not [name for name in left if name.startswith(("GrpcInference", "_Stream"))]
 
 

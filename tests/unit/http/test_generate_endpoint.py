@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.core.completion import LoopCompletion, Mailbox
-from headrace.core.errors import HeadraceError, ModelFailed, NotFound, Overloaded
+from headrace.core.errors import ModelFailed, NotFound, Overloaded
 from headrace.core.limits import ClientLimits, Limits
 from headrace.core.request import InferRequest, InferResponse, LevelLoad, ModelLoad
 from headrace.core.response_stream import ResponseStream
@@ -20,9 +20,9 @@ from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.http.generate_endpoint import GenerateEndpoint
 from headrace.http.infer_endpoint import InferEndpoint
 from headrace.inference.services import Services
-from headrace.observability.counters import Recorder
 
 from tests.support.access_recorder import AccessRecorder
+from tests.support.fake_handles import FakeHandle
 
 LIMITS = ClientLimits(Limits(max_body_bytes=4_000))
 LOAD = ModelLoad(3, 5, 4, 2, 1, 1_500, 9_000_000, 100.0, 1, (LevelLoad(1, 3, 5, 1_500),))
@@ -39,29 +39,18 @@ def text(value: str | bytes, **more: Any) -> InferResponse:
     return InferResponse({"TEXT": np.array([[content]], object)}, **more)
 
 
-class Handle:
+class Handle(FakeHandle):
     """A leased model whose responses the test sends."""
 
-    def __init__(self, spec: ModelSpec = SPEC) -> None:
-        self.spec = spec
-        self.recorder = Recorder()
-        self.protocol_cache: dict[object, Any] = {}
-        self.requests: list[InferRequest] = []
-        self.completions: list[LoopCompletion] = []
-        self.failures: list[HeadraceError] = []
-        self.refuses: HeadraceError | None = None
-        self.leases = 0
-        self.consumed = 0
-        self.started = asyncio.Event()
-
+    report = LOAD
     has_cache = False
 
-    def admit(self) -> None:
-        if self.refuses is not None:
-            raise self.refuses
-
-    def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
-        pass
+    def __init__(self, spec: ModelSpec = SPEC) -> None:
+        super().__init__(spec)
+        self.requests: list[InferRequest] = []
+        self.completions: list[LoopCompletion] = []
+        self.consumed = 0
+        self.started = asyncio.Event()
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         self.requests.append(request)
@@ -74,19 +63,6 @@ class Handle:
 
     def _on_consumed(self, count: int, size_bytes: int) -> None:
         self.consumed += count
-
-    def load(self, by_level: bool = True) -> ModelLoad:
-        return LOAD
-
-    def queue_load(self, _now_ns: int) -> tuple[int, int]:
-        load = self.load()
-        return load.depth, load.wait_ns
-
-    def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
-        self.failures.append(error)
-
-    def release(self) -> None:
-        self.leases -= 1
 
     async def send(self, *responses: InferResponse) -> None:
         """Send responses to the latest request."""

@@ -32,9 +32,9 @@ from headrace.http.codec import IMAGE_BODY
 from headrace.http.infer_endpoint import InferEndpoint, InferHeaders
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.services import Services
-from headrace.observability.counters import Recorder
 
 from tests.support.access_recorder import AccessRecorder
+from tests.support.fake_handles import FakeHandle
 from tests.support.reference_cycles import leaked_frames
 
 LIMIT = 4_000
@@ -50,32 +50,21 @@ def timed(outputs: dict[str, Any]) -> InferResponse:
     return InferResponse(outputs, BatchTimes(at_ns, at_ns, at_ns + 2_000, at_ns + 2_000), 3, "full")
 
 
-class Handle:
+class Handle(FakeHandle):
     """A leased model that answers with twice the input, at once, or with an error, or never."""
+
+    report = LOAD
 
     def __init__(
         self, error: HeadraceError | Exception | None = None, silent: bool = False, timed: bool = False
     ) -> None:
-        self.spec = SPEC
-        self.recorder = Recorder()
-        self.protocol_cache: dict[object, Any] = {}
+        super().__init__(SPEC)
         self.timed = timed
         self.error = error
         self.silent = silent
-        self.refuses: HeadraceError | None = None
-        self.overloaded: HeadraceError | None = None
         self.requests: list[InferRequest] = []
         self.completions: list[LoopCompletion] = []
-        self.failures: list[HeadraceError] = []
-        self.leases = self.loads = 0
-
-    def admit(self) -> None:
-        if self.refuses is not None:
-            raise self.refuses
-
-    def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
-        if self.overloaded is not None:
-            raise self.overloaded
+        self.loads = 0
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         self.requests.append(request)
@@ -86,21 +75,14 @@ class Handle:
             completion.settle(self.error or (timed(outputs) if self.timed else InferResponse(outputs)))
         return completion
 
-    def load(self, by_level: bool = True) -> ModelLoad:
+    def load(self, by_level: bool = True) -> Any:
         self.loads += 1
-        return LOAD
-
-    def queue_load(self, _now_ns: int) -> tuple[int, int]:
-        load = self.load()
-        return load.depth, load.wait_ns
+        return super().load()
 
     def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
         assert received_ns > 0
-        self.failures.append(error)
+        super().record_failure(error, received_ns)
         self.recorder.failure(error.reason, 0, None if answered is None else answered.duration_ns(received_ns))
-
-    def release(self) -> None:
-        self.leases -= 1
 
 
 class Models:
