@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from headrace.config.onnx_model import RowVerdict, analyse_rows
 from headrace.config.row_rules import RULES
@@ -18,7 +17,6 @@ from onnx import TensorProto, helper
 from loadtest.onnx_models import onnx_model
 from tests.support.examples import examples
 from tests.support.onnx_blocks import small_cnn, transformer_block
-from tests.support.random_models import FOUND_ENDS, MIXED_STEPS, OTHER_ENDS, Sample, sample
 from tests.support.row_graphs import RowGraph, Unsuitable, difference, graph, session_of
 from tests.support.row_operators import EXTRAS, OPERATORS
 
@@ -297,43 +295,6 @@ def test_a_recurrent_network_is_understood() -> None:
 
 def test_an_operator_that_does_not_exist_is_not_shown() -> None:
     assert not verdict([("NoSuchOperator", "X", "Y")]).independent
-
-
-def alone_and_together(created: Sample, seed: int) -> bool:
-    """True if the rows of three requests in one batch have the outputs that they have alone."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    session = ort.InferenceSession(created.model.SerializeToString(), options, ["CPUExecutionProvider"])
-    rng = np.random.default_rng(seed)
-    parts = [rng.integers(-3, 4, (rows, created.width)).astype(np.float32) for rows in (2, 1, 4)]
-    together = session.run(created.outputs, {"X": np.concatenate(parts)})
-    alone = [session.run(created.outputs, {"X": part}) for part in parts]
-    return all(
-        len(whole.shape) > 0
-        and all(each[index].shape[:1] == part.shape[:1] for each, part in zip(alone, parts, strict=True))
-        and whole.shape == (7, *alone[0][index].shape[1:])
-        and np.allclose(whole, np.concatenate([each[index] for each in alone]), 1e-5, 1e-5, equal_nan=True)
-        for index, whole in enumerate(together)
-    )
-
-
-def test_proven_row_independence_holds_at_run_time() -> None:
-    shown = 0
-    for seed in range(int(os.environ.get("HEADRACE_RANDOM_GRAPHS", "150"))):
-        created = sample(seed)
-        actual = analyse_rows(created.model, ["X"])
-        if actual.independent:
-            shown += 1
-            assert alone_and_together(created, seed), (created.name, created.steps)
-        elif not set(" ".join(created.steps).replace("=", " ").split()) & {
-            *MIXED_STEPS,
-            *FOUND_ENDS,
-            *OTHER_ENDS,
-            "scalar",
-        }:
-            raise AssertionError(f"{created.name} {created.steps} keeps rows apart: {actual.reason}")
-    assert shown > 20
 
 
 # Operators whose rule is that they mix rows.
