@@ -22,7 +22,6 @@ from tests.support.models import add_model, add_pipeline
 from tests.support.serving import Server, serving
 from tests.support.triton_clients import infer
 from tests.support.waiting import on_threads
-from tests.unit.pipelines.test_nms import reference
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -53,20 +52,6 @@ pipeline:
       inputs: {image: image}
       outputs: {tensor: tensor}
 """
-SUPPRESSED = """
-input:
-  - {name: boxes, data_type: fp32, dims: [-1, 4]}
-  - {name: scores, data_type: fp32, dims: [-1]}
-  - {name: classes, data_type: int64, dims: [-1]}
-output: [{name: kept, data_type: int64, dims: [-1]}]
-pipeline:
-  steps:
-    nms:
-      builtin: nms
-      options: {iou_threshold: 0.4, max_boxes: 1000}
-      inputs: {boxes: boxes, scores: scores, classes: classes}
-      outputs: {indices: kept}
-"""
 RANKED = """
 max_batch_size: 64
 input: [{name: x, data_type: fp32, dims: [-1]}]
@@ -90,7 +75,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("steps") / "repository"
     delay = "dynamic_batching { max_queue_delay_microseconds: 100000 }"
     add_model(folder, "affine", models.affine(4, 3), config=f"max_batch_size: 8 {delay}")
-    pipelines = {"texts": TEXTS, "pixels": PIXELS, "suppressed": SUPPRESSED, "ranked": RANKED, "rows": ROWS}
+    pipelines = {"texts": TEXTS, "pixels": PIXELS, "ranked": RANKED, "rows": ROWS}
     for name, text in pipelines.items():
         add_pipeline(folder, name, "", files={"config.yaml": text})
     trained().save(str(folder / "texts" / "tokenizer.json"))
@@ -137,13 +122,6 @@ def test_texts_are_tokenized_as_the_library_does(client: http_client.InferenceSe
     assert infer(client, "texts", {"text": texts("cat")}).as_numpy("ids").shape == (1, 8)
 
 
-def test_texts_that_are_no_utf8_name_the_step(client: http_client.InferenceServerClient) -> None:
-    array = np.empty((1, 1), object)
-    array[0, 0] = b"\xff\xfe"
-    with pytest.raises(InferenceServerException, match=r"step 'tokenize'.*not UTF-8 at byte 0"):
-        infer(client, "texts", {"text": array})
-
-
 @pytest.mark.parametrize("size", [(64, 64), (500, 375), (33, 200), (70, 1)])
 def test_pixels_are_resized_and_normalized_as_a_client_does(
     client: http_client.InferenceServerClient, size: tuple[int, int]
@@ -159,17 +137,6 @@ def test_pixels_are_resized_and_normalized_as_a_client_does(
 def test_an_image_without_pixels_is_refused(client: http_client.InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException, match="it has no pixels"):
         infer(client, "pixels", {"image": np.zeros((0, 5, 3), np.uint8)})
-
-
-def test_random_boxes_are_suppressed_as_by_a_reference(client: http_client.InferenceServerClient) -> None:
-    random = np.random.default_rng(3)
-    for count in (0, 1, 60):
-        low = random.integers(0, 60, (count, 2))
-        boxes = np.concatenate([low, low + random.integers(1, 30, (count, 2))], axis=1).astype(np.float32)
-        scores = random.integers(1, 9, count).astype(np.float32) / 8
-        classes = random.integers(0, 3, count)
-        result = infer(client, "suppressed", {"boxes": boxes, "scores": scores, "classes": classes})
-        assert result.as_numpy("kept").tolist() == reference(boxes, scores, classes, 0.4)
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, 100), (1, 2048), (1, 2049), (64, 1000)])

@@ -27,7 +27,7 @@ from tests.e2e.test_decoupled_streams import (
 )
 from tests.support.decoupled_models import REPEAT, REPEAT_CONFIG, SQUARE, SQUARE_CONFIG
 from tests.support.event_streams import answers
-from tests.support.grpc_requests import STREAM, message, tensor
+from tests.support.grpc_requests import STREAM, message
 from tests.support.models import add_pipeline, ensemble_config
 from tests.support.python_models import add_python_model
 from tests.support.serving import Server, serving
@@ -97,11 +97,6 @@ def add_models(folder: Path) -> None:
     inputs: Tensors = {"IN": (INT32, (-1,)), "DELAY": (UINT32, (-1,)), "WAIT": (UINT32, (1,))}
     outputs: Tensors = {"LEFT": (INT32, (1,)), "RIGHT": (INT32, (1,)), "IDX": (UINT32, (1,))}
     add_pipeline(folder, "fan", ensemble_config(fan, inputs, outputs, ""))
-    two = [
-        ("repeat", {"IN": "IN", "DELAY": "DELAY", "WAIT": "WAIT"}, {"OUT": "out"}),
-        ("square", {"IN": "out"}, {"OUT": "OUT"}),
-    ]
-    add_pipeline(folder, "two", ensemble_config(two, inputs, {"OUT": (INT32, (1,))}, ""))
     conditional = """
 input: [{name: COUNT, data_type: int32, dims: [1]}]
 output: [{name: NUMBER, data_type: int32, dims: [1]}, {name: BIG, data_type: int32, dims: [-1]}]
@@ -182,13 +177,6 @@ def test_the_configuration_says_that_the_models_are_decoupled(running: Server) -
         assert client.get_model_config("behind").config.model_transaction_policy.decoupled
 
 
-def test_two_decoupled_steps_are_refused(running: Server) -> None:
-    status, _, body = running.request("POST", "/v2/repository/index", b"{}")
-    (entry,) = [each for each in json.loads(body) if each["name"] == "two"]
-    assert (status, entry["state"]) == (200, "UNAVAILABLE")
-    assert "steps 'repeat' and 'square' are decoupled, and an ensemble has at most one such step" in entry["reason"]
-
-
 def test_final_flags(running: Server) -> None:
     assert stream_of(running, request("behind", 3)) == [("a", 0, False), ("a", 2, False), ("a", 4, True)]
     enabled = {"triton_enable_empty_final_response": True}
@@ -197,14 +185,6 @@ def test_final_flags(running: Server) -> None:
     assert stream_of(running, request("behind", 0, **enabled)) == [("a", None, True)]
     error = "in ensemble 'behind', step 'ticker' (model ticker/1): number 1 failed"
     assert stream_of(running, request("behind", 3, fail_at=1)) == [("a", 0, False), ("a", error, True)]
-
-
-def test_requests_for_the_model_and_the_pipeline_share_a_stream(running: Server) -> None:
-    sent = [request("behind", 5, delay_ms=20), request("ticker", 5)]
-    sent[1].id = "b"
-    answers = stream_of(running, *sent)
-    assert [number for name, number, _ in answers if name == "a"] == [0, 2, 4, 6, 8]
-    assert [number for name, number, _ in answers if name == "b"] == [0, 1, 2, 3, 4]
 
 
 def test_a_client_that_leaves_cancels_the_model(running: Server) -> None:
@@ -230,14 +210,6 @@ def test_a_failed_step_cancels_the_model(running: Server) -> None:
     events = post(running, "behind", {"COUNT": 1_000_000, "delay_ms": 2})[1]
     assert [event["NUMBER"] for event in events[:-1]] == [2 * n for n in range(13)]
     assert events[-1]["error"].endswith("no 13")
-    until(lambda: len(cancelled(running)) == before + 1)
-
-
-def test_a_deadline_ends_the_stream(running: Server) -> None:
-    before = len(cancelled(running))
-    status, events = post(running, "behind", {"COUNT": 9, "delay_ms": 60_000, "headrace_deadline_us": 1_500_000})
-    assert (status, [event.get("NUMBER") for event in events]) == (200, [0, None])
-    assert "deadline" in events[-1]["error"]
     until(lambda: len(cancelled(running)) == before + 1)
 
 
@@ -278,15 +250,6 @@ def test_statistics_and_steps(running: Server) -> None:
     until(lambda: stats("fan") == (before[0] + 1, before[1]))
     added = {key: value - counted.get(key, 0) for key, value in steps().items() if value != counted.get(key, 0)}
     assert sorted(added.values()) == [1, 3, 3]
-
-
-def test_tritonclient_reads_the_stream_of_an_ensemble(running: Server) -> None:
-    found: list[Any] = []
-    with triton.InferenceServerClient(running.grpc_address) as client:
-        client.start_stream(lambda result, error: found.append(error or int(result.as_numpy("NUMBER")[0])))
-        client.async_stream_infer("nested", [tensor("COUNT", np.array([4], np.int32), "INT32")])
-        client.stop_stream()  # closes its side and waits for the responses
-    assert found == [0, 4, 8, 12]
 
 
 def test_open_connections_of_the_test_are_closed(running: Server) -> None:

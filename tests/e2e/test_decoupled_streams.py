@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2
 
 from tests.support.attacks import UNBOUNDED_WAITS
 from tests.support.event_streams import answers
-from tests.support.grpc_requests import STREAM, Collector, message, tensor
+from tests.support.grpc_requests import STREAM, message, tensor
 from tests.support.python_models import add_python_model
 from tests.support.serving import HOST, Server, serving
 from tests.support.waiting import until
@@ -71,19 +71,6 @@ class TritonPythonModel:
                 time.sleep(options.get("poll_ms", 5) / 1000)
         sender.send(flags=FINAL)
 """
-ONE = """
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("NUMBER", r.inputs()[0].as_numpy() * 10)]) for r in requests]
-"""
-ONE_CONFIG = """
-backend: "python"
-max_batch_size: 0
-input [ { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] } ]
-output [ { name: "NUMBER" data_type: TYPE_INT32 dims: [ 1 ] } ]
-"""
 SERVERS = {"one process": (), "front ends": ("--front-ends", "2")}
 PATH = "/v2/models/ticker/generate"
 # Most responses that a reader that stalls costs: those of the server's bound, of its write buffers and of the kernel's.
@@ -96,7 +83,6 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("streams")
     add_python_model(folder / "repository", "ticker", TICKER, TICKER_CONFIG)
     add_python_model(folder / "repository", "counted", TICKER, TICKER_CONFIG.replace("count: 4", "count: 1"))
-    add_python_model(folder / "repository", "one", ONE, ONE_CONFIG)
     with serving(folder / "repository", folder, "--stream-heartbeat-s", "0.2", *SERVERS[request.param]) as server:
         yield server
 
@@ -268,30 +254,6 @@ def test_final_flags(running: Server) -> None:
     assert stream_of(running, request("a", 2, flag="alone", **enabled)) == expected
     assert stream_of(running, request("a", 0, **enabled)) == [("a", None, True)]
     assert stream_of(running, request("a", 3, fail_at=1)) == [("a", 0, False), ("a", "number 1 failed", True)]
-
-
-def test_requests_interleave_and_ordinary_ones_keep_their_order(running: Server) -> None:
-    ordinary = [message("one", f"o{n}", np.array([n], np.int32), "INT32", "COUNT") for n in range(5)]
-    mixed = [request("slow", 3, delay_ms=300), *map(pb.ModelInferRequest.FromString, ordinary), request("quick", 4)]
-    answers = stream_of(running, *mixed)
-    assert [answer for answer in answers if answer[0].startswith("o")] == [(f"o{n}", 10 * n, True) for n in range(5)]
-    for name, count in (("slow", 3), ("quick", 4)):
-        numbers = [number for identity, number, _ in answers if identity == name]
-        assert numbers == list(range(count))
-    assert answers[-1] == ("slow", 2, True)
-
-
-def test_tritonclient_reads_a_decoupled_stream(running: Server) -> None:
-    collect = Collector()
-    with triton.InferenceServerClient(running.grpc_address) as client:
-        client.start_stream(collect)
-        x = [tensor("COUNT", np.array([4], np.int32), "INT32")]
-        client.async_stream_infer("ticker", x, request_id="r", enable_empty_final_response=True)
-        results = [result for result, error in collect.take(4) if error is None]
-        client.stop_stream()
-    assert [int(result.as_numpy("NUMBER")[0]) for result in results] == [0, 1, 2, 3]
-    flags = [result.get_response().parameters["triton_final_response"].bool_param for result in results]
-    assert flags == [False, False, False, True]
 
 
 def test_the_end_of_the_call_cancels_its_requests(running: Server) -> None:

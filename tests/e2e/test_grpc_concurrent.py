@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 import tritonclient.http as triton_http
 import tritonclient.http.aio as triton_http_aio
-from tritonclient.utils import InferenceServerException
 
 from tests.e2e.conftest import Reference
 from tests.support.serving import Server
@@ -28,9 +26,6 @@ class Protocol:
     """Triton's clients of one protocol."""
 
     blocking: Any
-    concurrent: Any
-    refusal: str
-    options: dict[str, int]  # of the client for asyncio
 
     def address(self, server: Server) -> str:
         return server.grpc_address if self.blocking is triton else server.address
@@ -39,9 +34,7 @@ class Protocol:
         return self.blocking.InferInput("X", list(array.shape), "FP32").set_data_from_numpy(array)
 
 
-GRPC = Protocol(triton, triton_aio, "StatusCode.INVALID_ARGUMENT", {})
-HTTP = Protocol(triton_http, triton_http_aio, "400", {"conn_limit": CLIENTS})
-PROTOCOLS = [pytest.param(HTTP, id="http"), pytest.param(GRPC, id="grpc")]
+GRPC, HTTP = Protocol(triton), Protocol(triton_http)
 
 
 def field(result: Any, name: str) -> Any:
@@ -104,50 +97,3 @@ def test_one_batch_of_both_protocols(grpc_server: Server, reference: Reference) 
             assert np.allclose(answer.result(20), reference.affine(row), atol=1e-5)
     after = sizes(grpc_server, "patient")
     assert {rows: count - before.get(rows, 0) for rows, count in after.items()} == {2: 1}
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_good_and_bad_requests_at_once(grpc_server: Server, protocol: Protocol) -> None:
-    """In one batch, the requests that the model refuses fail alone."""
-
-    async def one(client: Any, number: int) -> None:
-        index = np.array([[number % 5]], np.int64)
-        request_input = protocol.blocking.InferInput("X", [1, 1], "INT64").set_data_from_numpy(index)
-        if number % 5 == 4:  # outside of the table
-            with pytest.raises(InferenceServerException, match="refused the values") as caught:
-                await client.infer("table_lookup", [request_input])
-            assert caught.value.status() == protocol.refusal
-        else:
-            assert (await client.infer("table_lookup", [request_input])).as_numpy("Y").tolist() == [[10 * (number % 5)]]
-
-    async with protocol.concurrent.InferenceServerClient(protocol.address(grpc_server), **protocol.options) as client:
-        await asyncio.gather(*(one(client, number) for number in range(200)))
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_clients_on_threads(grpc_server: Server, reference: Reference, protocol: Protocol) -> None:
-    def one_client(number: int) -> None:
-        rng = np.random.default_rng(1_000 + number)
-        with protocol.blocking.InferenceServerClient(protocol.address(grpc_server)) as client:
-            for _ in range(5):
-                x = rng.standard_normal((int(rng.integers(1, 5)), 16), np.float32)
-                version = str(rng.choice([1, 3, 20]))
-                result = client.infer("versioned", [protocol.tensor(x)], model_version=version)
-                assert field(result, "model_version") == version
-                assert np.allclose(result.as_numpy("Y"), reference.affine(x, seed=int(version)), atol=1e-5)
-
-    with ThreadPoolExecutor(32) as pool:
-        list(pool.map(one_client, range(32)))
-
-
-async def test_sizes_of_all_kinds_at_once(grpc_server: Server) -> None:
-    """Small answers overtake large ones on one connection; bytes of responses are not mixed up."""
-
-    async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
-        rng = np.random.default_rng(number)
-        x = rng.standard_normal((1, int(rng.choice([1, 100, 20_000, 300_000]))), np.float32)
-        answer = (await client.infer("identity_fp32", [GRPC.tensor(x)])).as_numpy("Y")
-        assert answer.tobytes() == x.tobytes()
-
-    async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
-        await asyncio.gather(*(one(client, number) for number in range(100)))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2
 
 from tests.e2e.conftest import Reference
@@ -96,26 +94,6 @@ def test_responses_have_the_order_of_their_requests(grpc_channel: grpc.Channel) 
     assert [answer.infer_response.id for answer in answers if answer.error_message] == ["2", "8"]
 
 
-def test_stock_clients_match_answers_by_their_order(grpc_client: triton.InferenceServerClient) -> None:
-    """As Triton's examples do: no ids, the models mixed, the slow one first."""
-    collect = Collector()
-    grpc_client.start_stream(collect)
-    x = [np.full((1, 4), n, np.float32) for n in range(12)]
-    for n in range(12):
-        if n % 4 == 0:
-            grpc_client.async_stream_infer("busy", [tensor("STEPS", np.array([STEPS_PER_S // 10]), "INT64")])
-        else:
-            grpc_client.async_stream_infer("row_sums", [tensor("X", x[n])])
-    answers = collect.take(12)
-    grpc_client.stop_stream()
-    assert [error for _, error in answers if error is not None] == []
-    for n, (result, _) in enumerate(answers):
-        if n % 4:
-            assert result.as_numpy("SUM").tolist() == [[4.0 * n]]
-        else:
-            assert result.as_numpy("Y") is not None
-
-
 def test_unordered_answers_overtake(gated: Server, gate: Gate) -> None:
     """They neither wait for earlier answers nor delay later ones; the others keep their order."""
     x = np.ones((1, 4), np.float32)
@@ -155,19 +133,6 @@ def test_an_error_ends_the_stream_on_request(grpc_channel: grpc.Channel, bad: st
     assert caught.value.code() is expected
     answers = grpc_channel.stream_stream(STREAM)(iter(messages), metadata=(("triton_grpc_error", "false"),))
     assert [pb.ModelStreamInferResponse.FromString(m).infer_response.id for m in answers] == ["0", "1", "2", "3"]
-
-
-def test_an_error_of_the_model_ends_the_stream_too(grpc_channel: grpc.Channel) -> None:
-    spoilt = message("table_lookup", "1", np.array([[99]], np.int64), "INT64")
-    messages = [message("row_sums", "0", np.ones((1, 4), np.float32)), spoilt]
-    call = grpc_channel.stream_stream(STREAM)(iter(messages), metadata=(("triton_grpc_error", "true"),))
-    assert pb.ModelStreamInferResponse.FromString(next(call)).infer_response.id == "0"
-    with pytest.raises(grpc.RpcError, match="refused the values"):
-        next(call)
-
-
-def test_an_empty_stream(grpc_channel: grpc.Channel) -> None:
-    assert list(grpc_channel.stream_stream(STREAM)(iter([]), timeout=10)) == []
 
 
 def test_more_requests_than_may_be_in_flight(grpc_channel: grpc.Channel) -> None:
@@ -217,41 +182,3 @@ def test_cancelling_drops_queued_requests(gated: Server, gate: Gate) -> None:
         gate.open()
         until(lambda: fail_count(gated, "gate") - before == 21)
         until(lambda: gauge(gated, "headrace_in_flight", "gate") == 0)
-
-
-def test_a_stream_with_a_deadline(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        list(grpc_channel.stream_stream(STREAM)(iter([steps("slow", 4 * STEPS_PER_S)]), timeout=0.2))
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
-
-
-def test_compressed_streams(grpc_client: triton.InferenceServerClient) -> None:
-    for algorithm in ("gzip", "deflate"):
-        collect, x = Collector(), np.arange(5_000, dtype=np.float32).reshape(1, -1)
-        grpc_client.start_stream(collect, compression_algorithm=algorithm)
-        for _ in range(3):
-            grpc_client.async_stream_infer("row_sums", [tensor("X", x)])
-        assert [result.as_numpy("DOUBLE").tobytes() for result, _ in collect.take(3)] == [(2 * x).tobytes()] * 3
-        grpc_client.stop_stream()
-
-
-async def test_asyncio_streams(grpc_server: Server, reference: Reference) -> None:
-    async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
-        rng = np.random.default_rng(number)
-        sent = {f"{number}.{n}": rng.standard_normal((2, 16), np.float32) for n in range(20)}
-
-        async def messages() -> AsyncIterator[dict[str, Any]]:
-            for request_id, x in sent.items():
-                yield {"model_name": "affine", "inputs": [tensor("X", x)], "request_id": request_id}
-
-        seen = set()
-        async for result, error in client.stream_infer(messages()):
-            assert error is None
-            request_id = result.get_response().id
-            assert np.allclose(result.as_numpy("Y"), reference.affine(sent[request_id]), atol=1e-5)
-            seen.add(request_id)
-        assert seen == sent.keys()
-
-    async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
-        await asyncio.gather(*(one(client, number) for number in range(10)))

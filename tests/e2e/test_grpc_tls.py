@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
@@ -80,11 +79,6 @@ def test_tls(tls_server: Server, certificates: Certificates) -> None:
         double(client, 500_000)
 
 
-def test_a_server_that_the_client_does_not_trust(tls_server: Server, certificates: Certificates) -> None:
-    with connect(tls_server, certificates.stranger.certificate) as client:
-        refused(client)
-
-
 def test_plain_text_on_the_port_of_tls(tls_server: Server, certificates: Certificates) -> None:
     with triton.InferenceServerClient(tls_server.grpc_address) as client:
         refused(client)
@@ -103,13 +97,6 @@ def test_mutual_tls_without_a_trusted_certificate(
     pair = certificates.stranger if shown == "stranger" else None
     with connect(mutual_server, certificates.authority, pair) as client:
         refused(client)
-
-
-def test_reflection_over_tls(tls_server: Server, certificates: Certificates) -> None:
-    credentials = grpc.ssl_channel_credentials(certificates.authority.read_bytes())
-    with grpc.secure_channel(tls_server.grpc_address, credentials) as channel:
-        call = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
-        assert b"inference.GRPCInferenceService" in next(call(iter([b"\x3a\x00"]), timeout=10))
 
 
 @pytest.mark.parametrize("wrong", ["absent.pem", "ca.pem"])

@@ -58,23 +58,6 @@ def test_every_asyncio_client_gets_its_own_rows_and_batches_form(server: Server,
     assert sent / stats["execution_count"] > 5
 
 
-def test_small_requests_meet_in_one_batch(server: Server, client: triton.InferenceServerClient) -> None:
-    def sizes() -> dict[int, int]:
-        (stats,) = client.get_inference_statistics("affine")["model_stats"]
-        return {size["batch_size"]: size["compute_infer"]["count"] for size in stats["batch_stats"]}
-
-    async def together() -> None:
-        async with triton_aio.InferenceServerClient(server.address, conn_limit=64) as many:
-            x = np.zeros((1, 16), np.float32)
-            await asyncio.gather(*(many.infer("affine", [tensor(x)]) for _ in range(64)))
-
-    before = sizes()
-    asyncio.run(together())
-    grown = {rows: count - before.get(rows, 0) for rows, count in sizes().items()}
-    assert sum(rows * count for rows, count in grown.items()) == 64
-    assert sum(grown.values()) <= 32, grown
-
-
 async def test_requests_of_different_shapes_at_once(server: Server) -> None:
     async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
         rng = np.random.default_rng(number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import http.client
 import json
@@ -17,14 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.http as triton
-import tritonclient.http.aio as triton_aio
 
 from tests.support import models
 from tests.support.certificates import Certificates, Pair
 from tests.support.serving import HOST, Server, serving
 from tests.support.waiting import at_rest, until
-
-MAX_BODY_BYTES = 32 << 20
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +42,7 @@ def options(certificates: Certificates, *more: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def secure(repository: Path, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    limit = ("--max-body-bytes", str(MAX_BODY_BYTES))
-    with serving(repository, tmp_path_factory.mktemp("log"), *options(certificates, *limit)) as running:
+    with serving(repository, tmp_path_factory.mktemp("log"), *options(certificates)) as running:
         yield running
         assert "Traceback" not in running.text
 
@@ -92,20 +87,6 @@ def test_triton_client_sends_and_gets_tensors_of_any_size(
             answer = connected.infer("identity", [tensor]).as_numpy("Y")
             assert np.array_equal(answer, array)
             assert connected.is_model_ready("identity")
-
-
-async def test_triton_asyncio_client_sends_many_requests_at_once(secure: Server, certificates: Certificates) -> None:
-    async with triton_aio.InferenceServerClient(
-        secure.address, ssl=True, ssl_context=context(certificates)
-    ) as connected:
-
-        async def infer_seed(seed: int) -> None:
-            array = picture(1000 + 40_000 * seed, seed)
-            tensor = triton.InferInput("X", list(array.shape), "UINT8").set_data_from_numpy(array)
-            result = await connected.infer("identity", [tensor])
-            assert np.array_equal(result.as_numpy("Y"), array)
-
-        await asyncio.gather(*(infer_seed(seed) for seed in range(16)))
 
 
 def infer_request(array: np.ndarray) -> bytes:
@@ -184,27 +165,11 @@ def test_a_disconnect_in_the_middle_of_a_body_affects_no_other_client(
         assert connected.is_server_ready()
 
 
-def test_a_body_over_the_limit_is_refused(secure: Server, certificates: Certificates) -> None:
-    with client(secure, certificates) as connected:
-        array = picture(MAX_BODY_BYTES + 1)
-        tensor = triton.InferInput("X", list(array.shape), "UINT8").set_data_from_numpy(array)
-        with pytest.raises((triton.InferenceServerException, OSError)) as caught:
-            connected.infer("identity", [tensor])
-        if isinstance(caught.value, triton.InferenceServerException):
-            assert caught.value.status() == "413"
-
-
 def test_without_tls_nothing_is_served(secure: Server) -> None:
     with socket.create_connection((HOST, secure.port), timeout=20) as plain:
         plain.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         with suppress(ConnectionResetError):
             assert b"HTTP" not in plain.recv(4096)
-
-
-def test_a_client_refuses_an_untrusted_server(secure: Server) -> None:
-    connection = http.client.HTTPSConnection(HOST, secure.port, timeout=20, context=ssl.create_default_context())
-    with pytest.raises(ssl.SSLCertVerificationError):
-        connection.request("GET", "/v2")
 
 
 def status(server: Server, certificates: Certificates, pair: Pair | None) -> int:

@@ -120,12 +120,6 @@ def test_a_photograph_gives_what_the_steps_give_one_after_the_other(server: Serv
     np.testing.assert_allclose(output(answer, "scores"), shares[best], rtol=1e-4)
 
 
-def test_a_connection_sends_many_images(server: Server) -> None:
-    colors = ["red", "lime", "blue"] * 4
-    found = [output(post(server, saved(color))[1], "labels")[0] for color in colors]
-    assert found == ["red", "green", "blue"] * 4
-
-
 def test_a_batch_of_images_of_different_size_is_one_request(server: Server) -> None:
     files = [saved("red"), saved("blue", "PNG", (33, 90)), saved("lime", "WEBP", (400, 300))]
     with grpc_client.InferenceServerClient(server.grpc_address) as client:

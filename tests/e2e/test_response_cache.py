@@ -15,7 +15,7 @@ import tritonclient.http as triton_http
 from tests.support import models
 from tests.support.python_models import add_python_model
 from tests.support.serving import Server, run_headrace, serving
-from tests.support.waiting import at_rest, on_threads, until
+from tests.support.waiting import at_rest, until
 
 CACHED = "max_batch_size: 8\nresponse_cache { enable: true }\n"
 
@@ -24,10 +24,9 @@ CACHED = "max_batch_size: 8\nresponse_cache { enable: true }\n"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("cache")
     repository = folder / "repository"
-    for name in ("affine", "merged", "grpc", "metrics"):
+    for name in ("affine", "grpc", "metrics"):
         models.add_model(repository, name, models.affine(), config=CACHED)
     models.add_model(repository, "plain", models.affine(), config="max_batch_size: 8\n")
-    models.add_model(repository, "texts", models.identity("BYTES"), config=CACHED)
     limits = "max_batch_size: 8\nresponse_cache: {enable: true}\ncache: {ttl_s: 0.2, max_bytes: 64KiB}\n"
     models.add_model(repository, "limited", models.affine(), files={"config.yaml": limits})
     models.add_model(repository, "step", models.affine(), config=CACHED)
@@ -111,32 +110,6 @@ def test_http_and_grpc_share_responses(server: Server) -> None:
     assert counts["execution_count"] == counts["cache_miss"] == 1
 
 
-def test_texts_are_cached_with_their_borders(server: Server) -> None:
-    for texts, is_hit in ((["ab", "c"], False), (["a", "bc"], False), (["ab", "c"], True)):
-        before = statistics(server, "texts")["cache_hit"]
-        name = models.identity("BYTES").graph.input[0].name
-        document = {"inputs": [{"name": name, "shape": [1, 2], "datatype": "BYTES", "data": texts}]}
-        answer = json.loads(post(server, "texts", json.dumps(document).encode()))
-        assert answer["outputs"][0]["data"] == texts
-        assert statistics(server, "texts")["cache_hit"] == before + is_hit
-
-
-def test_clients_at_once_compute_each_request_once(server: Server) -> None:
-    answers: list[bytes] = []
-
-    def client(_: int) -> None:
-        answers.extend([post(server, "merged", body(value)) for value in range(20)])
-
-    on_threads(client, range(8))
-    assert len(answers) == 160
-    assert len(set(answers)) == 20
-    counts = statistics(server, "merged")
-    assert (counts["execution_count"], counts["inference_count"], counts["success"]) == (20, 20, 160)
-    cache = explained(server, "merged")["cache"]
-    assert cache["hits"] + cache["merged"] == counts["cache_hit"] == 140
-    assert cache["misses"] == cache["entries"] == 20
-
-
 def test_entries_expire_and_a_model_keeps_to_its_limit(server: Server) -> None:
     for value in range(200):
         post(server, "limited", body(value))
@@ -196,12 +169,6 @@ def test_a_cached_pipeline_computes_again_with_other_weights_of_a_model(tmp_path
         assert statistics(server, "p")["cache_miss"] == 3
         assert server.request("POST", "/v2/repository/models/m/unload", b"{}")[0] == 200
         assert server.request("POST", "/v2/models/p/infer", content)[0] == 503
-
-
-def test_errors_are_not_cached(server: Server) -> None:
-    wrong = body(1).replace(b"[1, 16]", b"[1, 17]")
-    for _ in range(2):
-        assert server.request("POST", "/v2/models/affine/infer", wrong)[0] == 400
 
 
 def test_metrics_and_explain_have_the_figures(server: Server) -> None:
@@ -264,18 +231,6 @@ class TritonPythonModel:
         assert post(server, "outer", body(1)) == second
         assert statistics(server, "outer")["cache_miss"] == 3
         assert statistics(server, "outer")["cache_hit"] == 2
-
-
-def test_an_unloaded_and_changed_model_does_not_serve_old_responses(tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    models.add_model(repository, "m", models.affine(seed=1), config=CACHED)
-    options = ("--model-control", "explicit", "--load-model", "m", "--cache-config", "local,size=1MiB")
-    with serving(repository, tmp_path, *options) as server:
-        first = post(server, "m", body(1))
-        assert post(server, "m", body(1)) == first
-        models.add_model(repository, "m", models.affine(seed=2), config=CACHED)
-        assert server.request("POST", "/v2/repository/models/m/load", b"{}")[0] == 200
-        assert post(server, "m", body(1)) != first
 
 
 def test_a_server_without_a_cache_warns_and_computes(tmp_path: Path) -> None:

@@ -73,12 +73,12 @@ def text_model(locale: str | None) -> onnx.ModelProto:
 
 
 def unknown_operator() -> onnx.ModelProto:
-    """A node of a domain that no library here has."""
+    """A node of a domain that no library here has, with the inputs and outputs of `models.affine`."""
     graph = helper.make_graph(
         [helper.make_node("Mystery", ["X"], ["Y"], domain="com.example")],
         "graph",
-        [helper.make_tensor_value_info("X", FP32, ["b", 2])],
-        [helper.make_tensor_value_info("Y", FP32, ["b", 2])],
+        [helper.make_tensor_value_info("X", FP32, ["batch", 16])],
+        [helper.make_tensor_value_info("Y", FP32, ["batch", 4])],
     )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.example", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=8)
@@ -199,24 +199,12 @@ def add_ours(repository: Path) -> None:
         repository, "no_version_served", models.affine(), config="version_policy { specific { versions: 9 } }"
     )
     models.add_model(repository, "half_broken", models.affine(), config="version_policy { all {} }")
-    models.add_model(repository, "half_broken", unknown_operator_with_names(), version=2)
+    models.add_model(repository, "half_broken", unknown_operator(), version=2)
     warmup = "model_warmup: [{name: w, batch_size: 1, inputs: {X: {data_type: fp32, dims: [16], zero_data: true}}}]\n"
     models.add_model(repository, "warmed", models.affine(), files={"config.yaml": warmup})
     (repository / "misplaced").mkdir()
     (repository / "misplaced" / "model.onnx").write_bytes(models.affine().SerializeToString())
     (repository / "no_model_file" / "1").mkdir(parents=True)
-
-
-def unknown_operator_with_names() -> onnx.ModelProto:
-    """The inputs and outputs of `models.affine` with an unknown operator."""
-    graph = helper.make_graph(
-        [helper.make_node("Mystery", ["X"], ["Y"], domain="com.example")],
-        "graph",
-        [helper.make_tensor_value_info("X", FP32, ["batch", 16])],
-        [helper.make_tensor_value_info("Y", FP32, ["batch", 4])],
-    )
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.example", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
 def add_volume(repository: Path) -> None:
