@@ -163,9 +163,3 @@ def test_the_deadline_header_ends_a_running_request(infer: Infer, steps_per_s: i
 @pytest.mark.parametrize("options", [{"priority": 4}, {"priority": 2**31 + 5}, {"priority": 1}])
 def test_any_priority_is_served(infer: Infer, options: dict[str, int]) -> None:
     assert infer("affine", X, **options).as_numpy("Y").shape == (1, 4)
-
-
-@pytest.mark.parametrize("sequence_id", [7, "seven"])
-def test_sequence_parameters_are_ignored(infer: Infer, sequence_id: int | str) -> None:
-    result = infer("affine", X, sequence_id=sequence_id, sequence_start=True, sequence_end=True)
-    assert np.array_equal(result.as_numpy("Y"), infer("affine", X).as_numpy("Y"))

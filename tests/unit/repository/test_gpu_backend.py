@@ -157,20 +157,6 @@ async def test_engine_then_own_plan_then_the_onnx_file(trt: Any, cuda: LateCuda,
     assert reason.endswith("(headrace build m --target tensorrt --rebuild)")
 
 
-async def test_an_engine_is_built_while_the_onnx_file_serves_for_a_foreign_plan(
-    trt: Any, cuda: LateCuda, tmp_path: Path
-) -> None:
-    repository, orders = tmp_path / "repository", tmp_path / "orders"
-    foreign(repository, "build_on_load: true\n")
-    builder = command(orders)
-    (orders / "fail").write_text("error: no room")
-
-    async with running(repository, ALL, None, builder) as (_, registry):
-        assert same(await infer_values(registry), 1)
-        await until_async(lambda: "building it failed: error: no room" in index(registry)["m", "1"][1])
-    assert (orders / "calls").read_text().split()[:4] == ["started", "m", "1", "tensorrt"]
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -212,9 +198,12 @@ async def test_without_a_gpu(cuda: LateCuda, tmp_path: Path) -> None:
     assert "put model.onnx beside it, which the CPU can serve" in reasons
 
 
-async def test_a_plan_is_built_while_the_onnx_file_serves(trt: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_foreign", [False, True], ids=["no plan", "a foreign plan"])
+async def test_a_plan_is_built_while_the_onnx_file_serves(trt: Any, tmp_path: Path, is_foreign: bool) -> None:
     repository, orders = tmp_path / "repository", tmp_path / "orders"
     put(repository, 1, config=TENSORRT + "build_on_load: true\n")
+    if is_foreign:
+        foreign(repository, "build_on_load: true\n")
     builder = command(orders)
     (orders / "fail").write_text("error: no room")
 

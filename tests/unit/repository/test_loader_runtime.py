@@ -12,7 +12,7 @@ import pytest
 from headrace.backends.tensorrt.backend import HOST_CODE
 from headrace.config.model_folder import read_model_folder
 from headrace.config.serving_plan import GpuRuntime, ServingPlan, serving_plan
-from headrace.core.errors import ConfigError, Unavailable, Unsupported
+from headrace.core.errors import Unavailable, Unsupported
 from headrace.repository.gpu_backend import tensorrt_machine
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
@@ -304,15 +304,6 @@ def test_without_a_gpu_the_cpu_serves_and_builds_nothing(
 def test_without_a_gpu_only_an_explicit_build_on_load_builds(tmp_path: Path) -> None:
     plan = planned(tmp_path, "optimization: {precision: int8}\nbuild_on_load: true\n")
     assert (plan.target, plan.engine) == ("onnxruntime", "ONNX Runtime INT8")
-
-
-def test_a_plan_alone_needs_a_gpu(tmp_path: Path) -> None:
-    put(tmp_path, 1)
-    (tmp_path / "m" / "config.pbtxt").write_text(INTRODUCTION)
-    (tmp_path / "m" / "1" / "model.onnx").rename(tmp_path / "m" / "1" / "model.plan")
-    folder = read_model_folder(tmp_path / "m", tmp_path)
-    with pytest.raises(ConfigError, match="is not available on this machine: this machine has no NVIDIA GPU"):
-        serving_plan(folder, 1, no_gpu())
 
 
 def test_cuda_is_not_initialized_for_cpu_models(tmp_path: Path) -> None:
