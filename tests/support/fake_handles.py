@@ -1,4 +1,4 @@
-"""What the endpoints of both protocols call of a leased version."""
+"""A fake of a leased version, for the endpoints of both protocols."""
 
 from __future__ import annotations
 
