@@ -202,13 +202,13 @@ def serve(wheel: Path, scratch: Path) -> str:
         DistError: a step failed, or the answer is wrong.
     """
     environment = scratch / "environment"
-    venv.create(environment, with_pip=True)
-    python = environment / "bin" / "python"
-    install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile")
+    venv.create(environment)  # our pip installs into it
+    pip = (sys.executable, "-m", "pip", "--python", environment / "bin" / "python", "--disable-pip-version-check")
+    install = (*pip, "install", "--quiet", "--no-deps", "--no-compile")
     locks = ROOT / "requirements"
     run(*install, "--require-hashes", "-r", locks / "serve.lock", "-r", locks / "demo.lock")
     run(*install, wheel)
-    run(python, "-m", "pip", "check", "--disable-pip-version-check")
+    run(*pip, "check")
     empty = scratch / "empty"
     empty.mkdir()
     headrace = environment / "bin" / "headrace"
