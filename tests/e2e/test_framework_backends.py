@@ -56,19 +56,44 @@ def models() -> dict[str, Any]:
     return {"logistic": LogisticRegression().fit(ROWS, CLASSES), "boosted": booster, "forest": forest}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("frameworks")
-    repository = folder / "repository"
+def _write_repository(repository: Path, models: dict[str, Any]) -> Path:
+    """Write models with configurations."""
     import_module("skops.io").dump(
         models["logistic"], _folder(repository, "logistic", CONFIG % "sklearn") / "model.skops"
     )
-    boosted = _folder(repository, "boosted", SCORES % "xgboost" + 'default_model_filename: "model.ubj"\n')
+    boosted = _folder(repository, "boosted_scores", SCORES % "xgboost" + 'default_model_filename: "model.ubj"\n')
     models["boosted"].save_model(boosted / "model.ubj")
-    models["forest"].save_model(_folder(repository, "forest", SCORES % "lightgbm") / "model.txt")
+    models["forest"].save_model(_folder(repository, "forest_scores", SCORES % "lightgbm") / "model.txt")
     (_folder(repository, "broken", SCORES % "xgboost") / "model.json").write_text("not a model")
-    with serving(repository, folder) as started:
-        yield started
+    return repository
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> Iterator[Server]:
+    """A server of a repository, and, without any configuration, of files, of a folder with one, and of version folders."""
+    from sklearn.ensemble import RandomForestRegressor
+    from sklearn.preprocessing import StandardScaler
+
+    folder = tmp_path_factory.mktemp("files")
+    repository = _write_repository(folder / "repository", models)
+    skops, joblib = import_module("skops.io"), import_module("joblib")
+    for name in ("in_folder", "versions/in_version/1", "versions/unnamed/1", "versions/torch/1"):
+        (folder / name).mkdir(parents=True)
+    joblib.dump(models["logistic"], folder / "pickled.joblib")
+    models["boosted"].save_model(folder / "boosted.json")
+    models["forest"].save_model(folder / "forest.txt")
+    skops.dump(StandardScaler().fit(ROWS), folder / "in_folder" / "model.skops")
+    (folder / "in_folder" / "notes.txt").write_text("a tree\n")
+    (folder / "in_folder" / "metrics.json").write_text('{"accuracy": 1}')
+    regressor = RandomForestRegressor(3).fit(ROWS, ROWS[:, 0])
+    skops.dump(regressor, folder / "versions" / "in_version" / "1" / "model.skops")
+    joblib.dump(models["logistic"], folder / "versions" / "unnamed" / "1" / "churn.joblib")
+    (folder / "versions" / "torch" / "1" / "model.pt").write_bytes(b"x")
+    single = ("pickled.joblib", "boosted.json", "forest.txt", "in_folder")
+    with open_paths([folder / name for name in (*single, "versions")], str(folder / "state")) as served:
+        options = [word for each in served.repositories for word in ("--model-repository", str(each))]
+        with serving(repository, folder, "--profile-s", "0", *options) as started:
+            yield started
 
 
 def infer(server: Server, name: str, rows: Any) -> dict[str, Any]:
@@ -87,13 +112,13 @@ def test_scikit_learn(server: Server, models: dict[str, Any]) -> None:
 
 def test_xgboost(server: Server, models: dict[str, Any]) -> None:
     matrix = import_module("xgboost").DMatrix(ROWS[:7])
-    result = infer(server, "boosted", ROWS[:7])
+    result = infer(server, "boosted_scores", ROWS[:7])
     np.testing.assert_allclose(result["scores"], models["boosted"].predict(matrix), rtol=1e-6)
     np.testing.assert_allclose(result["margin"], models["boosted"].predict(matrix, output_margin=True), rtol=1e-5)
 
 
 def test_lightgbm(server: Server, models: dict[str, Any]) -> None:
-    result = infer(server, "forest", ROWS[:7])
+    result = infer(server, "forest_scores", ROWS[:7])
     np.testing.assert_allclose(result["scores"], models["forest"].predict(ROWS[:7]), rtol=1e-6)
     np.testing.assert_allclose(result["margin"], models["forest"].predict(ROWS[:7], raw_score=True), rtol=1e-5)
 
@@ -116,53 +141,25 @@ def test_parameters_of_these_models_are_not_reported_as_useless(server: Server) 
     assert "has no effect" not in server.text
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> Iterator[Server]:
-    """A server of files, of a folder with one, and of version folders, without any configuration."""
-    from sklearn.ensemble import RandomForestRegressor
-    from sklearn.preprocessing import StandardScaler
-
-    folder = tmp_path_factory.mktemp("files")
-    skops, joblib = import_module("skops.io"), import_module("joblib")
-    for name in ("in_folder", "versions/in_version/1", "versions/unnamed/1", "versions/torch/1"):
-        (folder / name).mkdir(parents=True)
-    joblib.dump(models["logistic"], folder / "pickled.joblib")
-    models["boosted"].save_model(folder / "boosted.json")
-    models["forest"].save_model(folder / "forest.txt")
-    skops.dump(StandardScaler().fit(ROWS), folder / "in_folder" / "model.skops")
-    (folder / "in_folder" / "notes.txt").write_text("a tree\n")
-    (folder / "in_folder" / "metrics.json").write_text('{"accuracy": 1}')
-    regressor = RandomForestRegressor(3).fit(ROWS, ROWS[:, 0])
-    skops.dump(regressor, folder / "versions" / "in_version" / "1" / "model.skops")
-    joblib.dump(models["logistic"], folder / "versions" / "unnamed" / "1" / "churn.joblib")
-    (folder / "versions" / "torch" / "1" / "model.pt").write_bytes(b"x")
-    single = ("pickled.joblib", "boosted.json", "forest.txt", "in_folder")
-    with open_paths([folder / name for name in (*single, "versions")], str(folder / "state")) as served:
-        first, *others = map(str, served.repositories)
-        options = [word for other in others for word in ("--model-repository", other)]
-        with serving(first, folder, "--profile-s", "0", *options) as server:
-            yield server
-
-
-def test_files_without_a_configuration_have_the_tensors_of_the_model(files: Server, models: dict[str, Any]) -> None:
+def test_files_without_a_configuration_have_the_tensors_of_the_model(server: Server, models: dict[str, Any]) -> None:
     logistic, matrix = models["logistic"], import_module("xgboost").DMatrix(ROWS[:7])
-    result = infer(files, "pickled", ROWS[:7])
+    result = infer(server, "pickled", ROWS[:7])
     np.testing.assert_array_equal(result["label"][:, 0], logistic.predict(ROWS[:7]))
     np.testing.assert_allclose(result["probabilities"], logistic.predict_proba(ROWS[:7]), rtol=1e-12)
-    assert infer(files, "in_version", ROWS[:7])["prediction"].shape == (7, 1)
-    np.testing.assert_allclose(infer(files, "in_folder", ROWS)["transform"].mean(axis=0), 0, atol=1e-9)
+    assert infer(server, "in_version", ROWS[:7])["prediction"].shape == (7, 1)
+    np.testing.assert_allclose(infer(server, "in_folder", ROWS)["transform"].mean(axis=0), 0, atol=1e-9)
     np.testing.assert_allclose(
-        infer(files, "boosted", ROWS[:7])["prediction"], models["boosted"].predict(matrix), rtol=1e-6
+        infer(server, "boosted", ROWS[:7])["prediction"], models["boosted"].predict(matrix), rtol=1e-6
     )
-    np.testing.assert_allclose(infer(files, "forest", ROWS[:7])["prediction"], models["forest"].predict(ROWS[:7]))
+    np.testing.assert_allclose(infer(server, "forest", ROWS[:7])["prediction"], models["forest"].predict(ROWS[:7]))
 
 
-def test_a_pickle_is_read_with_a_warning(files: Server) -> None:
-    assert ".joblib runs code in it; skops.io.dump writes files without code" in files.text
+def test_a_pickle_is_read_with_a_warning(server: Server) -> None:
+    assert ".joblib runs code in it; skops.io.dump writes files without code" in server.text
 
 
-def test_the_cure_of_a_file_names_its_backend(files: Server) -> None:
-    rows = {row["name"]: row for row in json.loads(files.request("POST", "/v2/repository/index")[2])}
+def test_the_cure_of_a_file_names_its_backend(server: Server) -> None:
+    rows = {row["name"]: row for row in json.loads(server.request("POST", "/v2/repository/index")[2])}
     assert 'write backend: "sklearn" and default_model_filename: "churn.joblib"' in rows["unnamed"]["reason"]
     assert "input is missing" in rows["torch"]["reason"]
     assert "model.pt lacks it: write it in config.pbtxt" in rows["torch"]["reason"]

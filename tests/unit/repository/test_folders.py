@@ -180,3 +180,23 @@ def test_links_out_of_the_cache_stay_refused(tmp_path: Path, name: str) -> None:
     (snapshot / name).symlink_to(outside)
     with pytest.raises(ConfigError, match="leads out of the"):
         read_model_folder(snapshot.parent, snapshot.parents[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "paths", "message"),
+    [
+        ("", ["missing.onnx"], "missing.onnx: error: does not exist (name an ONNX file, the folder of a model"),
+        ("", ["x.doc"], "x.doc: error: is no model in a format that is known: .onnx, .pt, "),
+        ("", ["x.plan"], "cannot be served without a configuration (put it in FOLDER/NAME/1/model.plan"),
+        ("", ["a/m.onnx", "b/m.onnx"], "b/m.onnx: error: a model of the name 'm' is served from "),
+        ("", ["b"], "b: error: has 2 model files and no version folders (name those to serve: headrace serve "),
+        ("x", ["a/m.onnx", "c"], "/c: error: a model of the name 'x' is served from "),
+    ],
+)
+def test_paths_that_cannot_be_served(tmp_path: Path, name: str, paths: list[str], message: str) -> None:
+    for file in ("a/m.onnx", "b/m.onnx", "b/n.onnx", "c/1/model.onnx", "x.doc", "x.plan"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    with pytest.raises(ConfigError) as refused, open_paths([tmp_path / path for path in paths], name=name):
+        pass
+    assert message in str(refused.value)
