@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("health", help="exit status 0 while a server is ready")
 
     _add_validate(commands)
+    _add_proof(commands)
     from headrace.commands import explain as explain_command
     from headrace.commands import infer as infer_command
     from headrace.simulation import options as simulation
@@ -241,6 +242,20 @@ def _add_validate(commands: argparse._SubParsersAction[_Parser]) -> None:
     settings.add_environments(validate)
     settings.add_model_keys(validate)
     _read_stores(validate, _validate)
+
+
+def _add_proof(commands: argparse._SubParsersAction[_Parser]) -> None:
+    text = "run a batch again that gave a row other outputs than the row alone has; exit status 1 if it does so again"
+    proof = commands.add_parser("proof", help=text)
+    proof.add_argument("model", type=Path, help="folder of the model")
+    settings.add_state(proof)
+    proof.set_defaults(run=_proof)
+
+
+def _proof(args: argparse.Namespace) -> int:
+    from headrace.commands import validate
+
+    return validate.repeat_difference(args.model, args.state_dir, open_console(highlight=False))
 
 
 def _read_stores(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:

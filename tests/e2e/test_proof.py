@@ -8,10 +8,11 @@ from typing import Any
 
 import httpx
 import numpy as np
+import onnx
 
 from tests.support.models import add_model
 from tests.support.networks import network
-from tests.support.serving import Server, serving
+from tests.support.serving import Server, run_headrace, serving
 from tests.support.triton_clients import ask
 from tests.support.waiting import until
 
@@ -55,4 +56,30 @@ def test_rows_that_were_served_are_run_again_alone(tmp_path: Path) -> None:
         page = httpx.get(f"http://{server.address}/metrics").text
         assert 'headrace_row_differences_total{model="m",version="1"} 1.0' in page
         assert "model m: a row of a batch of 2: alone: output 'y' of row" in server.text
-    assert (tmp_path / "state" / "proofs" / "differences" / "m.npz").is_file()
+    repeat = ("proof", str(tmp_path / "models" / "m"), "--state-dir", str(tmp_path / "state"))
+    repeated = run_headrace(*repeat)
+    assert repeated.returncode == 1, repeated
+    assert "m/1: alone: output 'y' of row" in repeated.stdout
+    assert "of 2 differs by 1 from the row alone, 2.59e-05 is allowed" in repeated.stdout
+    onnx.save(
+        network("y = Add (x, low)", {"low": CONSTANTS["low"]}, ("N", 4)), tmp_path / "models" / "m" / "1" / "model.onnx"
+    )
+    repeated = run_headrace(*repeat)
+    assert repeated.returncode == 0, repeated
+    assert "of 2 has the outputs of the row alone" in repeated.stdout
+    onnx.save(network("y = Tanh (x)", {}, ("N", 5)), tmp_path / "models" / "m" / "1" / "model.onnx")
+    repeated = run_headrace(*repeat)
+    assert repeated.returncode == 1, repeated
+    assert "m/1: the stored batch fails" in repeated.stdout
+
+
+def test_without_a_stored_difference_nothing_is_repeated(tmp_path: Path) -> None:
+    add_model(tmp_path / "models", "m", network("y = Tanh (x)", {}, ("N", 4)))
+    command = ("proof", str(tmp_path / "models" / "m"), "--state-dir", str(tmp_path / "state"))
+    repeated = run_headrace(*command)
+    assert (repeated.returncode, "no difference of model 'm' is stored" in repeated.stdout) == (2, True)
+    folder = tmp_path / "state" / "proofs" / "differences"
+    folder.mkdir(parents=True)
+    for content in (b"", b"PK", b"not a file of arrays"):
+        (folder / "m.npz").write_bytes(content)
+        assert run_headrace(*command).returncode == 2

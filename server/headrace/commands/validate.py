@@ -29,7 +29,7 @@ from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.integrity.verified_copy import ModelVerifier, open_verifier
-from headrace.repository.batch_proofs import BatchProofs
+from headrace.repository.batch_proofs import BatchProofs, StoredDifference
 from headrace.repository.builds import BUILDER, EngineBuilds
 from headrace.repository.deployment import Deployments, ModelSource
 from headrace.repository.environments import Environments, environments_root
@@ -348,6 +348,7 @@ def trial_load(
     state: Path | None = None,
     environments_dir: str = "",
     model_keys_file: str = "",
+    proofs: BatchProofs | None = None,
 ) -> dict[str, object]:
     """Load one model with the server's own `Deployments` and close it again.
 
@@ -360,6 +361,7 @@ def trial_load(
         state: state folder with engines of read-only folders; None for none.
         environments_dir: folder of Python environments; "" for that in the state folder.
         model_keys_file: public keys of signed models; "" accepts others too.
+        proofs: tests the batch sizes; None tests all of them.
 
     Returns:
         `states`: version, state and reason as in the server's index; `findings`: why a version is not served;
@@ -367,9 +369,8 @@ def trial_load(
         GPU; `tensors`: inputs, outputs and batch size of a model that serves.
     """
     registry, gpu_model_cache, loop = Registry(), GpuModelCache(), asyncio.new_event_loop()
-    drains = VersionCloser(registry, gpu_model_cache.remove)
+    drains, trials = VersionCloser(registry, gpu_model_cache.remove), None if state is None else OwnTrials(state)
     environments = Environments(environments_root(environments_dir, state))
-    trials = None if state is None else OwnTrials(state)
     loader = Loader(
         Mailbox(loop),
         histograms=False,
@@ -379,13 +380,13 @@ def trial_load(
         interpreters=environments,
         verifier=open_verifier(model_keys_file, state),
         trials=trials,
-        proofs=BatchProofs(state, _PROOF_S, _PROOF_S),
+        proofs=proofs or BatchProofs(state, _PROOF_S, _PROOF_S),
     )
     # Never started: build requests stay queued, so no engine is built.
     builds = EngineBuilds(BUILDER, lambda _order, _failure: None)
     deployments = Deployments(loader, registry, drains, builds)
-    others = {path.name: RepositoryModel(path.name, path, repository) for path in folders(repository)[0]}
     # A pipeline needs the models that it calls.
+    others = {path.name: RepositoryModel(path.name, path, repository) for path in folders(repository)[0]}
     models = in_load_order([RepositoryModel(name, folder, repository)], others)
     findings = (*{model.name: _load_errors(deployments, model) for model in models}[name], *_unproven(registry, name))
     states = [[row["version"], row["state"], row["reason"]] for row in registry.index() if row["name"] == name]
@@ -398,8 +399,37 @@ def trial_load(
     drains.wait(_CLOSE_TIMEOUT_S)
     environments.close()
     loop.close()
-    found = [[f.path, f.line, f.message, f.cure, f.fatal] for f in findings]
-    return {"states": states, "findings": found, "substitutes": substitutes, "tensors": tensors}
+    return {"states": states, "findings": _as_lists(findings), "substitutes": substitutes, "tensors": tensors}
+
+
+def _as_lists(findings: Sequence[Finding]) -> list[list[object]]:
+    return [[f.path, f.line, f.message, f.cure, f.fatal] for f in findings]
+
+
+def repeat_difference(path: Path, state_dir: str, console: Console) -> int:
+    """Repeat the difference that a server has stored for a model, and print what comes out (`headrace proof`).
+
+    Args:
+        path: folder of the model.
+        state_dir: state folder of the server.
+        console: output.
+
+    Returns:
+        0 if a row of the batch has the outputs of the row alone, 1 if they differ again, 2 if nothing could be repeated.
+    """
+    path, state = Path(os.path.abspath(path)), Path(state_dir).expanduser()
+    repeats = StoredDifference(state, path.name)
+    if repeats.sample is None:
+        text = f"no difference of model '{path.name}' is stored in {state}: name the server's folder with --state-dir"
+        console.print(Text(text), soft_wrap=True)
+        return 2
+    loaded = trial_load(path.name, path, path.parent, state, proofs=repeats)
+    for text, _ in repeats.results:
+        console.print(Text(text), soft_wrap=True)
+    if not repeats.results:
+        console.print(Text(f"model '{path.name}' cannot be loaded: {loaded['states']}"), soft_wrap=True)
+        return 2
+    return int(any(differs for _, differs in repeats.results))
 
 
 def _unproven(registry: Registry, name: str) -> list[Finding]:

@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -285,6 +286,58 @@ class BatchProofs:
         except OSError as error:
             cure = "name a writable folder with --state-dir"
             logger.warning("%s cannot be written: %s (%s)", self._folder, error.strerror, cure)
+
+
+class StoredDifference(BatchProofs):
+    """Repeats the stored difference of a model at its load, in place of a proof.
+
+    Args:
+        state: state folder.
+        model: name of the model.
+
+    Attributes:
+        sample: the row that differed, with its batch; None without a stored difference.
+        results: a text for each loaded version, and True if the outputs differ again.
+    """
+
+    def __init__(self, state: Path, model: str) -> None:
+        super().__init__(state)
+        self.sample: RowSample | None = None
+        self.results: list[tuple[str, bool]] = []
+        with suppress(OSError, ValueError, KeyError, EOFError, BadZipFile):
+            with np.load(state.expanduser() / "proofs" / "differences" / f"{model}.npz", allow_pickle=False) as stored:
+                size, place = map(int, stored["case"])
+                inputs, outputs = (
+                    {name.removeprefix(kind): stored[name] for name in stored if name.startswith(kind)}
+                    for kind in ("in.", "out.")
+                )
+            self.sample = RowSample(size, place, inputs, outputs)
+
+    def prove(
+        self,
+        folder: ModelFolder,
+        version_number: int,
+        plan: ServingPlan,
+        digest: Callable[[], str],
+        model: AccountedModel,
+        layout: RaggedLayout | None = None,
+    ) -> None:
+        """Run the stored batch, and its row alone, and compare them as the server does."""
+        sample, execution = self.sample, model.execution(0)
+        assert sample is not None, "the caller loads a model only for a stored difference"
+        try:
+            outputs = execution.run(sample.batch())
+            rows = {name: outputs[name][sample.place : sample.place + 1] for name in sample.outputs}
+            proof = _Proof(folder, version_number, plan, model, layout, self._clock)
+            again = replace(sample, outputs=rows)
+            verdict = proof.check_sample(execution, again, NOT_TESTED, True, lambda: False)
+            equal = f"row {sample.place} of {sample.size} has the outputs of the row alone"
+            text, differs = (equal, False) if verdict is None else (verdict.faults[sample.size], True)
+        except Exception as error:  # the inputs may be those of an earlier model of this name
+            text, differs = f"the stored batch fails: {type(error).__name__}: {error}", True
+        finally:
+            execution.close()
+        self.results.append((f"{folder.config.name}/{version_number}: {text}", differs))
 
 
 def _serve(plan: ServingPlan, model: AccountedModel, record: _Record) -> bool:
