@@ -8,18 +8,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
-from headrace.core.config_base import ConfigPart, Count, DataType, Number, PositiveCount, Problem, one_of, option
+from headrace.core.config_base import ConfigPart, Count, DataType, Number, OneOf, PositiveCount, Problem, option
 from headrace.core.tensor import BF16, BY_CONFIG_NAME, BYTES
 from headrace.core.tensor_config import ModelInput, ModelOutput, TensorName
-
-BATCH_INPUT_KINDS = (
-    "BATCH_ELEMENT_COUNT",
-    "BATCH_ACCUMULATED_ELEMENT_COUNT",
-    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO",
-    "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE",
-    "BATCH_ITEM_SHAPE",
-    "BATCH_ITEM_SHAPE_FLATTEN",
-)
 
 
 class BatchInput(ConfigPart):
@@ -34,7 +25,7 @@ class BatchInput(ConfigPart):
             "BATCH_ITEM_SHAPE",
             "BATCH_ITEM_SHAPE_FLATTEN",
         ],
-        *one_of(BATCH_INPUT_KINDS, "BATCH_"),
+        OneOf("BATCH_"),
     ] = option("BATCH_ELEMENT_COUNT", "What is computed from the source inputs.")
     target_name: tuple[TensorName, ...] = option((), "Names of the model's inputs that receive the values.")
     data_type: DataType = option("", "Element type of the values.")
@@ -45,9 +36,9 @@ class BatchOutput(ConfigPart):
     """An output of the model that is split by the shapes of an input."""
 
     target_name: tuple[TensorName, ...] = option((), "Names of the outputs that are split.")
-    kind: Annotated[
-        Literal["BATCH_SCATTER_WITH_INPUT_SHAPE"], *one_of(("BATCH_SCATTER_WITH_INPUT_SHAPE",), "BATCH_")
-    ] = option("BATCH_SCATTER_WITH_INPUT_SHAPE", "How the outputs are split.")
+    kind: Annotated[Literal["BATCH_SCATTER_WITH_INPUT_SHAPE"], OneOf("BATCH_")] = option(
+        "BATCH_SCATTER_WITH_INPUT_SHAPE", "How the outputs are split."
+    )
     source_input: tuple[TensorName, ...] = option((), "Inputs whose shapes split the outputs.")
 
 

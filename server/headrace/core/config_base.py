@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -60,25 +60,31 @@ def option(default: Any, description: str) -> Any:
     return Field(default=default, description=description)
 
 
-def one_of(words: Sequence[str], prefix: str = "") -> tuple[BeforeValidator, WithJsonSchema]:
-    """Return the validators of an enumeration whose words may be written in lower case and without their prefix.
+class OneOf:
+    """Validates a `Literal` whose words may be written in any case and without their prefix; use it in `Annotated`.
 
     Args:
-        words: words in the spelling of Triton's schema.
         prefix: optional prefix of the words, e.g. "KIND_".
     """
-    spelled = {spelling.upper(): word for word in words for spelling in (word, word.removeprefix(prefix))}
 
-    def spell_out(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        word = spelled.get(value.upper())
-        if word is None:
-            raise Problems([Problem((), f'"{value}" is not a valid value', f"write one of {', '.join(words)}")])
-        return word
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
 
-    short = [word.removeprefix(prefix).lower() for word in words]
-    return BeforeValidator(spell_out), WithJsonSchema({"enum": list(dict.fromkeys([*words, *short]))})
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        words: tuple[str, ...] = get_args(source)
+        short = [word.removeprefix(self._prefix) for word in words]
+        spelled = {spelling.upper(): word for word, bare in zip(words, short, strict=True) for spelling in (word, bare)}
+
+        def spell_out(value: Any) -> Any:
+            if not isinstance(value, str):
+                return value
+            word = spelled.get(value.upper())
+            if word is None:
+                raise Problems([Problem((), f'"{value}" is not a valid value', f"write one of {', '.join(words)}")])
+            return word
+
+        enum = list(dict.fromkeys([*words, *(word.lower() for word in short)]))
+        return handler.generate_schema(Annotated[source, BeforeValidator(spell_out), WithJsonSchema({"enum": enum})])
 
 
 def _data_type_name(value: Any) -> Any:

@@ -24,6 +24,7 @@ from headrace.core.config_base import (
     Duration,
     Flag,
     Location,
+    OneOf,
     ParameterText,
     PositiveCount,
     Problem,
@@ -31,7 +32,6 @@ from headrace.core.config_base import (
     SizeBytes,
     Text,
     Version,
-    one_of,
     option,
 )
 from headrace.core.limits import CLIENT_PATTERN
@@ -60,7 +60,7 @@ MAX_INSTANCES = 256
 class QueuePolicy(ConfigPart):
     """Limits on the time in the queue and on its length."""
 
-    timeout_action: Annotated[Literal["REJECT", "DELAY"], *one_of(("REJECT", "DELAY"))] = option(
+    timeout_action: Annotated[Literal["REJECT", "DELAY"], OneOf()] = option(
         "REJECT", "After the timeout, `REJECT` refuses the request and `DELAY` puts it behind all others."
     )
     default_timeout_microseconds: Duration = option(0, "Maximum time in the queue, in microseconds; 0: no limit.")
@@ -121,7 +121,7 @@ class InstanceGroup(ConfigPart):
     """Instances of the model that run in parallel."""
 
     name: Text = option("", "Name in the log; the model's name and a number if absent.")
-    kind: Annotated[InstanceKind, *one_of(("KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL"), "KIND_")] = option(
+    kind: Annotated[InstanceKind, OneOf("KIND_")] = option(
         "KIND_AUTO", "Device of the instances; KIND_AUTO follows the machine."
     )
     count: PositiveCount = option(1, "Number of instances (on each GPU of `gpus` for KIND_GPU).")
@@ -396,7 +396,7 @@ class ModelConfig(ConfigPart):
     response_cache: ResponseCache | None = option(None, "Caches the model's responses.")
     model_transaction_policy: ModelTransactionPolicy | None = option(None, "Number of responses to a request.")
     metric_tags: dict[str, ParameterText] = option({}, "Labels for the model's metrics.")
-    oversize: Annotated[Literal["split", "reject"], *one_of(("split", "reject"))] = option(
+    oversize: Annotated[Literal["split", "reject"], OneOf()] = option(
         "split",
         "`split`: a request with more than `max_batch_size` rows is split and its outputs are joined. `reject`: it is "
         "refused, as in Triton. If absent, `reject` where the ONNX graph is not proven to keep rows independent.",
@@ -424,13 +424,13 @@ class ModelConfig(ConfigPart):
         "ones are refused. 0: no limit. If absent: 1000000, or 0 if every queue policy has `max_queue_size` or "
         "`default_timeout_microseconds`. Two batches of each instance may always wait.",
     )
-    fallback: Annotated[Literal["onnxruntime"], *one_of(("onnxruntime",))] | None = option(
+    fallback: Annotated[Literal["onnxruntime"], OneOf()] | None = option(
         None, "The backend that runs the model where its own backend cannot."
     )
     # Triton's message has a string field of this name, for a backend's library; it is ignored if empty.
     runtime: Annotated[
         Literal["auto", "onnxruntime", "tensorrt"],
-        *one_of(("auto", "onnxruntime", "tensorrt")),
+        OneOf(),
         BeforeValidator(lambda value: value or "auto"),
     ] = option(
         "auto",
@@ -458,7 +458,7 @@ class ModelConfig(ConfigPart):
         "The model is never evicted from memory to make room for another. On a CPU with `--host-memory-budget`, it is "
         "loaded at start.",
     )
-    isolation: Annotated[Literal["none", "process"], *one_of(("none", "process"))] = option(
+    isolation: Annotated[Literal["none", "process"], OneOf()] = option(
         "none",
         "`process`: the model runs in a child process, so a crash or a hang affects only this model. Costs about 0.1 "
         "ms and a copy for each batch.",
@@ -487,7 +487,7 @@ class ModelConfig(ConfigPart):
     pipeline: PipelineConfig | None = option(None, "Steps over other models and built-in steps.")
     proof: Annotated[
         Literal["off", "warn", "enforce"],
-        *one_of(("off", "warn", "enforce")),
+        OneOf(),
         BeforeValidator(lambda value: "off" if value is False else value),  # YAML reads off as False
     ] = option(
         "enforce",

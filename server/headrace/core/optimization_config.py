@@ -16,11 +16,11 @@ from headrace.core.config_base import (
     Dimension,
     Flag,
     Int32,
+    OneOf,
     ParameterText,
     PositiveCount,
     Problem,
     Text,
-    one_of,
     option,
 )
 
@@ -98,7 +98,7 @@ class EngineProfile(ConfigPart):
 class Calibration(ConfigPart):
     """Calibration of the tensor ranges of an INT8 or FP8 engine."""
 
-    method: Annotated[Method, *one_of(METHODS)] = option(
+    method: Annotated[Method, OneOf()] = option(
         "entropy", "`entropy`, `minmax`, `percentile` or `mse`. `tensorrt` can no longer be built: write `entropy`."
     )
     data: Text = option(
@@ -135,7 +135,7 @@ class Optimization(ConfigPart):
     """Optimisations of the model's execution."""
 
     graph: Graph | None = option(None, "Optimisation of the model's graph.")
-    priority: Annotated[Priority, *one_of(("PRIORITY_DEFAULT", "PRIORITY_MAX", "PRIORITY_MIN"), "PRIORITY_")] = option(
+    priority: Annotated[Priority, OneOf("PRIORITY_")] = option(
         "PRIORITY_DEFAULT", "Priority of this model's work on the device."
     )
     cuda: Cuda | None = option(None, "Submission of work to an NVIDIA GPU.")
@@ -146,7 +146,7 @@ class Optimization(ConfigPart):
     )
     gather_kernel_buffer_threshold: Count = option(0, "Buffers from which a kernel gathers the input on a GPU.")
     eager_batching: Flag = option(False, "Assemble a batch before an instance is idle.")
-    precision: Annotated[Precision, *one_of(PRECISIONS)] | None = option(
+    precision: Annotated[Precision, OneOf()] | None = option(
         None,
         "Precision of the engine from `headrace build`: `fp32` (the default), `fp16`, `bf16`, `int8`, `fp8`, or "
         "`best`: the fastest that meets `accuracy`.",

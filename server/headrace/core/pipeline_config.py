@@ -6,11 +6,11 @@ These classes check single fields. Rules over the whole graph are in `headrace.p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from headrace.core.config_base import ConfigPart, Count, Int64, Problem, Text, one_of, option
+from headrace.core.config_base import ConfigPart, Count, Int64, OneOf, Problem, Text, option
 from headrace.core.tensor_config import TensorName
 
 BuiltinName = Literal["", "decode_image", "resize", "tokenize", "softmax", "top_k", "nms"]
@@ -39,7 +39,7 @@ class PipelineStep(ConfigPart):
     """One step of a pipeline: a model or a built-in step."""
 
     model: Text = option("", "Name of the model that the step calls, `name/version` for a version.")
-    builtin: Annotated[BuiltinName, *one_of(get_args(BuiltinName))] = option("", "Built-in step instead of a model.")
+    builtin: Annotated[BuiltinName, OneOf()] = option("", "Built-in step instead of a model.")
     options: dict[str, Any] = option({}, "Options of the built-in step.")
     inputs: dict[TensorName, TensorName] = option({}, "Tensors of the pipeline by the step's input names.")
     outputs: dict[TensorName, TensorName] = option({}, "Tensors of the pipeline by the step's output names.")

@@ -15,23 +15,17 @@ from headrace.core.config_base import (
     Flag,
     Int32,
     Number,
+    OneOf,
     PositiveCount,
     Problem,
     Text,
-    one_of,
     option,
 )
 from headrace.core.tensor_config import ModelInput, ModelOutput, TensorName
 
 DEFAULT_IDLE_US = 1_000_000
 """Idle time of a sequence in microseconds, as in Triton."""
-_KINDS = (
-    "CONTROL_SEQUENCE_START",
-    "CONTROL_SEQUENCE_READY",
-    "CONTROL_SEQUENCE_END",
-    "CONTROL_SEQUENCE_CORRID",
-)
-CORRID = _KINDS[3]
+CORRID = "CONTROL_SEQUENCE_CORRID"
 CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
 
 
@@ -40,7 +34,7 @@ class SequenceControl(ConfigPart):
 
     kind: Annotated[
         Literal["CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_READY", "CONTROL_SEQUENCE_END", "CONTROL_SEQUENCE_CORRID"],
-        *one_of(_KINDS, "CONTROL_SEQUENCE_"),
+        OneOf("CONTROL_SEQUENCE_"),
     ] = option(
         "CONTROL_SEQUENCE_START",
         "START and END: first and last request of a sequence. READY: the row has a request. CORRID: the correlation id.",

@@ -19,10 +19,10 @@ from headrace.core.config_base import (
     Dimension,
     Flag,
     Number,
+    OneOf,
     PositiveCount,
     Problem,
     Text,
-    one_of,
     option,
 )
 
@@ -30,10 +30,7 @@ from headrace.core.config_base import (
 MAX_SOURCE_PIXELS = 50_000_000
 
 TensorName = Annotated[str, Field(strict=True, min_length=1)]
-TensorFormat = Annotated[
-    Literal["FORMAT_NONE", "FORMAT_NHWC", "FORMAT_NCHW"],
-    *one_of(("FORMAT_NONE", "FORMAT_NHWC", "FORMAT_NCHW"), "FORMAT_"),
-]
+TensorFormat = Annotated[Literal["FORMAT_NONE", "FORMAT_NHWC", "FORMAT_NCHW"], OneOf("FORMAT_")]
 
 
 def _as_channels(value: Any) -> Any:
@@ -111,7 +108,7 @@ class Preprocess(ConfigPart):
     """Converts an image to the input tensor: decode, resize, crop, (pixel - mean) / std, layout."""
 
     input: Text = option("", "Name of the image input; optional for a model with one input.")
-    color: Annotated[Literal["rgb", "gray"], *one_of(("rgb", "gray"))] = option(
+    color: Annotated[Literal["rgb", "gray"], OneOf()] = option(
         "rgb", "Channels of the image: three (`rgb`) or one (`gray`)."
     )
     resize_short_side: PositiveCount = option(
@@ -120,17 +117,17 @@ class Preprocess(ConfigPart):
     crop: tuple[PositiveCount, PositiveCount] = option(
         (224, 224), "Height and width of the centre crop after resizing, in pixels."
     )
-    interpolation: Annotated[Literal["bilinear", "bicubic"], *one_of(("bilinear", "bicubic"))] = option(
+    interpolation: Annotated[Literal["bilinear", "bicubic"], OneOf()] = option(
         "bilinear", "Interpolation for resizing."
     )
     mean: Channels = option((0.0,), "Subtracted from each pixel (0 to 255): one number, or one for each channel.")
     std: Channels = option(
         (1.0,), "Divides each pixel after `mean` is subtracted: one number, or one for each channel."
     )
-    layout: Annotated[Literal["nchw", "nhwc"], *one_of(("nchw", "nhwc"))] = option(
+    layout: Annotated[Literal["nchw", "nhwc"], OneOf()] = option(
         "nchw", "Order of the tensor's dimensions: channels before (`nchw`) or after (`nhwc`) height and width."
     )
-    by: Annotated[Literal["client", "server"], *one_of(("client", "server"))] = option(
+    by: Annotated[Literal["client", "server"], OneOf()] = option(
         "client",
         "`client`: requests contain the model's input tensor. `server`: requests contain pixels, UINT8 of [height, "
         "width, channels], a quarter of the bytes; the client decodes the file.",
