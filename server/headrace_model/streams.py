@@ -61,20 +61,8 @@ class OpenRequest:
     """
 
     __slots__ = (
-        "batch",
-        "buffered",
-        "cancelled",
-        "changed",
-        "has_returned",
-        "is_answered",
-        "is_closed",
-        "member",
-        "output_names",
-        "sent",
-        "slot",
-        "unconsumed",
-        "unconsumed_bytes",
-        "wants",
+        "batch", "buffered", "cancelled", "changed", "has_returned", "is_answered", "is_closed", "member",
+        "output_names", "sent", "slot", "unconsumed", "unconsumed_bytes", "wants",
     )  # fmt: skip
 
     def __init__(

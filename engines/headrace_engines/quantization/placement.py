@@ -22,22 +22,17 @@ from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxGraph, copy_model
 
 # Operators whose outputs have only values of input 0, and so its range; see `moves_values`.
-SAME_VALUES = frozenset(
-    (
-        *("DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Resize", "Slice"),
-        *("SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
-    )
-)
+SAME_VALUES = frozenset((
+    "DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Resize", "Slice",
+    "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
+))  # fmt: skip
 # Operators that a quantised output includes: values beyond the range saturate.
 CLAMPS = frozenset(("Relu", "Clip"))
 POOLS = frozenset(("AveragePool", "GlobalAveragePool"))
 # Elementwise functions.
-ACTIVATIONS = frozenset(
-    (
-        *("Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "PRelu"),
-        *("Selu", "Sigmoid", "Softplus", "Tanh"),
-    )
-)
+ACTIVATIONS = frozenset((
+    "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "PRelu", "Selu", "Sigmoid", "Softplus", "Tanh",
+))  # fmt: skip
 # Operators with FP8 kernels on every target that has FP8.
 PRODUCTS = ("Gemm", "MatMul")
 # Operators of two or more tensors.
@@ -238,12 +233,10 @@ def _has_fp8_kernel(graph: OnnxGraph, node: onnx.NodeProto, layer: WeightedLayer
 TARGETS = ("tensorrt", "onnxruntime")
 _TENSORRT_STEPS = SAME_VALUES | CLAMPS | POOLS | ACTIVATIONS | JOINS | {"BatchNormalization"}
 # Operators that ONNX Runtime runs on 8-bit tensors.
-_ONNXRUNTIME_MOVES = frozenset(
-    (
-        *("DepthToSpace", "Flatten", "MaxPool", "Reshape", "Resize", "Slice", "Split"),
-        *("Squeeze", "Transpose", "Unsqueeze"),
-    )
-)
+_ONNXRUNTIME_MOVES = frozenset((
+    "DepthToSpace", "Flatten", "MaxPool", "Reshape", "Resize", "Slice", "Split", "Squeeze", "Transpose",
+    "Unsqueeze",
+))  # fmt: skip
 _ONNXRUNTIME_STEPS = _ONNXRUNTIME_MOVES | CLAMPS | POOLS | JOINS | {"LeakyRelu", "Sigmoid"}
 
 

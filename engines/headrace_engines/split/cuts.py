@@ -21,14 +21,9 @@ from headrace_engines.onnx_graph import Array, OnnxGraph
 from headrace_engines.split.tensors import CrossingTensor
 
 # Operators whose result differs in each run: never computed twice.
-_RANDOM = {
-    "Bernoulli",
-    "Multinomial",
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-}
+_RANDOM = (
+    "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
+)  # fmt: skip
 _FOLDED_BYTES = 1.0  # price of a cut inside a fused layer, so that it loses against an equal one beside it
 
 

@@ -34,14 +34,8 @@ _CURE = "name another repository with --model-repository, or make room"
 _INSTANCES = 2
 # Fields that each part has from the whole.
 _COPIED = (
-    "parameters",
-    "cpu_max_batch_size",
-    "gpu_memory_budget",
-    "keep_loaded",
-    "oversize",
-    "build_on_load",
-    "runtime",
-)
+    "parameters", "cpu_max_batch_size", "gpu_memory_budget", "keep_loaded", "oversize", "build_on_load", "runtime",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,24 +125,14 @@ def sweep_picture(document: Mapping[str, Any]) -> str:
 
 def _figures(document: Mapping[str, Any]) -> str:
     has_slo = document["slo_ms"] is not None
-    headings = [
-        "load",
-        "requests",
-        "requests/s",
-        "p50 ms",
-        "p90 ms",
-        "p95 ms",
-        "p99 ms",
-        "p99.9 ms",
-        "max ms",
-        "errors",
-    ]
+    latencies = ("p50", "p90", "p95", "p99", "p99.9", "max")
+    headings = ["load", "requests", "requests/s", *(f"{name} ms" for name in latencies), "errors"]
     headings += [f"in {document['slo_ms']:g} ms/s", "in time"] if has_slo else []
     rows = []
     for point in document["points"]:
         latency = point["latency_ms"]
         row = [escape(point["label"]), f"{point['requests']:,}", f"{point['throughput_per_s']:,.1f}"]
-        row += [f"{latency[name]:.3f}" if latency else "-" for name in ("p50", "p90", "p95", "p99", "p99.9", "max")]
+        row += [f"{latency[name]:.3f}" if latency else "-" for name in latencies]
         row.append(f"{sum(point['errors'].values()):,}")
         row += [f"{point['goodput_per_s']:,.1f}", f"{point['in_time']:.1%}"] if has_slo else []
         rows.append(row)

@@ -82,18 +82,9 @@ class PendingResponse:
     """
 
     __slots__ = (
-        "completion",
-        "ended",
-        "fetched",
-        "followers",
-        "key",
-        "lookup_ns",
-        "once",
-        "outcome",
-        "outputs",
-        "request",
+        "completion", "ended", "fetched", "followers", "key", "lookup_ns", "once", "outcome", "outputs", "request",
         "revision",
-    )
+    )  # fmt: skip
 
     def __init__(self, key: bytes, request: InferRequest, lookup_ns: int, revision: Revision) -> None:
         self.key, self.request, self.lookup_ns, self.revision = key, request, lookup_ns, revision

@@ -84,18 +84,9 @@ TENSORRT_PARAMETERS = ("precision_mode", "max_workspace_size_bytes")
 
 # `parameters` that a backend reads. The backend of a model is chosen on load, so all of them are allowed.
 BACKEND_PARAMETERS: tuple[str, ...] = (
-    "intra_op_thread_count",
-    "inter_op_thread_count",
-    "execution_mode",
-    "enable_mem_arena",
-    "enable_mem_pattern",
-    "optimization_level",
-    "cuda_graphs",
-    "pipeline_depth",
-    "one_graph_rows",
-    "wait",
-    *CUDA_PARAMETERS,
-)
+    "intra_op_thread_count", "inter_op_thread_count", "execution_mode", "enable_mem_arena", "enable_mem_pattern",
+    "optimization_level", "cuda_graphs", "pipeline_depth", "one_graph_rows", "wait", *CUDA_PARAMETERS,
+)  # fmt: skip
 
 # `parameters` of Triton's ONNX Runtime backend without an effect here. Name -> what happens instead.
 PARAMETERS_WITHOUT_EFFECT: dict[str, str] = {

@@ -54,18 +54,9 @@ class Mailbox:
     """
 
     __slots__ = (
-        "_armed",
-        "_bell",
-        "_clock",
-        "_posted_ns",
-        "_rests",
-        "_settled",
-        "lag_ns",
-        "latest",
-        "loop",
-        "measures_lag",
+        "_armed", "_bell", "_clock", "_posted_ns", "_rests", "_settled", "lag_ns", "latest", "loop", "measures_lag",
         "mixed_ns",
-    )
+    )  # fmt: skip
 
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock = monotonic_ns) -> None:
         self.loop = loop

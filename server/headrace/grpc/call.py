@@ -141,23 +141,10 @@ class ServerCall(Http2Stream):
     """
 
     __slots__ = (
-        "__weakref__",
-        "_body_bytes",
-        "_client_limits",
-        "_counted_cancelled",
-        "_head",
-        "_headers_sent",
-        "_reader",
-        "_request",
-        "_server",
-        "_task",
-        "completion",
-        "deadline_ns",
-        "load_report",
-        "options",
-        "received_ns",
+        "__weakref__", "_body_bytes", "_client_limits", "_counted_cancelled", "_head", "_headers_sent", "_reader",
+        "_request", "_server", "_task", "completion", "deadline_ns", "load_report", "options", "received_ns",
         "reservation",
-    )
+    )  # fmt: skip
 
     connection: Http2Connection
 

@@ -49,16 +49,9 @@ class ResponseRoom:
     """
 
     __slots__ = (
-        "_closed",
-        "_expected_bytes",
-        "_give_way",
-        "_max_bytes",
-        "_queued_bytes",
-        "_unread",
-        "_unread_bytes",
-        "_waiting",
-        "bodies",
-    )
+        "_closed", "_expected_bytes", "_give_way", "_max_bytes", "_queued_bytes", "_unread", "_unread_bytes",
+        "_waiting", "bodies",
+    )  # fmt: skip
 
     def __init__(self, client_limits: ClientLimits, give_way: Callable[[], bool]) -> None:
         self._unread, self.bodies = UnreadResponses(client_limits), client_limits.bodies

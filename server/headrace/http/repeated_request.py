@@ -79,18 +79,9 @@ class RepeatedRequest:
     """
 
     __slots__ = (
-        "_connection",
-        "_endpoint",
-        "_head",
-        "_pending",
-        "_reservation",
-        "_writing",
-        "disconnected",
-        "keep_alive",
-        "on_response",
-        "response_complete",
-        "response_started",
-    )
+        "_connection", "_endpoint", "_head", "_pending", "_reservation", "_writing", "disconnected", "keep_alive",
+        "on_response", "response_complete", "response_started",
+    )  # fmt: skip
 
     body = b""
     more_body = waiting_for_100_continue = False

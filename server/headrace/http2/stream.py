@@ -227,20 +227,9 @@ class Http2Stream(ABC):
     """
 
     __slots__ = (
-        "awaiting_body",
-        "closed",
-        "connection",
-        "final_frames",
-        "frame_credit",
-        "granted_bytes",
-        "pending",
-        "pending_bytes",
-        "progress_tick",
-        "receive_window",
-        "remote_open",
-        "send_window",
-        "stream_id",
-    )
+        "awaiting_body", "closed", "connection", "final_frames", "frame_credit", "granted_bytes", "pending",
+        "pending_bytes", "progress_tick", "receive_window", "remote_open", "send_window", "stream_id",
+    )  # fmt: skip
 
     def __init__(self, connection: StreamConnection, stream_id: int) -> None:
         self.connection = connection

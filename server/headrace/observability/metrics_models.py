@@ -398,20 +398,10 @@ class ModelCollector(table.ScrapeCollector):
 
 
 # Exported as 0 before the first failure, so that `rate()` sees its first increase.
-_NO_FAILURES = dict.fromkeys(
-    (
-        "bad_request",
-        "cancelled",
-        "deadline",
-        "model_failed",
-        "overloaded",
-        "queue_timeout",
-        "quota",
-        "unavailable",
-        "would_miss",
-    ),
-    0,
-)
+_NO_FAILURES = dict.fromkeys((
+    "bad_request", "cancelled", "deadline", "model_failed", "overloaded", "queue_timeout", "quota", "unavailable",
+    "would_miss",
+), 0)  # fmt: skip
 _Sources = list[tuple[list[str], ScrapedModel]]
 
 

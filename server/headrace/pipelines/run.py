@@ -79,19 +79,9 @@ class BoundStep:
     """
 
     __slots__ = (
-        "bf16",
-        "dims",
-        "inputs",
-        "is_plain",
-        "names",
-        "outputs",
-        "required",
-        "resident",
-        "shapes",
-        "spec",
-        "step",
+        "bf16", "dims", "inputs", "is_plain", "names", "outputs", "required", "resident", "shapes", "spec", "step",
         "tensors",
-    )
+    )  # fmt: skip
 
     def __init__(
         self, step: Step, spec: ModelSpec, batched: Mapping[str, bool], bf16: Collection[str] = frozenset()

@@ -71,31 +71,10 @@ class Entry:
     """
 
     __slots__ = (
-        "client",
-        "completion",
-        "counts_as_request",
-        "deadline_ns",
-        "due_ns",
-        "enqueued_ns",
-        "inline",
-        "inputs",
-        "key",
-        "kind",
-        "last",
-        "level",
-        "member",
-        "members",
-        "of_pipeline",
-        "predicted_ns",
-        "queued",
-        "received_ns",
-        "remove",
-        "requests",
-        "resident_outputs",
-        "rows",
-        "shape_key",
-        "size_bytes",
-    )
+        "client", "completion", "counts_as_request", "deadline_ns", "due_ns", "enqueued_ns", "inline", "inputs",
+        "key", "kind", "last", "level", "member", "members", "of_pipeline", "predicted_ns", "queued", "received_ns",
+        "remove", "requests", "resident_outputs", "rows", "shape_key", "size_bytes",
+    )  # fmt: skip
 
     def __init__(
         self, request: InferRequest, completion: Completion, level: int, enqueued_ns: int, objective_ns: int = 0

@@ -83,21 +83,8 @@ class OpenMember:
     """
 
     __slots__ = (
-        "batch",
-        "cancelled",
-        "ended",
-        "index",
-        "is_lost",
-        "is_suspended",
-        "late",
-        "member",
-        "on_room",
-        "unconsumed",
-        "unconsumed_bytes",
-        "uncredited",
-        "uncredited_bytes",
-        "unread_since_ns",
-        "wants",
+        "batch", "cancelled", "ended", "index", "is_lost", "is_suspended", "late", "member", "on_room",
+        "unconsumed", "unconsumed_bytes", "uncredited", "uncredited_bytes", "unread_since_ns", "wants",
     )  # fmt: skip
 
     def __init__(self, batch: OpenBatch, index: int, member: BatchMember) -> None:

@@ -94,18 +94,9 @@ class SequenceEntry(Entry):
     """
 
     __slots__ = (
-        "correlation_id",
-        "is_end",
-        "is_held",
-        "is_rescheduled",
-        "is_start",
-        "number",
-        "ready_ns",
-        "sequence",
-        "sequence_key",
-        "slot",
-        "steps",
-    )
+        "correlation_id", "is_end", "is_held", "is_rescheduled", "is_start", "number", "ready_ns", "sequence",
+        "sequence_key", "slot", "steps",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -151,23 +142,9 @@ class LiveSequence:
     """
 
     __slots__ = (
-        "abort_reason",
-        "before",
-        "client",
-        "correlation_id",
-        "end_reason",
-        "heir",
-        "idle_since_ns",
-        "instance",
-        "is_closed",
-        "is_over",
-        "keeps_slot",
-        "key",
-        "running",
-        "slot",
-        "started_ns",
-        "waiting",
-    )
+        "abort_reason", "before", "client", "correlation_id", "end_reason", "heir", "idle_since_ns", "instance",
+        "is_closed", "is_over", "keeps_slot", "key", "running", "slot", "started_ns", "waiting",
+    )  # fmt: skip
 
     def __init__(self, key: SequenceKey, correlation_id: CorrelationId, client: str) -> None:
         self.key, self.correlation_id, self.client = key, correlation_id, client
