@@ -12,18 +12,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from headrace import listen
 from headrace.accept import bind
 from headrace.banner import Addresses, describe_access, describe_processes
 from headrace.core.errors import Unavailable
 from headrace.core.limits import BodyMemory, ClientLimits
-from headrace.listen import (
-    GrpcListener,
-    UvicornServer,
-    format_address,
-    is_loopback,
-    raise_file_limit,
-    run_server,
-)
 from headrace.observability.output import end_output
 from headrace.repository.registry import Registry
 from headrace.settings import Settings
@@ -52,11 +45,11 @@ class HeadraceServer:
         model_filter: Mapping[Path, frozenset[str]] | None = None,
     ) -> None:
         limits = settings.limits
-        limits = replace(limits, max_connections=raise_file_limit(limits.max_connections))
+        limits = replace(limits, max_connections=listen.raise_file_limit(limits.max_connections))
         self._settings = settings = replace(settings, limits=limits)
         self._announce = announce
-        self._servers: list[UvicornServer] = []
-        self._grpc: GrpcListener | None = None
+        self._servers: list[listen.UvicornServer] = []
+        self._grpc: listen.GrpcListener | None = None
         bodies = BodyMemory(limits)
         client_limits = ServerLimits.create(settings, bodies, partial(ClientLimits, bodies=bodies))
         self._wiring = Wiring(settings, client_limits, model_filter or {})
@@ -65,7 +58,7 @@ class HeadraceServer:
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM; returns the exit status."""
-        return run_server(self._settings, self._wiring.open, self._serve)
+        return listen.run_server(self._settings, self._wiring.open, self._serve)
 
     async def _serve(self, tls: ServerTls | None) -> int:
         settings, wiring, loop = self._settings, self._wiring, asyncio.get_running_loop()
@@ -84,13 +77,13 @@ class HeadraceServer:
             cure = "choose another --host, --http-port, --grpc-port or --metrics-port"
             logger.error("cannot listen: %s (%s)", error.strerror or error, cure)
             return 1
-        urls = [f"{'https' if tls else 'http'}://{format_address(*sock.getsockname()[:2])}" for sock in sockets]
+        urls = [f"{'https' if tls else 'http'}://{listen.format_address(*sock.getsockname()[:2])}" for sock in sockets]
         # The last URL is that of the metrics, which have their own port or that of HTTP.
         self._addresses = Addresses(
             urls[0],
-            format_address(settings.host, port) if self._grpc else "",
+            listen.format_address(settings.host, port) if self._grpc else "",
             f"{urls[-1]}/metrics",
-            describe_access(settings, is_loopback(settings.host)),
+            describe_access(settings, listen.is_loopback(settings.host)),
             wiring.keys is not None,
             describe_processes(settings),
         )
@@ -122,7 +115,7 @@ class HeadraceServer:
         ports = {"http": settings.http_port, "metrics": settings.metrics_port or 0}
         for port, (application, limits) in self._wiring.http_applications(tls).items():
             sockets.append(bind(settings.host, ports[port]))
-            self._servers.append(UvicornServer(application, settings, limits, tls))
+            self._servers.append(listen.UvicornServer(application, settings, limits, tls))
         return sockets
 
     async def _listen_grpc(self, tls: ServerTls | None) -> int:
@@ -131,7 +124,7 @@ class HeadraceServer:
             return 0
         server = self._wiring.grpc_server(tls)
         port = await server.start(settings.host, settings.grpc_port)
-        self._grpc = GrpcListener(server, settings.drain_timeout_s)
+        self._grpc = listen.GrpcListener(server, settings.drain_timeout_s)
         return port
 
     def _on_loaded(self, error: BaseException | None) -> None:

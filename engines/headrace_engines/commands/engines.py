@@ -13,17 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.config.manifest import (
-    STAMP_FILE,
-    Machine,
-    Stamp,
-    artefact_problem,
-    is_artefact_name,
-    onnxruntime_machine,
-    read_stamps,
-    runs_on,
-    stamp_fits,
-)
+from headrace.config import manifest
 from headrace.core.command_line import fit_title, number_parser, printable
 from headrace.core.errors import ConfigError
 from rich.console import Console
@@ -74,7 +64,7 @@ class PublishedEngine:
     model: str
     version: int
     folder: Path
-    stamp: Stamp | None
+    stamp: manifest.Stamp | None
     state: str
     problem: str
 
@@ -99,7 +89,7 @@ def list_stored(store: Store, published: Sequence[PublishedEngine], check: bool 
         except BuildError as error:
             records.append(StoreRecord(key, None, str(error), used_by))
             continue
-        problem = artefact_problem(entry.path, entry.size_bytes, entry.sha256 if check else "")
+        problem = manifest.artefact_problem(entry.path, entry.size_bytes, entry.sha256 if check else "")
         records.append(StoreRecord(key, entry, problem, used_by))
     return records
 
@@ -126,17 +116,17 @@ class _Machines:
     """Machine descriptions of this host. TensorRT's takes seconds and is read only if an artefact is built for it."""
 
     def __init__(self) -> None:
-        self._by_target: dict[str, Machine | None] = {"onnxruntime": onnxruntime_machine()}
+        self._by_target: dict[str, manifest.Machine | None] = {"onnxruntime": manifest.onnxruntime_machine()}
 
-    def runs(self, stamp: Stamp) -> bool:
+    def runs(self, stamp: manifest.Stamp) -> bool:
         machine = stamp.machine
         if machine.target not in self._by_target:
             self._by_target[machine.target] = _tensorrt_machine() if machine.target == "tensorrt" else None
         here = self._by_target[machine.target]
-        return here is not None and runs_on(stamp, here)
+        return here is not None and manifest.runs_on(stamp, here)
 
 
-def _tensorrt_machine() -> Machine | None:
+def _tensorrt_machine() -> manifest.Machine | None:
     from headrace_engines.targets import choose_target
 
     try:
@@ -164,7 +154,7 @@ def _versions(repository: Path) -> Iterator[tuple[str, int]]:
 def _has_engines(folder: Path) -> bool:
     try:
         return stat.S_ISDIR(folder.stat().st_mode) and any(
-            path.name == STAMP_FILE or is_artefact_name(path.name) for path in folder.iterdir()
+            path.name == manifest.STAMP_FILE or manifest.is_artefact_name(path.name) for path in folder.iterdir()
         )
     except OSError:
         return False
@@ -175,11 +165,13 @@ def _list_version(
 ) -> Iterator[PublishedEngine]:
     folder = repository / model / str(version)
     try:
-        stamps = read_stamps(folder)
+        stamps = manifest.read_stamps(folder)
     except ConfigError as error:
-        yield PublishedEngine(model, version, folder, None, DAMAGED, f"{STAMP_FILE} {error.findings[0].message}")
+        yield PublishedEngine(
+            model, version, folder, None, DAMAGED, f"{manifest.STAMP_FILE} {error.findings[0].message}"
+        )
         return
-    artefacts = {path.name for path in folder.iterdir() if is_artefact_name(path.name)}
+    artefacts = {path.name for path in folder.iterdir() if manifest.is_artefact_name(path.name)}
     for name in sorted(artefacts - {stamp.artefact for stamp in stamps}):
         yield PublishedEngine(model, version, folder, None, STALE, f"no stamp names {name}")
     if not stamps:
@@ -192,7 +184,9 @@ def _list_version(
     except BuildError as error:
         wrong = str(error)
     for stamp in stamps:
-        problem = artefact_problem(folder / stamp.artefact, stamp.size_bytes, stamp.artefact_sha256 if check else "")
+        problem = manifest.artefact_problem(
+            folder / stamp.artefact, stamp.size_bytes, stamp.artefact_sha256 if check else ""
+        )
         stale = wrong or (_stale(stamp, project, digest) if project else "")
         state = USED if machines.runs(stamp) else FOREIGN
         if problem or stale:
@@ -202,10 +196,10 @@ def _list_version(
         yield PublishedEngine(model, version, folder, stamp, state, problem or stale)
 
 
-def _stale(stamp: Stamp, project: Project, digest: str) -> str:
+def _stale(stamp: manifest.Stamp, project: Project, digest: str) -> str:
     if stamp.onnx_sha256 != digest:
         return f"built from another {project.source.name}"
-    if not stamp_fits(stamp, project.config):
+    if not manifest.stamp_fits(stamp, project.config):
         return f"built for another configuration (precision {stamp.requested})"
     return ""
 

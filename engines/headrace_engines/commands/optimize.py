@@ -22,31 +22,10 @@ from headrace_engines.accuracy import Accuracy, measure
 from headrace_engines.commands import add_cache, add_repository_and_target, add_version
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.onnx_graph import OnnxRunner, write_onnx
+from headrace_engines.optimize import originals, search
 from headrace_engines.optimize.figures import MeasuredModel, ModelFigures, measure_models
-from headrace_engines.optimize.originals import (
-    Original,
-    PyTorchCode,
-    check_channels,
-    import_code,
-    open_original,
-    parse_code,
-    torch_inputs,
-    write_training,
-)
 from headrace_engines.optimize.publishing import staged_model
 from headrace_engines.optimize.result_table import show_result, write_page
-from headrace_engines.optimize.search import (
-    LADDER,
-    Trial,
-    best_trial,
-    choose_layers,
-    loss_measure,
-    loss_text,
-    missed_target,
-    points_lost,
-    rank_layers,
-    search_strength,
-)
 from headrace_engines.optimize.sparsity import BLOCK, MIN_REDUCTION, sparse_layers
 from headrace_engines.optimize.torch_job import TorchResult, run_torch_job
 from headrace_engines.optimize.torch_program.jobs import Job
@@ -138,7 +117,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """
     started_s = time.monotonic()
     _check_options(options)
-    code = parse_code(options.model)
+    code = originals.parse_code(options.model)
     if code is not None and options.prune == "2:4":
         raise CallError("--prune 2:4 is given for PyTorch code: import the model first, or use --prune channels")
     if options.output is not None:
@@ -214,30 +193,30 @@ def _python(options: argparse.Namespace, report: Report) -> Path:
 
 
 def _open(
-    options: argparse.Namespace, code: PyTorchCode | None, python: Path | None, folder: Path, report: Report
-) -> Original:
+    options: argparse.Namespace, code: originals.PyTorchCode | None, python: Path | None, folder: Path, report: Report
+) -> originals.Original:
     if code is None:
         project = open_project(options.model, options.model_repository, options.version)
         if options.prune == "channels":
-            check_channels(project)
-        return open_original(project, options.data, options.held_out, options.samples)
+            originals.check_channels(project)
+        return originals.open_original(project, options.data, options.held_out, options.samples)
     if options.data is None:
         raise CallError(f"{options.model} is PyTorch code, which has no samples: give an .npz file with --data")
     assert python is not None, "code is pruned in PyTorch"
     name = options.name or code.path.stem
-    project = import_code(
+    project = originals.import_code(
         code, python, name, options.data, options.max_batch_size, folder / "models", part(report, 0, 0.05)
     )
-    original = open_original(project, options.data, options.held_out, options.samples)
-    return Original(project, original.model, original.train, original.held_out, original.output, code)
+    original = originals.open_original(project, options.data, options.held_out, options.samples)
+    return originals.Original(project, original.model, original.train, original.held_out, original.output, code)
 
 
-def _default_name(original: Original, options: argparse.Namespace, code: PyTorchCode | None) -> str:
+def _default_name(original: originals.Original, options: argparse.Namespace, code: originals.PyTorchCode | None) -> str:
     suffix = "sparse" if options.prune == "2:4" else "pruned"
     return f"{original.project.name if code is None else code.path.stem}_{suffix}"
 
 
-def _comparison(original: Original, samples: Samples) -> Callable[[onnx.ModelProto], Accuracy]:
+def _comparison(original: originals.Original, samples: Samples) -> Callable[[onnx.ModelProto], Accuracy]:
     """Return a function that compares a model with the original one on samples."""
     reference, rows = OnnxRunner(original.model), min(ROWS, max(original.project.config.max_batch_size, 1))
 
@@ -247,7 +226,7 @@ def _comparison(original: Original, samples: Samples) -> Callable[[onnx.ModelPro
     return compare
 
 
-def _sparse(original: Original, options: argparse.Namespace, report: Report) -> _Smaller:
+def _sparse(original: originals.Original, options: argparse.Namespace, report: Report) -> _Smaller:
     """Return the model with as many 2:4 sparse layers as the target allows.
 
     Raises:
@@ -261,11 +240,11 @@ def _sparse(original: Original, options: argparse.Namespace, report: Report) -> 
             f"weight whose reduction is a multiple of {MIN_REDUCTION}: {cure}"
         )
     calibrate = _comparison(original, original.train.head(_SENSITIVITY_SAMPLES))
-    ranked = rank_layers(original.model, layers, calibrate, part(report, 0.0, 0.7))
+    ranked = search.rank_layers(original.model, layers, calibrate, part(report, 0.0, 0.7))
     judged = _comparison(original, original.held_out)
-    choice = choose_layers(original.model, ranked, judged, options.target_loss, part(report, 0.7, 1.0))
+    choice = search.choose_layers(original.model, ranked, judged, options.target_loss, part(report, 0.7, 1.0))
     if choice.model is None:
-        reason = "; ".join(missed_target(choice.accuracy, options.target_loss))
+        reason = "; ".join(search.missed_target(choice.accuracy, options.target_loss))
         raise BuildError(
             f"even one {BLOCK // 2}:{BLOCK} sparse layer ({ranked[0].layer.node}) misses the target: {reason}"
         )
@@ -290,7 +269,9 @@ def _sparse(original: Original, options: argparse.Namespace, report: Report) -> 
     return _Smaller(choice.model, choice.accuracy, details, (summary + most + ".", _SPARSE_REMARK))
 
 
-def _pruned(original: Original, options: argparse.Namespace, report: Report, python: Path, folder: Path) -> _Smaller:
+def _pruned(
+    original: originals.Original, options: argparse.Namespace, report: Report, python: Path, folder: Path
+) -> _Smaller:
     """Return the model with the strongest channel pruning that holds the target.
 
     Raises:
@@ -298,8 +279,8 @@ def _pruned(original: Original, options: argparse.Namespace, report: Report, pyt
     """
     training = folder / "train.npy"
     report(0.0, "writing samples")
-    write_training(original.train, training)
-    inputs = torch_inputs(original, training)
+    originals.write_training(original.train, training)
+    inputs = originals.torch_inputs(original, training)
     path = original.project.source if original.code is None else original.code.path
     if original.code is None and not any(node.op_type == "BatchNormalization" for node in original.model.graph.node):
         # Folded constants leave fewer forms of a graph; batch norms stay for the training, which simplify would fuse.
@@ -324,9 +305,9 @@ def _pruned(original: Original, options: argparse.Namespace, report: Report, pyt
     def prune(share: float, inner: Report) -> TorchResult:
         return run_torch_job(python, job.with_share(share), inputs, inner)
 
-    ladder = LADDER if options.flops is None else (options.flops,)
-    trials = search_strength(prune, lambda result: compare(result.model), options.target_loss, report, ladder)
-    best = best_trial(trials)
+    ladder = search.LADDER if options.flops is None else (options.flops,)
+    trials = search.search_strength(prune, lambda result: compare(result.model), options.target_loss, report, ladder)
+    best = search.best_trial(trials)
     if best is None:
         weakest = max(trials, key=lambda trial: trial.result.network.macs)
         left = weakest.result.network.macs / max(weakest.result.network.source_macs, 1)
@@ -353,25 +334,25 @@ def _training_options(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _trial_json(trial: Trial) -> dict[str, Any]:
+def _trial_json(trial: search.Trial) -> dict[str, Any]:
     network = trial.result.network
     return {
         "flops_share": trial.flops_share,
         "macs": network.macs,
         "source_macs": network.source_macs,
-        "points_lost": finite(points_lost(trial.accuracy)),
+        "points_lost": finite(search.points_lost(trial.accuracy)),
         "refusal": list(trial.refusal),
         "seconds": network.seconds,
         "export_difference": trial.result.difference,
     }
 
 
-def _trial_text(trial: Trial) -> str:
+def _trial_text(trial: search.Trial) -> str:
     network = trial.result.network
     result = "misses the target" if trial.refusal else "holds the target"
     share, lost = (
         network.macs / max(network.source_macs, 1),
-        loss_text(points_lost(trial.accuracy), loss_measure(trial.accuracy)),
+        search.loss_text(search.points_lost(trial.accuracy), search.loss_measure(trial.accuracy)),
     )
     trained = f"trained {network.seconds:.0f} s on {network.device}, {network.precision}"
     return f"{share:.1%} of the FLOPs: {lost}, {result} ({trained})"
@@ -379,7 +360,7 @@ def _trial_text(trial: Trial) -> str:
 
 def _document(
     options: argparse.Namespace,
-    original: Original,
+    original: originals.Original,
     smaller: _Smaller,
     figures: list[ModelFigures],
     machine: str,
@@ -392,8 +373,8 @@ def _document(
         "version": original.project.version,
         "prune": options.prune,
         "target_loss": options.target_loss,
-        "loss": loss_measure(smaller.accuracy),
-        "points_lost": points_lost(smaller.accuracy),
+        "loss": search.loss_measure(smaller.accuracy),
+        "points_lost": search.points_lost(smaller.accuracy),
         "data": smaller.accuracy.data,
         "machine": machine,
         "accuracy": smaller.accuracy.to_json(),

@@ -46,18 +46,7 @@ from onnx import TensorProto, helper, numpy_helper
 from headrace_engines.accuracy import judge, measure
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, captured, copy_model
-from headrace_engines.precision.limits import (
-    BOUNDING,
-    HEAVY,
-    MOVEMENT,
-    TYPE_ATTRIBUTE,
-    FloatFormat,
-    Signature,
-    at_opset,
-    float_format,
-    must_stay_fp32,
-    signature,
-)
+from headrace_engines.precision import limits
 from headrace_engines.precision.methods import DYNAMIC, EXPLICIT
 from headrace_engines.progress import Report, part, silent
 from headrace_engines.project import BuildData, BuildSpec
@@ -96,9 +85,9 @@ def cast_model(
     Raises:
         BuildError: the result is not a valid ONNX model, or the precision is neither of the two.
     """
-    numbers = float_format(precision)
+    numbers = limits.float_format(precision)
     opset = max(numbers.opset, _SCALES_OPSET if quantized == "scales" else 0)
-    graph = OnnxGraph(copy_model(at_opset(model, opset)))
+    graph = OnnxGraph(copy_model(limits.at_opset(model, opset)))
     _lift_constants(graph)
     writer = _Writer(graph, numbers, _nodes_to_cast(graph, numbers, frozenset(keep), quantized))
     written = writer.write()
@@ -129,16 +118,18 @@ def _lift_constants(graph: OnnxGraph) -> None:
 
 
 def _nodes_to_cast(
-    graph: OnnxGraph, numbers: FloatFormat, keep: frozenset[str], quantized: Quantized
-) -> dict[str, Signature]:
+    graph: OnnxGraph, numbers: limits.FloatFormat, keep: frozenset[str], quantized: Quantized
+) -> dict[str, limits.Signature]:
     """Return the changes of the nodes to cast, by the name of their first output."""
     graph.sort()
     stay = _computed_from_shapes(graph) | _near_quantized(graph, quantized)
-    chosen: dict[str, Signature] = {}
+    chosen: dict[str, limits.Signature] = {}
     cast_tensors: set[str] = set()
     for node in graph.nodes:
         key = _key(node)
-        match = None if not key or key in stay or node.name in keep else signature(graph, node, numbers.element_type)
+        match = (
+            None if not key or key in stay or node.name in keep else limits.signature(graph, node, numbers.element_type)
+        )
         if match is None:
             continue
         if match.follows:
@@ -183,7 +174,7 @@ def _near_quantized(graph: OnnxGraph, quantized: Quantized) -> set[str]:
         if node.op_type in _QDQ or fused.isdisjoint(node.input):
             continue
         quantized_itself = any((p := graph.producer(name)) and p.op_type in _QDQ for name in node.input)
-        if quantized_itself or node.op_type not in HEAVY:
+        if quantized_itself or node.op_type not in limits.HEAVY:
             stay.add(_key(node))
             fused.update(node.output)
     return stay
@@ -198,7 +189,7 @@ def _floats(graph: OnnxGraph, node: onnx.NodeProto) -> set[str]:
     }
 
 
-def _without_islands(graph: OnnxGraph, chosen: dict[str, Signature]) -> dict[str, Signature]:
+def _without_islands(graph: OnnxGraph, chosen: dict[str, limits.Signature]) -> dict[str, limits.Signature]:
     """Remove nodes that only move values between FP32 nodes, except readers of a table of weights: these save memory."""
     nodes = {_key(node): node for node in graph.nodes}
     visited: set[str] = set()
@@ -225,7 +216,7 @@ def _neighbours(graph: OnnxGraph, node: onnx.NodeProto) -> set[str]:
 
 
 def _only_moves(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
-    return node.op_type in MOVEMENT and not any(
+    return node.op_type in limits.MOVEMENT and not any(
         graph.is_constant(name) and graph.element_type(name) == TensorProto.FLOAT for name in node.input
     )
 
@@ -236,7 +227,7 @@ def _only_moves(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
 class _Writer:
     """Casts the chosen nodes of a graph."""
 
-    def __init__(self, graph: OnnxGraph, numbers: FloatFormat, chosen: dict[str, Signature]) -> None:
+    def __init__(self, graph: OnnxGraph, numbers: limits.FloatFormat, chosen: dict[str, limits.Signature]) -> None:
         self._graph = graph
         self._numbers = numbers
         self._chosen = chosen
@@ -272,7 +263,7 @@ class _Writer:
         graph.set_type(low, self._numbers.element_type, graph.shape(name))
         self._low[name] = low
         self._cast_outputs.add(name)
-        attribute = next((a for a in node.attribute if a.name == TYPE_ATTRIBUTE.get(node.op_type)), None)
+        attribute = next((a for a in node.attribute if a.name == limits.TYPE_ATTRIBUTE.get(node.op_type)), None)
         if attribute is not None and attribute.HasField("t"):
             attribute.t.CopyFrom(self._numbers.tensor(numpy_helper.to_array(attribute.t), self._numbers.largest))
         elif attribute is not None:
@@ -295,7 +286,7 @@ class _Writer:
                 self._low[name] = self._cast(name, self._numbers.name, self._numbers.element_type)
             return self._low[name]
         largest = self._numbers.largest
-        key = name, largest if operator in BOUNDING else largest / 2
+        key = name, largest if operator in limits.BOUNDING else largest / 2
         if key not in self._constants:
             tensor = self._numbers.tensor(values, key[1])
             self._constants[key] = self._graph.add_constant(f"{name}/{self._numbers.name}", tensor)
@@ -398,7 +389,7 @@ def lower_model(
         return _lower_dynamically(model, spec)
     if spec.precision in ("fp16", "bf16"):
         samples = data.calibration or data.held_out
-        keep = must_stay_fp32(model, samples, spec.precision, report) | fp32_nodes(model, spec)
+        keep = limits.must_stay_fp32(model, samples, spec.precision, report) | fp32_nodes(model, spec)
         return LoweredModel(cast_model(model, spec.precision, keep), tuple(sorted(keep)))
     if spec.calibration.method == "tensorrt":
         cure = "write calibration.method: entropy, which builds int8 and fp8 from Q/DQ"
@@ -592,7 +583,7 @@ class Quantizer:
         fp8 = self.spec.precision == "fp8"
         if self.target != "tensorrt" or not (keep or fp8):
             return quantized
-        stay = must_stay_fp32(self.model, self.calibration, "fp16", silent) | fp32_nodes(self.model, self.spec)
+        stay = limits.must_stay_fp32(self.model, self.calibration, "fp16", silent) | fp32_nodes(self.model, self.spec)
         # TensorRT's FP8 convolutions need FP16 scales and biases, its INT8 convolutions FP32.
         return cast_model(quantized, "fp16", stay, "scales" if fp8 else "layers")
 

@@ -38,15 +38,8 @@ import onnxruntime as ort
 from headrace.config.manifest import Machine, onnxruntime_machine, usable_cores
 from headrace.config.onnx_model import external_files
 
+from headrace_engines import onnx_graph
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import (
-    OnnxGraph,
-    copy_model,
-    drop_unused_domains,
-    read_onnx,
-    tensor_bytes,
-    write_onnx,
-)
 from headrace_engines.progress import Report
 from headrace_engines.targets.base import Array, BatchTiming, MeasuredLayer, ObservedEngine, TargetSpec
 from headrace_engines.targets.onnxruntime_observed import ObservedSession
@@ -67,7 +60,7 @@ def node_label(node: onnx.NodeProto) -> str:
 
 def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy with a unique name for every node, its `node_label` if unused."""
-    named = copy_model(model)
+    named = onnx_graph.copy_model(model)
     used: set[str] = set()
     for node in named.graph.node:
         base = node_label(node)
@@ -104,7 +97,7 @@ def compose_lineages(outer: Lineage, inner: Lineage) -> Lineage:
 class _Trace:
     def __init__(self, optimised: onnx.ModelProto, original: onnx.ModelProto) -> None:
         self._optimised = optimised.graph
-        self._graph = OnnxGraph(_skeleton(original))
+        self._graph = onnx_graph.OnnxGraph(_skeleton(original))
         self._by_name = {node.name: node for node in self._graph.nodes}
         self._order = {node.name: index for index, node in enumerate(self._graph.nodes)}
         # Node of the original -> node of the optimised graph with its name or output.
@@ -393,12 +386,12 @@ def profile_layers(path: Path, source: onnx.ModelProto | None, inputs: Mapping[s
     Raises:
         BuildError: the file cannot be loaded or run, or the disk for temporary files is full.
     """
-    artefact = name_nodes(read_onnx(path))
+    artefact = name_nodes(onnx_graph.read_onnx(path))
     try:
         with tempfile.TemporaryDirectory(prefix="headrace-profile-") as name:
             folder = Path(name)
             named = folder / "model.onnx"
-            write_onnx(artefact, named)
+            onnx_graph.write_onnx(artefact, named)
             events = _events(named, folder, inputs)
             optimised = onnx.load_model(folder / "all.onnx", load_external_data=False)
             _optimize(named, folder / "fused.onnx", ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED)
@@ -574,7 +567,7 @@ def is_rewritable(model: onnx.ModelProto) -> bool:
         model: its weights need not be loaded.
     """
     halves = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
-    sizes = (tensor_bytes(t) * (2 if t.data_type in halves else 1) for t in model.graph.initializer)
+    sizes = (onnx_graph.tensor_bytes(t) * (2 if t.data_type in halves else 1) for t in model.graph.initializer)
     return sum(sizes) <= _MAX_REWRITTEN_BYTES
 
 
@@ -619,7 +612,7 @@ class OnnxRuntimeTarget:
                 report(0.0, "optimising for ONNX Runtime")
                 written = _optimised(model, folder) if order.precision == "fp32" else model
                 artefact = folder / path.name
-                write_onnx(written, artefact)
+                onnx_graph.write_onnx(written, artefact)
                 report(0.6, "loading the artefact")
                 open_session(artefact, session_options())
                 # The external data before the model that refers to it.
@@ -659,9 +652,9 @@ def _optimised(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
         return model
     file = folder / "optimised.onnx"
     _optimize(model.SerializeToString(), file, ort.GraphOptimizationLevel.ORT_ENABLE_BASIC)
-    optimised = read_onnx(file)
+    optimised = onnx_graph.read_onnx(file)
     file.unlink()
-    drop_unused_domains(optimised)
+    onnx_graph.drop_unused_domains(optimised)
     return optimised
 
 

@@ -18,16 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import ValidationError
 
-from headrace.config.completion import (
-    BACKEND_OF_SUFFIX,
-    bind,
-    complete_from_model,
-    complete_identity,
-    complete_instances,
-    contradictions,
-    incomplete,
-    problems_of,
-)
+from headrace.config import completion
 from headrace.config.documents import (
     MAX_CONFIG_BYTES,
     Document,
@@ -168,10 +159,10 @@ def check_model_file(path: Path, repository: Path) -> list[Finding]:
         entries = path.parent.iterdir() if path.parent.is_dir() else ()
         siblings = sorted(p.name for p in entries if p.is_file() and not p.name.startswith("."))
         contents = f"the folder has {', '.join(siblings[:5])}; " if siblings else ""
-        others = [each for each in siblings if each.rpartition(".")[2] in BACKEND_OF_SUFFIX]
+        others = [each for each in siblings if each.rpartition(".")[2] in completion.BACKEND_OF_SUFFIX]
         cure = f"{contents}name the file {path.name}, or set default_model_filename"
         if others and path.suffix not in [Path(each).suffix for each in others]:
-            backend = BACKEND_OF_SUFFIX[others[0].rpartition(".")[2]]
+            backend = completion.BACKEND_OF_SUFFIX[others[0].rpartition(".")[2]]
             cure = f'{contents}write backend: "{backend}" and default_model_filename: "{others[0]}"'
         return [Finding(name, None, "the model's file is missing", cure)]
     if not within(path, repository):
@@ -513,10 +504,10 @@ class _FolderReader:
             self._fail("has no version folder", f"put the model's file into {self._path.name}/1/")
         self._stop_if_fatal()
         served = self._served(config, versions)
-        config = complete_identity(config, self._path.name, self._has_code(served), self._files(served))
+        config = completion.complete_identity(config, self._path.name, self._has_code(served), self._files(served))
         self._check_filenames(config)
         self._stop_if_fatal()
-        config = complete_instances(self._complete(config, served))
+        config = completion.complete_instances(self._complete(config, served))
         self._report(warmup_problems(config, self._path, self._repository))
         self._report(list(initial_state_problems(config, self._path, self._repository)))
         self._report(sample_remarks(config, self._path), fatal=False)
@@ -551,7 +542,7 @@ class _FolderReader:
             self._document = self._override
         elif not self._read_document():
             return ModelConfig()
-        config, findings = bind(self._document)
+        config, findings = completion.bind(self._document)
         self.findings += findings
         if config is not None and config.name not in ("", self._path.name):
             message = f'the name "{config.name}" is not the folder\'s'
@@ -632,11 +623,11 @@ class _FolderReader:
                 self._report(list(python_problems(config)))
                 self._stop_if_fatal()
             # A configuration without inputs or outputs is not checked as a whole until its code has completed it.
-            self._missing = tuple(self._document.finding(problem) for problem in incomplete(config))
+            self._missing = tuple(self._document.finding(problem) for problem in completion.incomplete(config))
             if self._missing:
                 return config
         if not signatures:
-            self._report(incomplete(config))
+            self._report(completion.incomplete(config))
             self._stop_if_fatal()
             # No ONNX file to complete from: the checks of a complete configuration run here.
             values = {name: getattr(config, name) for name in ModelConfig.model_fields}
@@ -647,18 +638,20 @@ class _FolderReader:
             try:
                 return ModelConfig.model_validate(values)
             except ValidationError as error:
-                self._report(problems_of(error, self._document.headrace_prefix))
+                self._report(completion.problems_of(error, self._document.headrace_prefix))
                 raise ConfigError([]) from None
         (file, newest), *older = signatures
         if not self._document.data:
             self._document = Document(file)
-        completed, problems, remarks = complete_from_model(config, newest)
+        completed, problems, remarks = completion.complete_from_model(config, newest)
         self._report(problems)
         self._report(remarks, fatal=False)
         if completed is None:
             raise ConfigError([])
         for file, signature in older:
-            mismatches = [p._replace(message=f"{p.message} ({file})") for p in contradictions(completed, signature)]
+            mismatches = [
+                p._replace(message=f"{p.message} ({file})") for p in completion.contradictions(completed, signature)
+            ]
             self._report(mismatches)
         self._stop_if_fatal()
         return completed

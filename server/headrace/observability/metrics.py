@@ -24,17 +24,10 @@ from prometheus_client.utils import floatToGoString
 
 from headrace.core.clock import NS_PER_S, pause, stepwise
 from headrace.core.telemetry import TritonMetrics
+from headrace.observability import metrics_server
 from headrace.observability.custom_metrics import CustomMetrics
 from headrace.observability.histograms import FIRST_NATIVE, SCHEMA, ZERO_S, Exemplar, Histogram
 from headrace.observability.metrics_models import CpuCollector, ModelCollector, ScrapedModels
-from headrace.observability.metrics_server import (
-    GpuCollector,
-    GpuMemory,
-    GpuReader,
-    MemoryCollector,
-    ServerCollector,
-    ServerFacts,
-)
 from headrace.observability.metrics_table import Durations, SampleStream, classic_buckets
 from headrace.observability.metrics_traffic import HasTrafficRows, TrafficCollector
 
@@ -302,9 +295,9 @@ class MetricsPage:
     def __init__(
         self,
         sources: ScrapedModels,
-        memory: GpuMemory | None = None,
-        facts: ServerFacts | None = None,
-        gpus: GpuReader | None = None,
+        memory: metrics_server.GpuMemory | None = None,
+        facts: metrics_server.ServerFacts | None = None,
+        gpus: metrics_server.GpuReader | None = None,
         triton: TritonMetrics | None = None,
         custom: CustomMetrics | None = None,
         traffic: HasTrafficRows | None = None,
@@ -313,11 +306,11 @@ class MetricsPage:
         self._registry = CollectorRegistry()
         self._registry.register(ModelCollector(sources, triton or TritonMetrics()))
         if memory is not None:
-            self._registry.register(MemoryCollector(memory))
+            self._registry.register(metrics_server.MemoryCollector(memory))
         if facts is not None:
-            self._registry.register(ServerCollector(facts))
+            self._registry.register(metrics_server.ServerCollector(facts))
         if gpus is not None:
-            self._registry.register(GpuCollector(gpus))
+            self._registry.register(metrics_server.GpuCollector(gpus))
         if traffic is not None:
             self._registry.register(TrafficCollector(traffic))
         if custom is not None:

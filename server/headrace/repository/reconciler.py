@@ -30,18 +30,10 @@ from headrace.core.errors import (
 )
 from headrace.core.model_config import name_problem
 from headrace.core.threads import start_thread
+from headrace.repository import folders
 from headrace.repository.builds import BUILDER, EngineBuilds
 from headrace.repository.deployment import Deployments, ModelSource
 from headrace.repository.environments import EnvironmentPending
-from headrace.repository.folders import (
-    ABSENT,
-    Fingerprint,
-    RepositoryModel,
-    ScanCache,
-    SkippedFolder,
-    find,
-    scan,
-)
 from headrace.repository.load_queue import LoadQueue, OnEnd
 from headrace.repository.loader import Loader
 from headrace.repository.pipelines import called_models, in_load_order
@@ -54,10 +46,10 @@ from headrace.stores.sync import RepositoryStores
 
 @dataclass(slots=True)
 class _Model:
-    fingerprint: Fingerprint
+    fingerprint: folders.Fingerprint
     since_ns: int
     scans: int
-    reported: Fingerprint
+    reported: folders.Fingerprint
 
 
 class Watcher:
@@ -71,7 +63,7 @@ class Watcher:
         self._settle_ns = settle_ns
         self._models: dict[str, _Model] = {}
 
-    def update(self, fingerprints: Mapping[str, Fingerprint], now_ns: int) -> list[str]:
+    def update(self, fingerprints: Mapping[str, folders.Fingerprint], now_ns: int) -> list[str]:
         """Compare the fingerprints of all models with the last scan and return the models to reload or unload, each once a
         change.
 
@@ -83,15 +75,15 @@ class Watcher:
         """
         due: list[str] = []
         for name in sorted(fingerprints.keys() | self._models.keys()):
-            fingerprint = fingerprints.get(name, ABSENT)
+            fingerprint = fingerprints.get(name, folders.ABSENT)
             model = self._models.get(name)
             if model is None:
-                model = self._models[name] = _Model(fingerprint, now_ns, 0, ABSENT)
+                model = self._models[name] = _Model(fingerprint, now_ns, 0, folders.ABSENT)
             if model.fingerprint != fingerprint:
                 model.fingerprint, model.since_ns, model.scans = fingerprint, now_ns, 0
             model.scans += 1
             if model.fingerprint == model.reported:
-                if fingerprint == ABSENT:
+                if fingerprint == folders.ABSENT:
                     del self._models[name]
             elif model.scans > 1 and now_ns - model.since_ns >= self._settle_ns:
                 model.reported = fingerprint
@@ -233,8 +225,8 @@ class Reconciler:
         self._loads = LoadQueue(self._control.load_threads, end_helper, clock)
         self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))
         self._repositories_unreadable = False
-        self._skipped: set[SkippedFolder] = set()
-        self._scan_cache = ScanCache()
+        self._skipped: set[folders.SkippedFolder] = set()
+        self._scan_cache = folders.ScanCache()
         self._next_scan_ns = 0
         self.requested: dict[str, Sequence[Any] | None] = {}
         self.on_requested: Callable[[], None] = lambda: None
@@ -597,7 +589,7 @@ class Reconciler:
         except HeadraceError as error:
             ended(error)
 
-    def _load_all(self, models: Sequence[RepositoryModel]) -> None:
+    def _load_all(self, models: Sequence[folders.RepositoryModel]) -> None:
         """Start the loads of models in this order: a pipeline comes after the models that it calls."""
         for model in models:
             called = called_models(model.path, model.repository) - {model.name}
@@ -605,16 +597,16 @@ class Reconciler:
                 model.name, partial(self._load_model, model), partial(_log_failure, model.name), after=called
             )
 
-    def _scan(self) -> list[RepositoryModel]:
+    def _scan(self) -> list[folders.RepositoryModel]:
         """Return the models of all repositories; each folder that cannot be a model is logged once."""
-        skipped: set[SkippedFolder] = set()
-        models = scan(self._selection.repositories, self._registry.names(), skipped.add, self._scan_cache)
+        skipped: set[folders.SkippedFolder] = set()
+        models = folders.scan(self._selection.repositories, self._registry.names(), skipped.add, self._scan_cache)
         for folder in sorted(skipped - self._skipped, key=lambda folder: folder.path):
             logger.log(logging.WARNING if folder.warn else logging.INFO, "%s", folder)
         self._skipped = skipped
         return [model for model in models if self._selection.includes(model.repository, model.name)]
 
-    def _load_model(self, model: RepositoryModel) -> None:
+    def _load_model(self, model: folders.RepositoryModel) -> None:
         """Load a model, on the thread of its load; again once its Python environment is installed."""
         try:
             self._deployments.load(ModelSource(model.name, model.path, model.repository, is_lazy=True))
@@ -624,7 +616,7 @@ class Reconciler:
             pending.done.add_done_callback(lambda done: self._post(lambda: self._load_pending(model, done)))
             raise
 
-    def _load_pending(self, model: RepositoryModel, done: object) -> None:
+    def _load_pending(self, model: folders.RepositoryModel, done: object) -> None:
         """Load a model whose Python environment has been installed; ignored if it was unloaded or loaded again meanwhile."""
         with self._deployments.changing():
             is_pending = self._pending.get(model.name) is done
@@ -650,7 +642,7 @@ class Reconciler:
             called = called_models(Path(), Path(), document)
             self._start_load(name, partial(self._load_files, name, files, document), on_end, called)
             return
-        model = find(self._selection.repositories, name)
+        model = folders.find(self._selection.repositories, name)
         # The store may have a newer one, or the model that is missing here.
         if store_errors and (model is None or model.repository in store_errors):
             error = next(iter(store_errors.values())) if model is None else store_errors[model.repository]
@@ -715,7 +707,7 @@ class Reconciler:
         except (HeadraceError, OSError) as error:
             logger.warning("a model repository cannot be read: %s", error)
 
-    def _update_index(self, models: Sequence[RepositoryModel]) -> None:
+    def _update_index(self, models: Sequence[folders.RepositoryModel]) -> None:
         """Add the models to the index and remove all others."""
         names = {model.name for model in models}
         indexed = self._registry.names()
@@ -739,7 +731,7 @@ class Reconciler:
         control, pause_s = self._control, self._control.poll_interval_s
         return int((max(min(control.settle_s, pause_s), 0.05) if self._watcher.is_changing else pause_s) * NS_PER_S)
 
-    def _load_settled(self, models: Sequence[RepositoryModel]) -> None:
+    def _load_settled(self, models: Sequence[folders.RepositoryModel]) -> None:
         """Load models at start in poll mode; models that are still being copied are loaded later."""
         pause_s = max(self._control.settle_s / 2, 0.05)
         self._apply(models)
@@ -762,12 +754,12 @@ class Reconciler:
         self._repositories_unreadable = False
         self._apply(models)
 
-    def _apply(self, scanned: Sequence[RepositoryModel]) -> None:
+    def _apply(self, scanned: Sequence[folders.RepositoryModel]) -> None:
         models = {model.name: model for model in scanned if model.problem is None}
         fingerprints = {
             name: fingerprint
             for name, model in models.items()
-            if (fingerprint := self._scan_cache.fingerprint(model.path)) != ABSENT
+            if (fingerprint := self._scan_cache.fingerprint(model.path)) != folders.ABSENT
         }
         self._scan_cache.keep({str(model.path) for model in models.values()})
         for name in fingerprints.keys() - self._registry.names():
@@ -790,6 +782,6 @@ def _log_failure(name: str, error: BaseException | None) -> None:
         logger.error("model %s could not be loaded", name, exc_info=error)
 
 
-def _served(models: Sequence[RepositoryModel]) -> dict[str, RepositoryModel]:
+def _served(models: Sequence[folders.RepositoryModel]) -> dict[str, folders.RepositoryModel]:
     """Return the models by name that have no problem."""
     return {model.name: model for model in models if model.problem is None}

@@ -11,7 +11,7 @@ import pytest
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import ConfigError, DeadlineExceeded, Unavailable
 from headrace.core.request import InferRequest
-from headrace.observability.metrics import MemoryCollector
+from headrace.observability.metrics_server import MemoryCollector
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.reconciler import ControlPolicy
 from headrace.repository.registry import Registry

@@ -13,7 +13,7 @@ from headrace.core.clock import NS_PER_S
 from headrace.core.errors import DeadlineExceeded, Unavailable
 from headrace.core.ledger import CPU
 from headrace.core.request import InferRequest
-from headrace.observability.metrics import MemoryCollector
+from headrace.observability.metrics_server import MemoryCollector
 from headrace.repository import accounted_model
 from headrace.repository.explanation import explain
 from headrace.repository.gpu_model_cache import GpuModelCache
