@@ -32,6 +32,16 @@ _HALF_BYTES = ("INT4", "UINT4", "FLOAT4E2M1")  # types with two values in a byte
 _SMALL_BYTES = 1024
 
 
+def reserve_name(base: str, names: set[str]) -> str:
+    """Return a name that is not in `names`, and add it: `base`, or `base` with a number."""
+    name, number = base, 0
+    while name in names:
+        number += 1
+        name = f"{base}_{number}"
+    names.add(name)
+    return name
+
+
 class OnnxGraph:
     """Main graph of a model, with an index of its tensors.
 
@@ -121,12 +131,7 @@ class OnnxGraph:
 
     def fresh(self, base: str) -> str:
         """Return an unused name and reserve it: `base`, or `base` with a number."""
-        name, number = base, 0
-        while name in self._names:
-            number += 1
-            name = f"{base}_{number}"
-        self._names.add(name)
-        return name
+        return reserve_name(base, self._names)
 
     def add_constant(self, name: str, values: Array | TensorProto) -> str:
         """Add an initializer under an unused name and return its name."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -129,11 +130,11 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="put load on a running server and measure it")
     bench_options.add_arguments(bench, settings.api_key())
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=partial(_import_and_run, "headrace.bench.command"))
 
     simulate = commands.add_parser("simulate", help="replay a load against a policy in virtual time")
     simulation.add_arguments(simulate)
-    _read_stores(simulate, _simulate)
+    _read_stores(simulate, partial(_import_and_run, "headrace.commands.simulate"))
 
     from headrace.commands import tune as tune_command
 
@@ -162,7 +163,7 @@ def _add_administration(commands: argparse._SubParsersAction[_Parser]) -> None:
 
     backends = commands.add_parser("backends", help="list the backends and what is installed for them")
     backends.add_argument("--json", action="store_true", help="print JSON")
-    backends.set_defaults(run=_backends)
+    backends.set_defaults(run=partial(_import_and_run, "headrace.commands.backends"))
 
     from headrace.commands import environments as environments_command
 
@@ -300,22 +301,10 @@ def _validate(args: argparse.Namespace) -> int:
         return 1
 
 
-def _backends(args: argparse.Namespace) -> int:
-    from headrace.commands import backends
-
-    return backends.main(args.json)
-
-
-def _bench(args: argparse.Namespace) -> int:
-    from headrace.bench import command
-
-    return command.main(args)
-
-
-def _simulate(args: argparse.Namespace) -> int:
-    from headrace.commands import simulate as command
-
-    return command.main(args)
+def _import_and_run(module: str, args: argparse.Namespace) -> int:
+    """Run the command of a module whose libraries the other commands do not need."""
+    status: int = import_module(module).main(args)
+    return status
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from headrace.config.row_rules import ROWS, RULES, Rows, RowsMixed, RowTensor, S
 from onnx import helper, inliner, numpy_helper
 
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Array, captured, copy_model, evaluate_constant, replace_items
+from headrace_engines.onnx_graph import Array, captured, copy_model, evaluate_constant, replace_items, reserve_name
 from headrace_engines.simplify import name_nodes, raise_opset
 
 # ConstantOfShape is an operator since opset 9, Expand since 8.
@@ -500,23 +500,15 @@ class _Attempt:
         return self._add_node("Concat", parts, base, axis=0)
 
     def _add_node(self, operator: str, inputs: Sequence[str], base: str, **attributes: Any) -> str:
-        name = self._fresh(base)
+        name = reserve_name(base, self._names)
         self._visit(helper.make_node(operator, list(inputs), [name], name=name, **attributes))
         return name
 
     def _add_constant(self, base: str, values: Array) -> str:
-        tensor = numpy_helper.from_array(np.ascontiguousarray(values), self._fresh(base))
+        tensor = numpy_helper.from_array(np.ascontiguousarray(values), reserve_name(base, self._names))
         self.constants.append(tensor)
         self.walk.add_constant(tensor.name, tensor)
         return tensor.name
-
-    def _fresh(self, base: str) -> str:
-        name, number = base, 0
-        while name in self._names:
-            number += 1
-            name = f"{base}_{number}"
-        self._names.add(name)
-        return name
 
 
 _REPAIRS: dict[str, Callable[[_Attempt, onnx.NodeProto], list[onnx.NodeProto]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 from collections.abc import Sequence
@@ -24,15 +25,11 @@ _PACKAGES = {
 }
 
 
-def main(as_json: bool) -> int:
-    """Print the backends; returns the exit status.
-
-    Args:
-        as_json: print JSON.
-    """
+def main(args: argparse.Namespace) -> int:
+    """Print the backends, as JSON with `args.json`; returns the exit status."""
     backends = [_describe(BACKENDS[name]) for name in served_backends()]
     console = open_console(highlight=False)
-    if as_json:
+    if args.json:
         console.print(json.dumps(backends, indent=2), markup=False, soft_wrap=True)
         return 0
     table = Table(box=None, padding=(0, 2, 0, 0))

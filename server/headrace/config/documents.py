@@ -656,16 +656,10 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
             if name not in HEADRACE_OPTIMIZATION_FIELDS
         },
     }
-    if config.dynamic_batching is not None:
-        document["dynamic_batching"] = _plain(config.dynamic_batching)
+    blocks = ("dynamic_batching", "ensemble_scheduling", "response_cache", "model_transaction_policy")
+    document |= {name: _plain(block) for name in blocks if (block := getattr(config, name)) is not None}
     if config.sequence_batching is not None:
         document["sequence_batching"] = _sequences(config.sequence_batching)
-    if config.ensemble_scheduling is not None:
-        document["ensemble_scheduling"] = _plain(config.ensemble_scheduling)
-    if config.response_cache is not None:
-        document["response_cache"] = _plain(config.response_cache)
-    if config.model_transaction_policy is not None:
-        document["model_transaction_policy"] = _plain(config.model_transaction_policy)
     document |= {
         "instance_group": [_group(group) for group in config.instance_group],
         "default_model_filename": config.default_model_filename,

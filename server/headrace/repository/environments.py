@@ -52,7 +52,6 @@ _INSTALL_LIMIT_S = 3600.0
 _CHECK_LIMIT_S = 60.0
 _LOGGED_LINES = 30
 _MAX_REASON = 400
-_CHUNK_BYTES = 1 << 20
 _MAX_REQUIREMENTS_BYTES = 1 << 20
 _INCLUDED = re.compile(r"^\s*(?:-r|-c|--requirement|--constraint)[=\s]\s*(\S+)", re.MULTILINE)
 _FRAME = re.compile("[\u2500-\u257f\u00d7]")
@@ -280,10 +279,7 @@ class Environments:
             if facts is not None and facts.archive == identity and facts.source == str(path):
                 return environment.name.removeprefix("archive-")
         with open_regular_file(path) as stream:
-            digest = hashlib.sha256()
-            while chunk := stream.read(_CHUNK_BYTES):
-                digest.update(chunk)
-        return digest.hexdigest()
+            return hashlib.file_digest(stream, "sha256").hexdigest()
 
     def _folders(self) -> Iterable[Path]:
         if self._root is None or not self._root.is_dir():

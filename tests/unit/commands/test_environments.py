@@ -79,14 +79,14 @@ def test_without_any_folder_the_options_are_named(capsys: pytest.CaptureFixture[
 
 
 def test_backends_are_those_that_are_served(capsys: pytest.CaptureFixture[str]) -> None:
-    assert backends.main(as_json=True) == 0
+    assert backends.main(argparse.Namespace(json=True)) == 0
     listed = {backend["backend"]: backend for backend in json.loads(capsys.readouterr().out)}
     assert tuple(listed) == served_backends()
     assert listed["onnxruntime"]["library"].startswith("onnxruntime 1.")
     for name, backend in listed.items():
         assert backend["file"] == BACKENDS[name].default_model_filename
         assert ("instance" in backend["process"]) == (BACKENDS[name].kind == "python")
-    assert backends.main(as_json=False) == 0
+    assert backends.main(argparse.Namespace(json=False)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == list(served_backends())
 
