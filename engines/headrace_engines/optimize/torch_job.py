@@ -170,9 +170,8 @@ def _check(model: onnx.ModelProto, job: Job, check: Array, answers: Array) -> fl
         BuildError: it exceeds the bound, or the shapes differ.
     """
     runner = OnnxRunner(model)
-    rows = _ROWS if job.batched else 1
     # A batch of one row, and larger ones: a batch dimension that is not free fails here.
-    starts = [0, *range(1, len(check), rows)] if job.batched else list(range(len(check)))
+    starts = [0, *range(1, len(check), _ROWS)]
     ends = [*starts[1:], len(check)]
     parts = [runner.run({job.input_name: check[a:b]})[job.output_name] for a, b in zip(starts, ends, strict=True)]
     actual = np.concatenate(parts)

@@ -45,7 +45,6 @@ class Job:
         factory: name of the function in the Python file that returns the network; "" for ONNX.
         input_name: name of the input of the written ONNX file.
         output_name: name of its output.
-        batched: True if the written ONNX file has a free batch dimension.
         flops_share: largest share (0..1) of the multiplications that remain.
         importance: "taylor" or "magnitude".
         multiple: numbers of channels are rounded up to a multiple of it.
@@ -60,7 +59,6 @@ class Job:
     factory: str = ""
     input_name: str = "input"
     output_name: str = "output"
-    batched: bool = True
     flops_share: float = 0.5
     importance: str = "taylor"
     multiple: int = 8

@@ -276,17 +276,16 @@ class _Run:
         self.report(_TRAINED, "writing ONNX")
         network.eval()
         np.save(self.folder / jobs.ANSWERS_FILE, training.answers(network, check, torch.device("cpu"), _ANSWER_ROWS))
-        example = sample if self.job.batched else sample[:1]
         torch.onnx.export(
             network,
-            (example,),
+            (sample,),
             str(self.folder / jobs.MODEL_FILE),
             input_names=[self.job.input_name],
             output_names=[self.job.output_name],
             opset_version=_OPSET,
             dynamo=True,
             external_data=False,
-            dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=1 << 16)},) if self.job.batched else None,
+            dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=1 << 16)},),
             verbose=False,
         )
         result.write(self.folder)
