@@ -20,8 +20,9 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field, replace
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 from pydantic import BaseModel
@@ -102,7 +103,7 @@ def within(path: Path, root: Path) -> bool:
     return any(target.is_relative_to(each) for each in (folder, *caches))
 
 
-def open_regular_file(path: Path) -> BinaryIO:
+def open_regular_file(path: Path) -> BufferedReader:
     """Open a regular file for reading; links are followed.
 
     A pipe in a repository would block the thread that opens it, and with it start-up, reloads and shutdown.
