@@ -152,6 +152,11 @@ class PassedConnections(Handshakes):
         super().__init__(*args, **kwargs)
         self._waiting: deque[socket.socket] = deque()
 
+    @property
+    def waiting(self) -> int:
+        """Connections that are not open, and not counted: the handshake of each lasts, or it waits for others."""
+        return len(self._handshakes) + len(self._waiting)
+
     def take(self, sock: socket.socket) -> None:
         """Serve an accepted connection; closes it after `close`."""
         if self._is_closed:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import re
+import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,9 +21,9 @@ import tritonclient.grpc.aio as triton
 from tests.support import models
 from tests.support.certificates import Certificates
 from tests.support.processes import children, words
-from tests.support.scaled_server import COMMAND, MOST, WANTED
+from tests.support.scaled_server import COMMAND, LEAVE_S, MOST, WANTED
 from tests.support.serving import Server, serving
-from tests.support.waiting import until_async
+from tests.support.waiting import until, until_async
 
 HEAD = b"POST /v2/models/row_sums/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
 
@@ -67,13 +70,14 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scaled]:
 
 
 @contextmanager
-def scaled_server(folder: Path, *options: str) -> Iterator[Scaled]:
+def scaled_server(folder: Path, *options: str, **environment: str) -> Iterator[Scaled]:
     """A server with the model `row_sums`."""
     models.add_model(folder / "repository", "row_sums", models.row_sums())
     file = folder / "wanted"
     file.write_text("0")
     options = ("--front-ends", "auto", *options)
-    with serving(folder / "repository", folder, *options, env={WANTED: str(file)}, command=COMMAND) as server:
+    environment[WANTED] = str(file)
+    with serving(folder / "repository", folder, *options, env=environment, command=COMMAND) as server:
         yield Scaled(server, file)
 
 
@@ -209,13 +213,45 @@ def test_clients_of_grpc_connect_anew_without_an_error(scaled: Scaled) -> None:
     assert min(answers) >= 1
 
 
-def test_connections_with_tls_end_after_an_answer_that_says_so(tmp_path: Path) -> None:
-    pair = Certificates(tmp_path).server
-    tls = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+def tls_of(folder: Path) -> tuple[ssl.SSLContext, tuple[str, ...]]:
+    """The context of a client, and the options of its server."""
+    pair = Certificates(folder).server
     options = ("--tls-cert", str(pair.certificate), "--tls-key", str(pair.key))
+    return ssl.create_default_context(cafile=str(folder / "ca.pem")), options
+
+
+def test_connections_with_tls_end_after_an_answer_that_says_so(tmp_path: Path) -> None:
+    tls, options = tls_of(tmp_path)
     with scaled_server(tmp_path, *options) as scaled:
         answers = asyncio.run(moves(scaled, partial(http_client, tls=tls), scaled.server.port, 8))
         assert min(answers) >= 1
+
+
+def test_a_front_end_stays_for_a_handshake_that_has_begun(tmp_path: Path) -> None:
+    tls, options = tls_of(tmp_path)
+    with scaled_server(tmp_path, *options, **{LEAVE_S: "60"}) as scaled:
+
+        def is_served_by_a_front_end() -> bool:
+            with closing(http.client.HTTPSConnection("127.0.0.1", scaled.server.port, context=tls)) as connection:
+                connection.request("GET", "/metrics")
+                page = connection.getresponse().read()
+            return re.search(rb'headrace_process_connections\{process="front_end_."\} 1', page) is not None
+
+        scaled.want(2)
+        until(lambda: scaled.running() == 2)
+        until(is_served_by_a_front_end)
+        with socket.create_connection(("127.0.0.1", scaled.server.port), timeout=30) as sock:
+            scaled.want(0)
+            until(lambda: scaled.running() < 2)  # the one without connections has left
+            with closing(http.client.HTTPSConnection("127.0.0.1", scaled.server.port)) as connection:
+                connection.sock = tls.wrap_socket(sock, server_hostname="127.0.0.1")
+                is_last = False
+                while not is_last:
+                    connection.request("GET", "/v2/health/ready")
+                    response = connection.getresponse()
+                    assert (response.status, response.read()) == (200, b'{"ready":true}')
+                    is_last = response.will_close
+        until(lambda: not scaled.running())
 
 
 def test_bytes_that_wait_in_the_socket_move_too(scaled: Scaled) -> None:

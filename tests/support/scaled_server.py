@@ -1,7 +1,7 @@
 """`python -m tests.support.scaled_server serve ...`: a server with `--front-ends auto`, whose number of front ends a test sets.
 
 The file that `WANTED` names has the number; without one the engine process serves alone. The server may have up to `MOST`,
-whatever this machine has.
+whatever this machine has. `LEAVE_S` is the time in which front ends give up their connections, in seconds.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.__main__ import main
-from headrace.front_ends import automatic
+from headrace.front_ends import automatic, supervisor
 from headrace.front_ends.scaling import Scaling
 
-WANTED = "SCALED_SERVER_WANTED"
+WANTED, LEAVE_S = "SCALED_SERVER_WANTED", "SCALED_SERVER_LEAVE_S"
 COMMAND = (sys.executable, "-m", "tests.support.scaled_server")
 MOST = 3
 
@@ -29,4 +29,5 @@ def decide(_scaling: Scaling, _engine: float, _front_ends: Sequence[float], _bus
 if __name__ == "__main__":
     automatic.choose_front_ends = lambda *_args, **_limits: automatic.FrontEndChoice(MOST, "for a test")
     Scaling.decide = decide  # type: ignore[method-assign]
+    supervisor._LEAVE_S = float(os.environ.get(LEAVE_S, supervisor._LEAVE_S))
     sys.exit(main())

@@ -19,7 +19,7 @@ from headrace.grpc.server import GrpcServer
 from headrace.http.reserve import LimitedHttpProtocol
 from headrace.listen import GrpcListener, UvicornServer
 
-# Time in which a new connection without TLS is counted.
+# Interval at which the supervisor learns which new connections are counted.
 _COUNTED_S = 0.005
 # Interval at which connections are looked at while they are given up: the first, its growth, and the longest. Timers run between
 # the writes of a turn of the event loop and its reads: what has been answered is sent then, and the next request is still in the
@@ -153,9 +153,13 @@ class PassedServers:
         self._uncounted += len(descriptors)
 
     def _report_counted(self) -> None:
-        """Report connections to the supervisor that the counters have now."""
-        self._send("counted", self._uncounted, ())
-        self._uncounted = 0
+        """Report connections to the supervisor that the counters have now, or that have ended before."""
+        waiting = min(sum([taker.waiting for taker in self._takers.values()]), self._uncounted)
+        if self._uncounted > waiting:
+            self._send("counted", self._uncounted - waiting, ())
+        self._uncounted = waiting
+        if waiting:
+            asyncio.get_running_loop().call_later(_COUNTED_S, self._report_counted)
 
     def count_busy(self) -> None:
         """Count the connections that are busy, from now on at each of the supervisor's looks or as often as costs little."""
