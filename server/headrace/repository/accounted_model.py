@@ -140,6 +140,8 @@ class AccountedModel:
         self.account.close()
         for callback in self.on_closed:
             callback()
+        self.prove = self.sampler = None  # which refer to the model: its memory is freed at once
+        self.on_closed.clear()
 
 
 def served_execution(execution: Execution, config: ModelConfig, steps: Steps) -> Execution:

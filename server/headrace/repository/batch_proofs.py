@@ -461,6 +461,8 @@ class _Proof:
             return earlier or NOT_TESTED, False
         except ExecutionLost as error:
             return BatchVerdict(alone=True, reason=f"the model ended while it was being proven: {error}"), True
+        finally:
+            self._references = None  # as large as the model
 
     def _run(self, execution: Execution, end_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
         try:
@@ -515,7 +517,7 @@ class _Proof:
         is_model, reference = True, None
         fault = self._live.compare(row, sample.outputs, size, sample.place, None)
         if fault is not None and self._plan.runtime != "onnxruntime" and (references := self._reference_tests()):
-            reference = references[0].run
+            reference, self._references = references[0].run, None  # as large as the model
             fault = self._live.compare(row, sample.outputs, size, sample.place, reference)
             is_model = fault is not None and references[0].check(size) is not None
         if fault is None:

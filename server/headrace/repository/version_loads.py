@@ -111,7 +111,7 @@ class VersionLoads:
         sampler = model.sampler
         if sampler is not None:
             sampler.on_taken = lambda: self.idle_tasks.set(self.handle, partial(self._prove, model))
-            model.on_closed.append(sampler.clear)
+            model.on_closed += [sampler.clear, lambda: self.handle.set_sampler(None)]
         model.on_closed.append(lambda: self.idle_tasks.set(self.handle, None))
         self._apply(model)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -572,3 +574,28 @@ async def test_a_sample_that_waits_is_dropped_with_its_model(repository: Path) -
         assert proofs._slots._value == MAX_SAMPLES - 1
         await reconciler.unload("m", False)
         await until_async(lambda: proofs._slots._value == MAX_SAMPLES)
+
+
+@pytest.mark.parametrize("text", [PROVEN, APART])
+@pytest.mark.parametrize("limit_s", [2.0, 30.0])
+async def test_the_memory_of_a_model_is_freed_with_its_end(
+    repository: Path, sizes: list[int], text: str, limit_s: float
+) -> None:
+    add_model(repository, "m", model_of(text), config=BATCHES + option("proof_sample", "2"))
+    proofs = BatchProofs(None, limit_s, clock=RowClock(sizes))
+    async with running(repository, ControlPolicy("explicit"), proofs=proofs, idle_tasks=HeldTasks()) as (
+        reconciler,
+        registry,
+    ):
+        await infer(registry, *inputs(2, 3))
+        ((_, _, handle),) = registry.sources()
+        session = weakref.ref(handle._instance_group._model.inner._sessions[0][0])
+        gc.disable()
+        try:
+            if text == PROVEN:
+                await reconciler.unload("m", False)
+            else:
+                assert await asyncio.to_thread(handle.evict, 10)
+            await until_async(lambda: session() is None)
+        finally:
+            gc.enable()

@@ -120,6 +120,7 @@ async def test_an_engine_that_becomes_wrong_in_one_size_does_not_run_it_any_more
         assert np.abs(y - np.tanh(x)).max() > 0.05
         await until_async(lambda: handle.batch_verdict.state != "proven")
         batches = explain(registry, "m")["batches"]
+        assert handle._instance_group._model.prove.args[-1]()._references is None, "it is as large as the model"
         wrong_rows = [8] if state == "alone" else []
         for rows in range(1, 9):
             for x, y in await cases.infer(registry, rows):
