@@ -1,12 +1,13 @@
 """Stands for uv: makes a virtual environment and installs wheels of local folders, within half a second.
 
-It reads what `headrace.repository.environments` passes, and requirements that are names, `name==version` or folders with a build
-backend. pip and the real uv install what is marked slow.
+It reads what `headrace.repository.environments` passes, UV_FIND_LINKS, and requirements that are names, with `==version` or with
+`>=version`, which is not compared, or folders with a build backend. pip and the real uv install what is marked slow.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 def read_requirements(words: Sequence[str]) -> tuple[list[str], list[Path]]:
     """Return the requirements and the folders of wheels of `pip install`'s words, with those of its files."""
     names: list[str] = []
-    folders: list[Path] = []
+    folders = [Path(folder) for folder in os.environ.get("UV_FIND_LINKS", "").split()]
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -37,7 +38,8 @@ def wheel_of(requirement: str, folders: Sequence[Path], built: Path) -> Path:
         sys.path.insert(0, requirement)
         return built / importlib.import_module("build").build_wheel(str(built))
     name, _, version = requirement.partition("==")
-    wheels = sorted(wheel for folder in folders for wheel in folder.glob(f"{name}-{version or '*'}-*.whl"))
+    pattern = f"{name.partition('>=')[0]}-{version or '*'}-*.whl"
+    wheels = sorted(wheel for folder in folders for wheel in folder.glob(pattern))
     if not wheels:
         sys.exit(f"error: {requirement} was not found in {', '.join(map(str, folders))}")
     return wheels[-1]

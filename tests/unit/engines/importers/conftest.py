@@ -17,7 +17,6 @@ from onnx import TensorProto, helper, numpy_helper
 _PROGRAM = """
 import json, os, shutil, sys
 import numpy as np
-import onnx, onnxruntime
 from .exchange import ImportFault, Source, load_file, statistics
 
 def open_source(request, report):
@@ -40,6 +39,7 @@ def open_source(request, report):
 class Framework(Source):
     def __init__(self, request):
         self.request, self.fault = request, request["model"]
+        import onnxruntime  # not for what fails before
         self.session = onnxruntime.InferenceSession(request["path"])
 
     def export(self, path, report):
