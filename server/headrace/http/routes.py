@@ -30,6 +30,7 @@ from headrace.inference.services import Services
 MAX_CONTROL_BYTES = 65536
 JSON = "application/json"
 EVENTS = "text/event-stream"
+_OF_MODEL = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
 # Path parameters. Model names are checked when the model is looked up; region names are checked by the route.
 PATTERNS = {
     "model": r"^[A-Za-z0-9_](?:\.?[A-Za-z0-9_-]){0,63}$",
@@ -156,69 +157,33 @@ def _server(control: ControlPlane) -> Iterator[Route]:
 
 
 def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
-    post = partial(Route, "repository", method="POST")
-    permit = control.services.repository.check_control
-    yield post(
-        "/v2/repository/index",
-        "Every version in the repository, its state and, if it is not served, the reason",
-        control.index,
-        list[responses.IndexRow],
-        body=bodies.IndexRequest,
-        example={"ready": True},
-        filters=True,
-    )
-    yield post(
-        "/v2/repository/models/{model}/load",
-        "Load or reload a model; answers when the new versions serve",
-        control.load,
-        body=bodies.LoadRequest,
-        example={"parameters": {}},
-        permit=permit,
-        max_body_bytes=max_body_bytes if control.services.repository.allows_files else MAX_CONTROL_BYTES,
-        statuses=(403, 404, 409, 503),
-    )
-    yield post(
-        "/v2/repository/models/{model}/unload",
-        "Stop serving a model once its requests in flight are answered",
-        control.unload,
-        body=bodies.UnloadRequest,
-        example={"parameters": {"unload_dependents": True}},
-        permit=permit,
-        statuses=(403, 404, 409, 503),
-    )
-    path, traffic = "/v2/repository/models/{model}/traffic", control.services.traffic
-    yield Route(
-        "repository",
-        path,
-        "Shares, states and figures of the versions",
-        traffic.show,
-        responses.TrafficReport,
-        statuses=(404, 503),
-    )
-    yield post(
-        path,
-        "Change the shares of the versions, promote a version, or return to the configuration; returns the traffic in force",
-        lambda model, **changes: traffic.change(model, changes),
-        responses.TrafficReport,
-        body=bodies.TrafficRequest,
-        body_required=True,
-        example={"versions": {"2": "5%"}},
-        statuses=(403, 404, 409, 503),
-    )
+    repository, traffic = control.services.repository, control.services.traffic
+    base, post = "/v2/repository/models/{model}", partial(Route, "repository", method="POST")
+    summary = "Every version in the repository, its state and, if it is not served, the reason"
+    index = partial(post, body=bodies.IndexRequest, example={"ready": True}, filters=True)
+    yield index("/v2/repository/index", summary, control.index, list[responses.IndexRow])
+    change = partial(post, permit=repository.check_control, statuses=(403, 404, 409, 503))
+    max_bytes = max_body_bytes if repository.allows_files else MAX_CONTROL_BYTES
+    load = partial(change, body=bodies.LoadRequest, example={"parameters": {}}, max_body_bytes=max_bytes)
+    yield load(base + "/load", "Load or reload a model; answers when the new versions serve", control.load)
+    unload = partial(change, body=bodies.UnloadRequest, example={"parameters": {"unload_dependents": True}})
+    yield unload(base + "/unload", "Stop serving a model once its requests in flight are answered", control.unload)
+    path, report, summary = base + "/traffic", responses.TrafficReport, "Shares, states and figures of the versions"
+    yield Route("repository", path, summary, traffic.show, report, statuses=(404, 503))
+    summary = "Change the shares of the versions, promote a version, or return to the configuration; returns the traffic in force"
+    share = partial(post, body=bodies.TrafficRequest, body_required=True, example={"versions": {"2": "5%"}})
+
+    def run(model: str, **changes: object) -> object:
+        return traffic.change(model, changes)
+
+    yield share(path, summary, run, report, statuses=(403, 404, 409, 503))
 
 
 def _models(control: ControlPlane) -> Iterator[Route]:
     services, statistics = control.services, responses.Statistics
-    yield Route(
-        "repository",
-        "/v2/models",
-        "Every model with its platform and the state of its versions, by name; with `limit` in pages",
-        control.list_models,
-        responses.ModelList,
-        filters=True,
-        query=("limit", "after"),
-        openapi_extra={"parameters": _LIST_PARAMETERS},
-    )
+    summary = "Every model with its platform and the state of its versions, by name; with `limit` in pages"
+    listing = partial(Route, filters=True, query=("limit", "after"), openapi_extra={"parameters": _LIST_PARAMETERS})
+    yield listing("repository", "/v2/models", summary, control.list_models, responses.ModelList)
     summary = "Statistics of every model"
     yield Route("statistics", "/v2/models/stats", summary, control.all_statistics, statistics, filters=True)
     config, layers = services.models.config, services.overview.layers
@@ -251,7 +216,7 @@ def _models(control: ControlPlane) -> Iterator[Route]:
         ("profile", "/layers", "Layer times measured by `headrace inspect --publish`", layers, responses.LayerTimes),
     )
     for tag, suffix, summary, run, response in of_model:
-        for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        for prefix in _OF_MODEL:
             yield Route(tag, prefix + suffix, summary, run, response, statuses=(404, 503))
 
 
@@ -289,15 +254,8 @@ def _regions(
     yield route(f"{base}/status", "List all regions", list_regions, list[status])
     yield route(f"{base}{region}/status", "Show one region", list_regions, list[status], statuses=(404,))
     post = partial(route, method="POST")
-    yield post(
-        f"{base}{region}/register",
-        "Register memory of the client",
-        register,
-        body=body,
-        body_required=True,
-        example=example,
-        statuses=(403, 409, 503),
-    )
+    registering = partial(post, body=body, body_required=True, example=example, statuses=(403, 409, 503))
+    yield registering(f"{base}{region}/register", "Register memory of the client", register)
     yield post(f"{base}{region}/unregister", "Unregister a region", unregister, statuses=(403,))
     yield post(f"{base}/unregister", "Unregister all regions", unregister, statuses=(403,))
 
@@ -307,12 +265,8 @@ def _settings(control: ControlPlane) -> Iterator[Route]:
         return control.trace_settings(model, changes)
 
     trace, response, statuses = partial(Route, "trace"), responses.TraceSettings, (404, 503)
-    traces_update = partial(
-        trace,
-        method="POST",
-        body=bodies.TraceSettingsRequest,
-        example={"trace_level": ["TIMESTAMPS"], "trace_rate": 100},
-    )
+    example = {"trace_level": ["TIMESTAMPS"], "trace_rate": 100}
+    traces_update = partial(trace, method="POST", body=bodies.TraceSettingsRequest, example=example)
     path, text = "/v2/trace/setting", "Change trace settings of {}; returns the settings in force"
     yield trace(path, "Trace settings of all models", control.trace_settings, response)
     yield traces_update(path, text.format("all models"), update_traces, response, statuses=(403, 503))
@@ -322,15 +276,9 @@ def _settings(control: ControlPlane) -> Iterator[Route]:
     logs = control.services.logs
     logging, settings = partial(Route, "logging", "/v2/logging"), responses.LogSettingsResponse
     yield logging("Log settings", logs.settings, settings)
-    yield logging(
-        "Change log settings; returns the settings in force",
-        lambda **changes: logs.update(changes),
-        settings,
-        method="POST",
-        body=bodies.LogSettingsRequest,
-        example={"log_verbose_level": 1},
-        statuses=(403,),
-    )
+    change = partial(logging, method="POST", body=bodies.LogSettingsRequest, example={"log_verbose_level": 1})
+    summary = "Change log settings; returns the settings in force"
+    yield change(summary, lambda **changes: logs.update(changes), settings, statuses=(403,))
 
 
 # --- Web pages: static files of this package, which load nothing from other hosts --------------------------------------
@@ -548,17 +496,9 @@ def infer_routes() -> Iterator[Route]:
         },
         "responses": {"200": {"headers": dict(_headers(bodies.InferenceResponseHeaders)), "content": _BINARY}},
     }
-    for path in ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"):
-        yield Route(
-            "inference",
-            path,
-            "Run a model",
-            _not_reached,
-            bodies.InferenceResponse,
-            method="POST",
-            statuses=_INFERENCE_STATUSES,
-            openapi_extra=extra,
-        )
+    infer = partial(_inference, "inference", openapi_extra=extra)
+    for prefix in _OF_MODEL:
+        yield infer(f"{prefix}/infer", "Run a model", response=bodies.InferenceResponse)
     yield from _generate_routes()
 
 
@@ -573,29 +513,22 @@ def _generate_routes() -> Iterator[Route]:
         "event with the field `error`, and the last event."
     )
     of_one = "Returns the one response of the model, and an error if the model sends none or several."
-    for path, summary, text, response, media_type in (
+    content = _json_body(bodies.GenerateRequest, _GENERATE_EXAMPLE)
+    extra = {
+        "parameters": [{"name": name, "in": "header", **header} for name, header in described],
+        "requestBody": {"required": True, "content": content},
+    }
+    for action, summary, text, response, media_type in (
         ("generate", "Run a model on fields of JSON", of_one, bodies.GenerateResponse, JSON),
         ("generate_stream", "Run a model on fields of JSON, response by response", of_stream, str, EVENTS),
     ):
-        for prefix in ("/v2/models/{model}/", "/v2/models/{model}/versions/{version}/"):
-            yield Route(
-                "generate",
-                prefix + path,
-                summary,
-                _not_reached,
-                response,
-                method="POST",
-                media_type=media_type,
-                statuses=_INFERENCE_STATUSES,
-                openapi_extra={
-                    "description": text,
-                    "parameters": [{"name": name, "in": "header", **header} for name, header in described],
-                    "requestBody": {
-                        "required": True,
-                        "content": _json_body(bodies.GenerateRequest, _GENERATE_EXAMPLE),
-                    },
-                },
-            )
+        generate = partial(_inference, "generate", media_type=media_type, openapi_extra={"description": text, **extra})
+        for prefix in _OF_MODEL:
+            yield generate(f"{prefix}/{action}", summary, response=response)
+
+
+def _inference(tag: str, path: str, summary: str, **fields: Any) -> Route:
+    return Route(tag, path, summary, _not_reached, method="POST", statuses=_INFERENCE_STATUSES, **fields)
 
 
 def _not_reached(**names: str) -> NoReturn:

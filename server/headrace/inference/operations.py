@@ -62,41 +62,37 @@ def _memory(action: str) -> tuple[str, ...]:
     return _inference(f"SystemSharedMemory{action}", f"CudaSharedMemory{action}")
 
 
+def _reads(name: str, http: Sequence[str] = (), grpc: Sequence[str] = ()) -> Operation:
+    return Operation(name, Scope.READ, http, grpc)
+
+
+def _changes(name: str, scope: Scope, http: Sequence[str], grpc: Sequence[str] = ()) -> Operation:
+    return Operation(name, scope, http, grpc, audited=True)
+
+
+_MODEL, _TRACE_PATHS = "/v2/repository/models/{model}", ("/v2/trace/setting", "/v2/models/{model}/trace/setting")
 _READ = (
-    Operation("server metadata", Scope.READ, ("GET /v2",), _inference("ServerMetadata")),
-    Operation("status", Scope.READ, ("GET /v2/status",)),
-    Operation(
-        "repository index", Scope.READ, ("POST /v2/repository/index", "GET /v2/models"), _inference("RepositoryIndex")
-    ),
-    Operation("model metadata", Scope.READ, _of_model(""), _inference("ModelMetadata")),
-    Operation(
+    _reads("server metadata", ("GET /v2",), _inference("ServerMetadata")),
+    _reads("status", ("GET /v2/status",)),
+    _reads("repository index", ("POST /v2/repository/index", "GET /v2/models"), _inference("RepositoryIndex")),
+    _reads("model metadata", _of_model(""), _inference("ModelMetadata")),
+    _reads(
         "model readiness",
-        Scope.READ,
         _of_model("/ready"),
         (*_inference("ModelReady"), f"{_HEALTH}Check+service", f"{_HEALTH}Watch+service"),
     ),
-    Operation("model configuration", Scope.READ, _of_model("/config"), _inference("ModelConfig")),
-    Operation("statistics", Scope.READ, ("GET /v2/models/stats", *_of_model("/stats")), _inference("ModelStatistics")),
-    Operation("profile", Scope.READ, _of_model("/profile")),
-    Operation(
-        "load report",
-        Scope.READ,
-        _of_model("/load"),
-        ("/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics",),
-    ),
-    Operation("explanation", Scope.READ, _of_model("/explain")),
-    Operation("layers", Scope.READ, _of_model("/layers")),
-    Operation("traffic", Scope.READ, ("GET /v2/repository/models/{model}/traffic",)),
-    Operation("shared memory status", Scope.READ, _regions("status"), _memory("Status")),
-    Operation(
-        "trace settings",
-        Scope.READ,
-        ("GET /v2/trace/setting", "GET /v2/models/{model}/trace/setting"),
-        _inference("TraceSetting"),
-    ),
-    Operation("log settings", Scope.READ, ("GET /v2/logging",), _inference("LogSettings")),
-    Operation("OpenAPI document", Scope.READ, ("GET /openapi.json",)),
-    Operation("reflection", Scope.READ, (), _REFLECTION),
+    _reads("model configuration", _of_model("/config"), _inference("ModelConfig")),
+    _reads("statistics", ("GET /v2/models/stats", *_of_model("/stats")), _inference("ModelStatistics")),
+    _reads("profile", _of_model("/profile")),
+    _reads("load report", _of_model("/load"), ("/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics",)),
+    _reads("explanation", _of_model("/explain")),
+    _reads("layers", _of_model("/layers")),
+    _reads("traffic", (f"GET {_MODEL}/traffic",)),
+    _reads("shared memory status", _regions("status"), _memory("Status")),
+    _reads("trace settings", [f"GET {path}" for path in _TRACE_PATHS], _inference("TraceSetting")),
+    _reads("log settings", ("GET /v2/logging",), _inference("LogSettings")),
+    _reads("OpenAPI document", ("GET /openapi.json",)),
+    _reads("reflection", (), _REFLECTION),
 )
 OPERATIONS: tuple[Operation, ...] = (
     Operation("liveness", None, ("GET /v2/health/live",), _inference("ServerLive")),
@@ -117,31 +113,18 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     *_READ,
     Operation("metrics", Scope.METRICS, ("GET /metrics",)),
-    Operation(
-        "load model",
-        Scope.CONTROL,
-        ("POST /v2/repository/models/{model}/load",),
-        _inference("RepositoryModelLoad"),
-        True,
-    ),
-    Operation(
-        "unload model",
-        Scope.CONTROL,
-        ("POST /v2/repository/models/{model}/unload",),
-        _inference("RepositoryModelUnload"),
-        True,
-    ),
-    Operation("change traffic", Scope.CONTROL, ("POST /v2/repository/models/{model}/traffic",), (), True),
-    Operation("register shared memory", Scope.CONTROL, _regions("register"), _memory("Register"), True),
-    Operation("unregister shared memory", Scope.CONTROL, _regions("unregister"), _memory("Unregister"), True),
-    Operation(
+    _changes("load model", Scope.CONTROL, (f"POST {_MODEL}/load",), _inference("RepositoryModelLoad")),
+    _changes("unload model", Scope.CONTROL, (f"POST {_MODEL}/unload",), _inference("RepositoryModelUnload")),
+    _changes("change traffic", Scope.CONTROL, (f"POST {_MODEL}/traffic",)),
+    _changes("register shared memory", Scope.CONTROL, _regions("register"), _memory("Register")),
+    _changes("unregister shared memory", Scope.CONTROL, _regions("unregister"), _memory("Unregister")),
+    _changes(
         "change trace settings",
         Scope.ADMIN,
-        ("POST /v2/trace/setting", "POST /v2/models/{model}/trace/setting"),
+        [f"POST {path}" for path in _TRACE_PATHS],
         _inference("TraceSetting+settings"),
-        True,
     ),
-    Operation("change log settings", Scope.ADMIN, ("POST /v2/logging",), _inference("LogSettings+settings"), True),
+    _changes("change log settings", Scope.ADMIN, ("POST /v2/logging",), _inference("LogSettings+settings")),
 )
 _BY_ROUTE = {route: operation for operation in OPERATIONS for route in operation.http}
 _BY_RPC = {rpc: operation for operation in OPERATIONS for rpc in operation.grpc}
