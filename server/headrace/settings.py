@@ -508,15 +508,10 @@ OPTIONS: tuple[_Option, ...] = (
     _Option("tls_key", "private key of --tls-cert (PEM)", metavar="FILE"),
     _Option("tls_client_ca", "require client certificates signed by one of these CAs (PEM)", metavar="FILE"),
     _Option(
-        "api_keys_file",
-        "file with keys and their scopes, see headrace keys (none: no keys)",
-        expandable_path,
-        metavar="FILE",
+        "api_keys_file", "file with keys and their scopes, see headrace keys (none: no keys)", expandable_path, "FILE"
     ),
     _Option(
-        "insecure_control",
-        "without keys: let any client of a network address load models and change settings",
-        _switch,
+        "insecure_control", "without keys: let any client of a network address load models and change settings", _switch
     ),
     _Option(
         "allowed_host",

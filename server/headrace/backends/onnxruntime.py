@@ -238,7 +238,7 @@ def session_options(instances: int, parameters: dict[str, str], file: Path) -> o
         options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
     level = parameters.get("optimization_level", "0")
     if level not in _LEVELS:
-        raise _bad_parameter(file, "optimization_level", level, "-1, 0, 1 or 2")
+        raise bad_parameter(file, "optimization_level", level, "-1, 0, 1 or 2")
     options.graph_optimization_level = _LEVELS[level]
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
@@ -314,18 +314,19 @@ def load_finding(file: Path, error: Exception) -> Finding:
 def _count(parameters: dict[str, str], name: str, file: Path) -> int:
     text = parameters.get(name, "0")
     if not text.isdecimal() or int(text) > 1024:
-        raise _bad_parameter(file, name, text, "a number of threads from 0 to 1024")
+        raise bad_parameter(file, name, text, "a number of threads from 0 to 1024")
     return int(text)
 
 
 def _switch(parameters: dict[str, str], name: str, default: str, file: Path) -> bool:
     text = parameters.get(name, default)
     if text not in ("0", "1", "false", "true"):
-        raise _bad_parameter(file, name, text, "0 or 1")
+        raise bad_parameter(file, name, text, "0 or 1")
     return text in ("1", "true")
 
 
-def _bad_parameter(file: Path, name: str, value: str, expected: str) -> ConfigError:
+def bad_parameter(file: Path, name: str, value: str, expected: str) -> ConfigError:
+    """Return the error of a parameter with a value that its backend does not read."""
     return ConfigError(
         [Finding(file.parent.parent.name, None, f"parameter '{name}' is '{value}'", f"write {expected}")]
     )

@@ -37,7 +37,7 @@ import onnxruntime as ort
 
 from headrace.backends.base import ExecutionLost, InFlightBatch, ResidentInput, run_one_batch
 from headrace.backends.current_device import CurrentDevice
-from headrace.backends.onnxruntime import load_finding, session_options
+from headrace.backends.onnxruntime import bad_parameter, load_finding, session_options
 from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE
 from headrace.backends.tensorrt.buffers import (
     SHARED_BLOCKS,
@@ -183,7 +183,7 @@ class OnnxRuntimeCudaBackend:
         devices = [int(number) for number in gpu_list.split(",")] if gpu_list else [0] * instances
         depth = parameters.get("pipeline_depth", str(_DEPTH))
         if not depth.isdecimal() or not 2 <= int(depth) <= _MAX_DEPTH:
-            raise _bad_parameter(file, "pipeline_depth", depth, f"2 to {_MAX_DEPTH}")
+            raise bad_parameter(file, "pipeline_depth", depth, f"2 to {_MAX_DEPTH}")
         session = SessionPlan(
             file=file,
             options=session_options(instances, parameters, file),
@@ -210,20 +210,14 @@ def provider_options(parameters: Mapping[str, str], file: Path) -> dict[str, str
         if value is None:
             continue
         if value not in allowed:
-            raise _bad_parameter(file, name, value, ", ".join(allowed))
+            raise bad_parameter(file, name, value, ", ".join(allowed))
         options[name] = allowed[value]
     limit = parameters.get("gpu_mem_limit")
     if limit is not None:
         if not limit.isdecimal() or not int(limit):
-            raise _bad_parameter(file, "gpu_mem_limit", limit, "a number of bytes")
+            raise bad_parameter(file, "gpu_mem_limit", limit, "a number of bytes")
         options["gpu_mem_limit"] = limit
     return options
-
-
-def _bad_parameter(file: Path, name: str, value: str, expected: str) -> ConfigError:
-    return ConfigError(
-        [Finding(file.parent.parent.name, None, f"parameter '{name}' is '{value}'", f"write {expected}")]
-    )
 
 
 class SessionPlan(NamedTuple):

@@ -572,12 +572,7 @@ def add_stamp(folder: Path, stamp: Stamp) -> None:
 
 
 def choose(
-    stamps: Sequence[Stamp],
-    folder: Path,
-    onnx_sha256: str,
-    config: ModelConfig | str,
-    machine: Machine,
-    check: bool = True,
+    stamps: Sequence[Stamp], folder: Path, onnx_sha256: str, config: ModelConfig | str, machine: Machine
 ) -> ArtefactMatch:
     """Choose the artefact to serve on a machine.
 
@@ -587,7 +582,6 @@ def choose(
         onnx_sha256: digest of the present model.
         config: the present complete configuration; or its digest, to ignore a precision written since the build.
         machine: this machine.
-        check: compare the digest of the whole artefact, not only its size.
     """
     if not stamps:
         return ArtefactMatch(None, None, "no engine is built")
@@ -601,7 +595,7 @@ def choose(
     if not fits:
         return ArtefactMatch(None, None, f"built for another configuration (precision {stamp.requested})")
     path = folder / stamp.artefact
-    problem = artefact_problem(path, stamp.size_bytes, stamp.artefact_sha256 if check else "")
+    problem = artefact_problem(path, stamp.size_bytes, stamp.artefact_sha256)
     return ArtefactMatch(None, None, problem) if problem else ArtefactMatch(stamp, path, "")
 
 
@@ -636,9 +630,7 @@ def stamp_fits(stamp: Stamp, config: ModelConfig) -> bool:
     return fits_config(stamp.config_digest, stamp.requested, config)
 
 
-def choose_from_folder(
-    folder: Path, onnx_sha256: str, config: ModelConfig | str, machine: Machine, check: bool = True
-) -> ArtefactMatch:
+def choose_from_folder(folder: Path, onnx_sha256: str, config: ModelConfig | str, machine: Machine) -> ArtefactMatch:
     """Choose from the stamps in a folder, also while a builder publishes there; an invalid `build.json` becomes a reason."""
     choice = ArtefactMatch(None, None, "")
     for _ in range(_MAX_READS):
@@ -646,7 +638,7 @@ def choose_from_folder(
             stamps = read_stamps(folder)
         except ConfigError as error:
             return ArtefactMatch(None, None, f"{error.findings[0].path} {error.findings[0].message}")
-        choice = choose(stamps, folder, onnx_sha256, config, machine, check)
+        choice = choose(stamps, folder, onnx_sha256, config, machine)
         if not choice.reason.endswith(_MISSING):
             break
     return choice

@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple, cast
 from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.request import BatchTimes, PipelineStepTimes
 from headrace.core.telemetry import PHASES, RequestLogMode, TraceContext
-from headrace.observability.background import CAPACITY, BackgroundWorker
+from headrace.observability.background import BackgroundWorker
 from headrace.observability.labelled_counter import DROPPED
 from headrace.observability.logs import escape, iso8601, redact
 from headrace.observability.output import standard_error_writer
@@ -142,20 +142,12 @@ class RequestLog:
         stream: unbuffered, for bytes; the caller closes it.
         rate: of mode `sampled`.
         text: write text in place of JSON.
-        capacity: maximum number of lines that wait for the thread.
 
     Attributes:
         active: True while successful requests may be logged.
     """
 
-    def __init__(
-        self,
-        mode: RequestLogMode,
-        stream: BinaryIO,
-        rate: int = SAMPLED_ONE_IN,
-        text: bool = False,
-        capacity: int = CAPACITY,
-    ) -> None:
+    def __init__(self, mode: RequestLogMode, stream: BinaryIO, rate: int = SAMPLED_ONE_IN, text: bool = False) -> None:
         self._mode = mode
         self.active = mode in ("sampled", "all")
         self._stream = stream
@@ -166,7 +158,7 @@ class RequestLog:
         self._lines: BackgroundWorker[tuple[AccessRecord, str]] | None = None
         if mode != "off":
             self._lines = BackgroundWorker(
-                "headrace-request-log", "request_log", self._write, capacity, on_failed=self._deactivate
+                "headrace-request-log", "request_log", self._write, on_failed=self._deactivate
             )
 
     @property

@@ -37,7 +37,7 @@ from opentelemetry.trace import (
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.request import BatchTimes
 from headrace.observability.access_log import AccessRecord, phases
-from headrace.observability.background import CAPACITY, BackgroundWorker
+from headrace.observability.background import BackgroundWorker
 from headrace.observability.labelled_counter import DROPPED
 from headrace.observability.logs import escape, redact
 
@@ -114,7 +114,6 @@ class SpanWriter:
         version: of Headrace.
         shown: name of the receiver in the log.
         hold_s: seconds after its first request until the span of a batch ends.
-        capacity: maximum number of queued requests.
     """
 
     def __init__(
@@ -123,7 +122,6 @@ class SpanWriter:
         version: str = "",
         shown: str = "the receiver",
         hold_s: float = _HOLD_S,
-        capacity: int = CAPACITY,
     ) -> None:
         self._exporter = exporter
         self._shown = shown
@@ -144,7 +142,7 @@ class SpanWriter:
         self._closing = False
         self._exporter_log = _ExporterLog()
         self._records: BackgroundWorker[tuple[AccessRecord, str]] = BackgroundWorker(
-            "headrace-spans", _KIND, self._work, capacity, gather_s=0.2
+            "headrace-spans", _KIND, self._work, gather_s=0.2
         )
 
     @property

@@ -136,7 +136,6 @@ class PluginChooser:
         refusal: returns the missed accuracy limits of an engine.
         report: called with the progress.
         budget_s: seconds after which no further kernel is timed and no further engine is built.
-        device: number of the GPU.
     """
 
     def __init__(
@@ -151,7 +150,6 @@ class PluginChooser:
         report: Report,
         *,
         budget_s: float,
-        device: int = 0,
     ) -> None:
         self._target = target
         self._model = model
@@ -163,7 +161,7 @@ class PluginChooser:
         self._refusal = refusal
         self._report = report
         self._convolutions = {one.name: one for one in find_convolutions(model, max_rows)}
-        self._times = KernelTimes(device, self._rows)
+        self._times = KernelTimes(0, self._rows)
         self._budget_s = budget_s
         self._started_s = time.monotonic()
 

@@ -225,7 +225,6 @@ class Kernels:
         options: values of the file's macros.
         types: by kernel, the types of its arguments in `struct` notation.
         shared_bytes: by kernel, its dynamic shared memory; more than 48 KiB is allowed where the GPU has it.
-        own_instructions: compile for the GPU's exact architecture, e.g. sm_90a for `wgmma`; needs a compiler that supports it.
         headers: names of files of this folder that precede the kernels' file.
 
     Raises:
@@ -240,14 +239,13 @@ class Kernels:
         options: Mapping[str, int],
         types: Mapping[str, str],
         shared_bytes: Mapping[str, int] | None = None,
-        own_instructions: bool = False,
         headers: Sequence[str] = (),
     ) -> None:
         self._device = device
         self._shared_bytes = dict(shared_bytes or {})
         self._kernels: dict[str, Any] = {}
         with driver.current(device):
-            code = compile_file(device, file, options, headers, own_instructions)
+            code = compile_file(device, file, options, headers)
             with check(f"loading {file}"):
                 self._module: Any = loaded().module_from_buffer(code)
                 for name, arguments in types.items():
