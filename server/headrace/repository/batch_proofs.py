@@ -53,7 +53,7 @@ from headrace.scheduling.batch_proof import (
     run_rows,
 )
 from headrace.scheduling.joining import RaggedLayout
-from headrace.scheduling.proven_sizes import ProvenSizes
+from headrace.scheduling.proven_sizes import ProvenSizes, size_at
 from headrace.scheduling.row_sampler import MAX_SAMPLES, RowSample, RowSampler
 
 logger = logging.getLogger("headrace.proof")
@@ -209,9 +209,7 @@ class BatchProofs:
         if verdict is None:
             return
         model.row_differences += 1
-        logger.error(
-            "model %s: a row of a batch of %d: %s", model.config.name, sample.size, verdict.faults[sample.size]
-        )
+        logger.error("model %s: a row of a batch of %d: %s", model.config.name, sample.size, verdict.reason)
         self._records[key] = record = _Record(record.starts, verdict, record.is_complete)
         self._write(key, model.config.name, record)
         self._store_case(model.config.name, sample)
@@ -332,7 +330,7 @@ class StoredDifference(BatchProofs):
             again = replace(sample, outputs=rows)
             verdict = proof.check_sample(execution, again, NOT_TESTED, True, lambda: False)
             equal = f"row {sample.place} of {sample.size} has the outputs of the row alone"
-            text, differs = (equal, False) if verdict is None else (verdict.faults[sample.size], True)
+            text, differs = (equal, False) if verdict is None else (verdict.reason, True)
         except Exception as error:  # the inputs may be those of an earlier model of this name
             text, differs = f"the stored batch fails: {type(error).__name__}: {error}", True
         finally:
@@ -513,7 +511,7 @@ class _Proof:
         if self._live is None:
             self._live = self._tests(execution, self._dims()[0])
         self._live.run = self._run_batch(execution)
-        size, row = sample.size, sample.row
+        size, row = size_at(sample.place, sample.size, self._model.verdict.allowed), sample.row
         is_model, reference = True, None
         fault = self._live.compare(row, sample.outputs, size, sample.place, None)
         if fault is not None and self._plan.runtime != "onnxruntime" and (references := self._reference_tests()):

@@ -55,6 +55,19 @@ class ProvenSizes:
         return {name: values[:used] for name, values in self.inner.run(part).items()}
 
 
+def size_at(place: int, rows: int, allowed: Sequence[int]) -> int:
+    """Return the number of rows with which the row at a place of a batch has run.
+
+    Args:
+        place: index of the row.
+        rows: rows of the batch.
+        allowed: numbers of rows that may run; () for all.
+    """
+    if not allowed or rows in allowed:
+        return rows
+    return next(size for start, used, size in _parts(rows, allowed) if place < start + used)
+
+
 def _parts(rows: int, allowed: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield first row, rows and proven size of each part."""
     start = 0

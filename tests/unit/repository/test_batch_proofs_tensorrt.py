@@ -126,3 +126,28 @@ async def test_an_engine_that_becomes_wrong_in_one_size_does_not_run_it_any_more
             for x, y in await cases.infer(registry, rows):
                 assert bool(np.abs(y - np.tanh(x)).max() < cases.ATOL) is (rows not in wrong_rows)
     assert (batches["state"], list(batches["faults"])) == (state, ["8"])
+
+
+async def test_a_difference_in_a_part_of_a_batch_is_one_of_the_size_of_the_part(
+    trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.backends.tensorrt.backend import TensorRtExecution
+
+    repository = cases.add_engine(tmp_path, cases.WRONG_EIGHT, cases.RIGHT, cases.CONFIG + "proof_sample: 8\n")
+    run, wrong = TensorRtExecution.run, list[bool]()
+
+    def wrong_for_four(self: Any, inputs: dict[str, cases.Array]) -> dict[str, cases.Array]:
+        outputs = run(self, inputs)
+        return {"y": outputs["y"] + 0.1} if wrong and len(outputs["y"]) == 4 else outputs
+
+    monkeypatch.setattr(TensorRtExecution, "run", wrong_for_four)
+    async with running(repository, cases.ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        ((_, _, handle),) = registry.sources()
+        assert handle.batch_verdict.allowed == (1, 2, 3, 4)
+        wrong.append(True)
+        await cases.infer(registry, 8)
+        await until_async(lambda: 4 in handle.batch_verdict.faults)
+        for rows in range(1, 9):
+            for x, y in await cases.infer(registry, rows):
+                np.testing.assert_allclose(y, np.tanh(x), atol=cases.ATOL)
+    assert handle.batch_verdict.allowed == (1, 2)

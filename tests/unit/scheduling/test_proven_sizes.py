@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from headrace.core.errors import ModelFailed
 from headrace.scheduling.batch_proof import BatchVerdict
-from headrace.scheduling.proven_sizes import ProvenSizes
+from headrace.scheduling.proven_sizes import ProvenSizes, size_at
 
 Array = np.ndarray[Any, Any]
 
@@ -69,3 +69,9 @@ def test_more_sizes_may_be_proven_while_the_execution_is_open() -> None:
         verdicts.append(verdict)
     execution.run({"X": np.zeros((3, 2))})
     assert inner.sizes == [2, 2, 4, 3]
+
+
+def test_each_row_of_a_cut_batch_has_run_with_the_rows_of_its_part() -> None:
+    assert [size_at(place, 5, (1, 2, 4)) for place in range(5)] == [4, 4, 4, 4, 1]
+    assert [size_at(place, 3, (1, 4)) for place in range(3)] == [4] * 3
+    assert size_at(2, 3, (1, 3)) == size_at(2, 3, ()) == 3
