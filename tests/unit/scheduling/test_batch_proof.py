@@ -279,3 +279,17 @@ def test_three_times_the_difference_to_a_reference_is_allowed() -> None:
     assert tests.compare(rows[0], {"y": rows[0]["x"] + 0.35}, 2, 0, reference) is None
     assert tests.compare(rows[0], {"y": rows[0]["x"] + 0.35}, 2, 0, None) is not None
     assert tests.compare(rows[0], {"y": rows[0]["x"] + 0.45}, 2, 0, reference) is not None
+
+
+def test_a_row_with_other_outputs_each_time_proves_nothing() -> None:
+    random, is_random = np.random.default_rng(1), [False]
+
+    def run(rows: Sequence[Row]) -> Sequence[Row]:
+        noise = random.standard_normal(len(rows)) * is_random[0]
+        return [{"y": (row["x"] + each).astype(np.float32)} for row, each in zip(rows, noise, strict=True)]
+
+    rows = [{"x": np.full((1, 2), value, np.float32)} for value in (0.0, 1.0)]
+    tests = BatchTests(run, rows, {"x": FP32, "y": FP32}, 1e-5)
+    assert tests.compare(rows[0], {"y": rows[0]["x"] + 1}, 2, 0, None) is not None
+    is_random[0] = True
+    assert tests.compare(rows[0], {"y": rows[0]["x"] + 1}, 2, 0, None) is None
