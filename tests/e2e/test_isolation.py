@@ -50,20 +50,11 @@ def test_a_killed_process_is_replaced_and_everything_else_serves_on(repository: 
     assert "the process of apart has died: killed by SIGKILL" in server.text
 
 
-def test_processes_end_with_the_server(repository: Path, tmp_path: Path) -> None:
-    with serving(repository, tmp_path) as server:
-        (child,) = isolated_children(server.process.pid)
-    assert not alive(child)
-    assert "has died" not in server.text
-
-
-@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
-def test_processes_end_with_a_server_that_is_killed(repository: Path, tmp_path: Path, stopped: bool) -> None:
+def test_a_process_that_is_stopped_ends_with_a_server_that_is_killed(repository: Path, tmp_path: Path) -> None:
     with start(repository, tmp_path / "log") as server:
         server.wait_until_ready()
         (child,) = isolated_children(server.process.pid)
-        if stopped:
-            stop(child)  # as one that hangs: it cannot see that its socket is closed
+        stop(child)  # as one that hangs: it cannot see that its socket is closed
     until(lambda: not alive(child))
 
 
@@ -74,3 +65,5 @@ def test_ctrl_c_and_sigterm_to_all_of_them_end_in_order(repository: Path, tmp_pa
         os.kill(child, signal.SIGINT)
         assert answer(server, "apart")[0] == 200
         assert isolated_children(server.process.pid) == [child], "it waits for the server"
+    assert not alive(child)
+    assert "has died" not in server.text

@@ -240,14 +240,3 @@ def test_an_unreachable_receiver_does_not_affect_requests(tmp_path: Path) -> Non
             until(lambda: "spans are delivered again" in server.text)
         assert server.text.count("spans are lost") == 1
         assert "Traceback" not in server.text
-
-
-@pytest.mark.parametrize("endpoint", ["nonsense", "ftp://h", "http://", "http://h:99999"])
-def test_an_invalid_endpoint_is_reported_at_the_start(tmp_path: Path, endpoint: str) -> None:
-    from tests.support.serving import start
-
-    server = start(repository(tmp_path), tmp_path / "log", "--otlp-endpoint", endpoint)
-    assert server.wait() == 1
-    assert "--otlp-endpoint" in server.text
-    assert "http://host:4317" in server.text
-    assert "Traceback" not in server.text

@@ -43,9 +43,10 @@ def test_invalid_variables_of_the_exporter_are_errors(monkeypatch: pytest.Monkey
         open_observer(settings(Telemetry(otlp_endpoint="http://h:4317")))
 
 
-def test_a_password_in_the_endpoint_is_not_shown() -> None:
-    with pytest.raises(ConfigError, match="--otlp-endpoint") as caught:
-        open_observer(settings(Telemetry(otlp_endpoint="ftp://me:hunter2@h")))
+@pytest.mark.parametrize("endpoint", ["nonsense", "ftp://me:hunter2@h", "http://", "http://h:99999"])
+def test_an_invalid_endpoint_is_reported_without_its_password(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"--otlp-endpoint.*http://host:4317") as caught:
+        open_observer(settings(Telemetry(otlp_endpoint=endpoint)))
     assert "hunter2" not in str(caught.value)
 
 
