@@ -431,7 +431,7 @@ class _Proof:
         self._is_busy: Callable[[], bool] = lambda: False
         self._floor = smallest_bound(plan)
         self._references: list[BatchTests] | None = None
-        self._live: BatchTests | None = None  # bounds of live rows
+        self._kept: list[BatchTests] | None = None  # of an idle model, which has little time at once
 
     def run(self, limit_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
         """Return the verdict, and True if all sizes were tested within the limit."""
@@ -442,6 +442,7 @@ class _Proof:
         try:
             return self.run_on(execution, limit_ns, earlier)
         finally:
+            self._kept = None  # may have fewer rows
             execution.close()
 
     def run_on(
@@ -464,7 +465,7 @@ class _Proof:
 
     def _run(self, execution: Execution, end_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
         try:
-            tests = [self._tests(execution, dims) for dims in self._dims()]
+            tests = self._all_tests(execution)
         except ProofError as error:
             return BatchVerdict(reason=f"random inputs prove nothing: {error}"), True
         find_rows = self._find_rows()
@@ -508,15 +509,13 @@ class _Proof:
             ProofError: random inputs prove nothing, so that there is no bound.
         """
         self._end_ns, self._is_busy = self._clock() + NS_PER_S, is_busy
-        if self._live is None:
-            self._live = self._tests(execution, self._dims()[0])
-        self._live.run = self._run_batch(execution)
+        tests = self._all_tests(execution)[0]
         size, row = size_at(sample.place, sample.size, self._model.verdict.allowed), sample.row
         is_model, reference = True, None
-        fault = self._live.compare(row, sample.outputs, size, sample.place, None)
+        fault = tests.compare(row, sample.outputs, size, sample.place, None)
         if fault is not None and self._plan.runtime != "onnxruntime" and (references := self._reference_tests()):
             reference, self._references = references[0].run, None  # as large as the model
-            fault = self._live.compare(row, sample.outputs, size, sample.place, reference)
+            fault = tests.compare(row, sample.outputs, size, sample.place, reference)
             is_model = fault is not None and references[0].check(size) is not None
         if fault is None:
             return None
@@ -603,6 +602,14 @@ class _Proof:
                 of_model = references[index].check(size)
                 return fault, of_model is not None
         return None, False
+
+    def _all_tests(self, execution: Execution) -> list[BatchTests]:
+        """Return the tests of each profile; raises ProofError."""
+        if self._kept is None:
+            self._kept = [self._tests(execution, dims) for dims in self._dims()]
+        for each in self._kept:
+            each.run = self._run_batch(execution)
+        return self._kept
 
     def _reference_tests(self) -> list[BatchTests] | None:
         """Return the tests of the model's ONNX file on the CPU; None without one, or if it does not run there."""

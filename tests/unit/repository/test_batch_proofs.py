@@ -599,3 +599,21 @@ async def test_the_memory_of_a_model_is_freed_with_its_end(
             await until_async(lambda: session() is None)
         finally:
             gc.enable()
+
+
+async def test_tests_that_a_request_ends_go_on_where_they_were(repository: Path, sizes: list[int]) -> None:
+    add_model(repository, "m", model_of(APART), config=BATCHES)
+    proofs = BatchProofs(None, 30.0, clock=RowClock(sizes))
+    async with running(repository, ALL, proofs=proofs, idle_tasks=HeldTasks()) as (_, registry):
+        ((_, _, handle),) = registry.sources()
+        model = handle._instance_group._model
+        passes = []
+        for runs in (7, 4, 100):
+            sizes.clear()
+            model.prove(model.execution(0), lambda runs=runs: len(sizes) == runs)
+            passes.append((set(sizes), model.verdict.verified, model.has_left))
+    assert passes == [
+        ({1, 8}, (1, 2, 3, 8), True),
+        ({4, 5}, (1, 2, 3, 4, 8), True),  # one batch of five was too late
+        ({5, 6, 7}, SIZES, False),
+    ]
