@@ -111,10 +111,10 @@ class RowSampler:
             return None
         own = batch.entries[index].inputs
         parts = {name: [entry.inputs[name] for entry in batch.entries] for name in own}
-        if sum(values.nbytes for values in arrays) > MAX_SAMPLE_BYTES:
+        if sum(values.nbytes for values in (*arrays, *outputs.values())) > MAX_SAMPLE_BYTES:
             parts = {name: [values[first : first + 1]] for name, values in own.items()}
         inputs = {name: np.concatenate(pieces) for name, pieces in parts.items()}
         rows = {name: values[first : first + 1].copy() for name, values in outputs.items()}
-        if sum(values.nbytes for values in (*inputs.values(), *rows.values())) > 2 * MAX_SAMPLE_BYTES:
+        if sum(values.nbytes for values in (*inputs.values(), *rows.values())) > MAX_SAMPLE_BYTES:
             return None
         return RowSample(batch.rows, place, inputs, rows)

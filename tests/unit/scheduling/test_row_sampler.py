@@ -69,7 +69,7 @@ def test_of_a_large_batch_the_row_alone_is_taken(monkeypatch: pytest.MonkeyPatch
     assert each.sample.inputs["x"].nbytes == 4
     np.testing.assert_array_equal(each.sample.row["x"], [[1]])
     np.testing.assert_array_equal(each.sample.batch()["x"][:, 0], [1] * 4)
-    monkeypatch.setattr(row_sampler, "MAX_SAMPLE_BYTES", 3)
+    monkeypatch.setattr(row_sampler, "MAX_SAMPLE_BYTES", 7)
     each.clear()
     each.take(*batch(1, 3))
     assert each.sample is None
