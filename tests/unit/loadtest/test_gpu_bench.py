@@ -239,12 +239,16 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_engine_scheduler_and_wire_are_measured_without_a_gpu(tmp_path: Path, work: Path) -> None:
-    words = ["--backend", "onnxruntime", "--quick", "--seconds", "0.05", "--only", "a,b,d,c,two-gpus"]
-    finished = bench(tmp_path, work, *words)
+    words = ["--backend", "onnxruntime", "--quick", "--only", "a,b,d,c,two-gpus"]
+    for seconds in ("0.05", "0.5"):  # a busy machine may answer nothing in the first
+        folder = tmp_path / seconds
+        finished = bench(folder, work, *words, "--seconds", seconds)
+        whole = json.loads((folder / "results.json").read_text())
+        actual = {result["name"]: result for result in whole["results"]}
+        if finished.returncode == 0 and len(actual["d fp32"]["comparisons"]) == 7:
+            break
     assert finished.returncode == 0, finished.stdout
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["log.txt", "report.md", "results.json"]
-    whole = json.loads((tmp_path / "results.json").read_text())
-    actual = {result["name"]: result for result in whole["results"]}
+    assert sorted(file.name for file in folder.iterdir()) == ["log.txt", "report.md", "results.json"]
     assert [name.split()[0] for name in actual] == ["prepare", "a", "b", "d", "c", "two-gpus"]
     for name, result in actual.items():
         assert not result["failure"], name
