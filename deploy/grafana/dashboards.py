@@ -118,8 +118,11 @@ OVERVIEW = Dashboard(
                     Query(f"sum by (protocol, limit) (rate(headrace_limit_hits_total{{{J}}}{RATE}))", "{{protocol}} {{limit}}")],
                       "reqps", "Each is an option of headrace serve; the table beside has the values in force."),
                 Panel("Unproven batch sizes", [
-                    Query(f"headrace_unproven_batch_sizes{{{J}}} > 0", "{{instance}} {{model}} {{version}}")],
-                      description="Of models whose batches change answers; headrace explain has the reason."),
+                    Query(f"headrace_unproven_batch_sizes{{{J}}}", "{{instance}} {{model}} {{version}}"),
+                    Query(f"increase(headrace_row_differences_total{{{J}}}[1h])",
+                          "{{instance}} {{model}} {{version}}: rows")],
+                      description="Sizes that change answers, and rows of the last hour that had other outputs alone; headrace "
+                      "explain has the reason."),
                 Panel("Restarts", [
                     Query(f"sum by (instance, model) (increase(headrace_instance_restarts_total{{{J}}}[1h]))",
                           "{{instance}} {{model}} instances"),

@@ -166,7 +166,7 @@ def test_processes_show_their_cpu_time_and_restarts(page: Page) -> None:
     })()"""
     assert page.evaluate(code) == [
         "front end 1 (9): 25 % of a core, 96 MiB, 1 connection, restarted 2 times",
-        "engine (9): 96 MiB",
+        "engine (9): 96 MiB, 1 connection",
         "front end 1: not running, 3 starts",
     ]
 
