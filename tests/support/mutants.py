@@ -109,8 +109,8 @@ COMPLETION = (
     ),
     Mutant(
         "timers of a settled completion go on",
-        "        for timer in self._timers:\n            timer.cancel()\n",
-        "        for timer in self._timers:\n            timer.when()\n",
+        "            timer.cancel()\n        callback, self._callback = self._callback, None\n",
+        "            timer.when()\n        callback, self._callback = self._callback, None\n",
         ("test_a_settled_completion_stops_its_timers",),
     ),
     Mutant(
