@@ -43,8 +43,9 @@ class RedisServer:
 
     @property
     def patient_option(self) -> str:
-        """The same for tests of answers: on a busy machine some come after the 5 ms for which a request waits by default."""
-        return f"{self.option},wait_timeout=1000"
+        """The same for tests of answers: on a busy machine some come after the 5 ms for which a request waits by default, and
+        after the 100 ms with which a connection ends."""
+        return f"{self.option},wait_timeout=1000,socket_timeout=60000"
 
     def pause(self) -> None:
         """Stop the process; its connections stay open."""
