@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.observability.counters import Recorder
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.pipeline import _SHORT_BYTES
+from headrace.scheduling.pipeline import _SHORT_BYTES, Pipeline
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy
 from headrace.scheduling.scheduler import Scheduler
 
@@ -88,6 +88,12 @@ def asleep(handle: ModelHandle, instances: int = 1) -> None:
     """Return once that many instance threads sleep without a timeout."""
     scheduler = handle._scheduler  # an instance that has been woken has its dispatch until it asks for the next batch
     until(lambda: len(scheduler._inline_dispatches.keys() & list(scheduler._sleepers)) >= instances)
+
+
+def is_finishing(handle: ModelHandle) -> bool:
+    """Return whether an instance has a batch in flight, or one that it has recorded and not passed back."""
+    pipelines = [cast("Pipeline", each) for each in handle._scheduler._inline_dispatches.values()]
+    return any(each._open and each._finished.empty() for each in pipelines)
 
 
 def waiting(handle: ModelHandle, number: int) -> None:
@@ -316,7 +322,7 @@ def test_a_single_caller_uses_one_of_several_instances(handles: Make, blocking: 
         else:
             handle.infer(infer_request(value))
             loop = handle._mailbox.loop
-            while handle.recorder.totals().requests <= value:
+            while handle.recorder.totals().requests <= value or is_finishing(handle):
                 loop.call_later(0.001, loop.stop)
                 loop.run_forever()
     assert sorted(len(model.batches) for model in models) == [0, 0, 12]
