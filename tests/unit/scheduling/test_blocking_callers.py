@@ -86,7 +86,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def asleep(handle: ModelHandle, instances: int = 1) -> None:
     """Return once that many instance threads sleep without a timeout."""
-    scheduler = handle._scheduler  # an instance that has been woken has its dispatch until it asks for the next batch
+    scheduler = handle._scheduler  # an instance that has been woken has its dispatch until it pulls the next batch
     until(lambda: len(scheduler._inline_dispatches.keys() & list(scheduler._sleepers)) >= instances)
 
 
