@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -334,19 +333,17 @@ class Sequencer:
                 if not ready:
                     self._releasing = False
                     return
-            settle_all([(completion, outcome) for completion, outcome, _ in ready], partial(self._count_lost, ready))
-
-    def _count_lost(self, ready: list[tuple[Completion, Outcome, int]], lost: list[Completion]) -> None:
-        if lost:
-            times_ns = [
-                outcome.duration_ns(received_ns)
-                for completion, outcome, received_ns in ready
-                # `PartJoiner` counts the responses of parts.
-                if completion in lost
-                and isinstance(outcome, InferResponse)
-                and not isinstance(completion, PartCompletion)
-            ]
-            self._undelivered(len(times_ns), sum(times_ns))
+            lost = settle_all([(completion, outcome) for completion, outcome, _ in ready])
+            if lost:
+                times_ns = [
+                    outcome.duration_ns(received_ns)
+                    for completion, outcome, received_ns in ready
+                    # `PartJoiner` counts the responses of parts.
+                    if completion in lost
+                    and isinstance(outcome, InferResponse)
+                    and not isinstance(completion, PartCompletion)
+                ]
+                self._undelivered(len(times_ns), sum(times_ns))
 
     def _ready(self) -> list[tuple[Completion, Outcome, int]]:
         ready: list[tuple[Completion, Outcome, int]] = []
