@@ -407,7 +407,7 @@ def _as_lists(findings: Sequence[Finding]) -> list[list[object]]:
 
 
 def repeat_difference(path: Path, state_dir: str, console: Console) -> int:
-    """Repeat the difference that a server has stored for a model, and print what comes out (`headrace proof`).
+    """Repeat the difference that a server has stored for a model, and print the result (`headrace proof`).
 
     Args:
         path: folder of the model.

@@ -169,7 +169,7 @@ class BatchProofs:
         execution: Execution,
         is_busy: Callable[[], bool],
     ) -> bool:
-        """Test what is left on an idle instance, and let the model run as the new verdict allows; see `AccountedModel.prove`."""
+        """Test the sizes and the row that are left on an idle instance, and apply the verdict; see `AccountedModel.prove`."""
         before, proof = self._records[key].verdict, open_proof()
         inner = execution.inner if isinstance(execution, ProvenSizes) else execution
         if model.has_left:

@@ -350,7 +350,7 @@ class InlineDispatch(Protocol):
 IdleTask = Callable[[Execution], None]
 """Runs on the thread of an idle instance, with its execution."""
 InlineClaim = tuple[threading.Lock, InlineDispatch, Batch]
-"""The lock on which an instance waits, the dispatcher that runs a batch in its place, and that batch; for one lone request."""
+"""Lock of a sleeping instance, dispatcher that runs a batch without waking it, and the batch, which is one lone request."""
 
 
 def _do_nothing(_execution: Execution) -> None:

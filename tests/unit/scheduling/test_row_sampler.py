@@ -1,4 +1,4 @@
-"""Copies of rows that have run in a batch: which rows, how much memory, and what is left out."""
+"""Copies of rows of batches: choice of the row, bound of the memory, rows that are left out."""
 
 from __future__ import annotations
 
