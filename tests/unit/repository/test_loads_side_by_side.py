@@ -73,7 +73,9 @@ async def test_random_commands_end_in_the_last_request_of_each_model(
             is_serving = registry.serving(name, "") is not None
             assert (rows[0][0] == "READY") is is_serving
             if name in last and last[name][0] == "unload":
-                assert rows == [("UNAVAILABLE", "unloaded")]
+                # Not loaded: each of its loads was ended before it had begun.
+                reasons = ("unloaded",) if name in "ab" else ("unloaded", "not loaded")
+                assert rows in [[("UNAVAILABLE", reason)] for reason in reasons]
             elif name in last and last[name][1].exception() is None:
                 assert same(await infer_values(registry, name), number)
                 assert rows == [("READY", "")]
