@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
-import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from headrace.core.tensor import DATATYPES
 from tritonclient.grpc import service_pb2, service_pb2_grpc
-from tritonclient.utils import InferenceServerException
 
 from tests.e2e.conftest import Reference
 from tests.e2e.test_http_infer import values
@@ -65,15 +63,6 @@ def test_ids_and_parameters(grpc_client: triton.InferenceServerClient, reference
     assert grpc_client.infer("affine", [tensor("X", x)]).get_response().id == ""
 
 
-def test_versions(grpc_client: triton.InferenceServerClient, reference: Reference) -> None:
-    x = rows(2)
-    for version in ("1", "3", "20"):
-        result = grpc_client.infer("versioned", [tensor("X", x)], model_version=version)
-        assert result.get_response().model_version == version
-        assert np.allclose(result.as_numpy("Y"), reference.affine(x, seed=int(version)), atol=1e-5)
-    assert grpc_client.infer("versioned", [tensor("X", x)]).get_response().model_version == "20"
-
-
 def test_classification(grpc_client: triton.InferenceServerClient) -> None:
     x = np.array([[0.5, -1, 3, 2, 2], [9, 8, 7, 6, 5]], np.float32)
     outputs = [triton.InferRequestedOutput("SCORES", class_count=3), triton.InferRequestedOutput("BEST")]
@@ -84,34 +73,6 @@ def test_classification(grpc_client: triton.InferenceServerClient) -> None:
     ]
     assert result.as_numpy("BEST").tolist() == [[2], [0]]
     assert result.get_output("SCORES").datatype == "BYTES"
-
-
-def test_classification_of_bf16(grpc_client: triton.InferenceServerClient) -> None:
-    x = np.array([[-2, 1, 0.5]], ml_dtypes.bfloat16)
-    outputs = [triton.InferRequestedOutput("Y", class_count=2)]
-    result = grpc_client.infer("identity_bf16", [tensor("X", x, "BF16")], outputs=outputs)
-    assert result.as_numpy("Y").tolist() == [[b"1.000000:1", b"0.500000:2"]]
-
-
-def test_optional_inputs_and_other_shapes(grpc_client: triton.InferenceServerClient) -> None:
-    x = np.arange(6, dtype=np.float32)
-    two = x.reshape(2, 3)
-    assert grpc_client.infer("optional_bias", [tensor("X", two)]).as_numpy("Y").tolist() == (two + 100).tolist()
-    both = [tensor("X", two), tensor("BIAS", two)]
-    assert grpc_client.infer("optional_bias", both).as_numpy("Y").tolist() == (two * 2).tolist()
-    assert grpc_client.infer("unbatched", [tensor("X", two)]).as_numpy("Y").tolist() == (-two).tolist()
-    expected = [two.T.reshape(6).tolist()]
-    assert grpc_client.infer("reshaped", [tensor("X", x.reshape(1, 6))]).as_numpy("Y").tolist() == expected
-
-
-@pytest.mark.parametrize("count", [9, 37])
-def test_a_request_larger_than_a_batch_is_split_and_joined(
-    grpc_client: triton.InferenceServerClient, reference: Reference, count: int
-) -> None:
-    x = rows(count, seed=count)
-    answer = grpc_client.infer("affine", [tensor("X", x)]).as_numpy("Y")
-    assert answer.shape == (count, 4)
-    assert np.allclose(answer, reference.affine(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
@@ -128,15 +89,6 @@ def test_large_messages_both_ways(grpc_client: triton.InferenceServerClient) -> 
         x = np.random.default_rng(length).standard_normal((1, length), np.float32)
         answer = grpc_client.infer("identity_fp32", [tensor("X", x)]).as_numpy("Y")
         assert answer.tobytes() == x.tobytes()
-
-
-def test_values_that_the_model_refuses_are_the_callers_fault(grpc_client: triton.InferenceServerClient) -> None:
-    index = np.array([[99]], np.int64)
-    with pytest.raises(InferenceServerException, match="the model refused the values") as caught:
-        grpc_client.infer("table_lookup", [tensor("X", index, "INT64")])
-    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
-    result = grpc_client.infer("table_lookup", [tensor("X", np.array([[3]]), "INT64")])
-    assert result.as_numpy("Y").tolist() == [[30]]
 
 
 def test_a_request_that_the_client_builds_for_others_to_send(grpc_channel: grpc.Channel) -> None:

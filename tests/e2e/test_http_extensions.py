@@ -1,10 +1,9 @@
-"""Triton's HTTP extensions with Triton's own clients: repository control, shared memory, trace and log settings."""
+"""Triton's HTTP extensions with Triton's own clients: shared memory, trace and log settings."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,23 +30,14 @@ ALWAYS = {
     "schedule_policy",
     "statistics",
 }
-RENAMED = json.dumps(
-    {
-        "max_batch_size": 2,
-        "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [16]}],
-        "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [4]}],
-    }
-)
 
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of its own with every extension switched on, and nothing loaded but `affine`."""
+    """A server of its own with every extension switched on."""
     folder = tmp_path_factory.mktemp("extended")
     models.add_model(folder / "models", "affine", models.affine())
-    models.add_model(folder / "models", "row_sums", models.row_sums())
-    models.add_model(folder / "models", "broken", b"this is no ONNX file")
-    options = ["--model-control", "explicit", "--load-model", "affine", "--allow-client-shm", "--allow-model-override"]
+    options = ["--model-control", "explicit", "--load-model", "affine", "--allow-client-shm"]
     with serving(folder / "models", folder, *options, "--trace-file", str(folder / "traces.json")) as running:
         yield running
         assert "Traceback" not in running.text
@@ -123,48 +113,6 @@ def test_disabled_extensions_name_the_option_that_enables_them(client: triton.In
         client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]})
     assert client.get_system_shared_memory_status() == client.get_cuda_shared_memory_status() == []
     assert client.is_model_ready("affine")
-
-
-# Repository control
-
-
-def test_load_and_unload(extras: triton.InferenceServerClient) -> None:
-    assert not extras.is_model_ready("row_sums")
-    extras.load_model("row_sums")
-    assert extras.is_model_ready("row_sums")
-    states = {row["name"]: row["state"] for row in extras.get_model_repository_index()}
-    assert (states["affine"], states["row_sums"]) == ("READY", "READY")
-    extras.unload_model("row_sums", unload_dependents=True)
-    assert not extras.is_model_ready("row_sums")
-
-
-def test_load_with_a_configuration_and_files(extras: triton.InferenceServerClient) -> None:
-    array = vector()
-    extras.load_model("affine")
-    before = extras.infer("affine", [request_input(array)]).as_numpy("Y")
-    other = models.affine(seed=7).SerializeToString()
-    extras.load_model("affine", config=RENAMED, files={"file:1/model.onnx": other})
-    assert extras.get_model_config("affine")["max_batch_size"] == 2
-    assert not np.allclose(extras.infer("affine", [request_input(array)]).as_numpy("Y"), before)
-    extras.load_model("affine")
-    assert np.array_equal(extras.infer("affine", [request_input(array)]).as_numpy("Y"), before)
-
-
-def test_models_that_cannot_be_loaded(extras: triton.InferenceServerClient) -> None:
-    with refused(404, "nothing"):
-        extras.load_model("nothing")
-    with refused(400, "broken"):
-        extras.load_model("broken")
-    with refused(400, "JSON"):
-        extras.load_model("affine", config="{")
-    with refused(400, "config"):
-        extras.load_model("affine", files={"file:1/model.onnx": b"x"})
-    for path in ("file:../../escape", "file:/etc/escape", "file:1/../../escape", "file:", "file:a\0b"):
-        with refused(400):
-            extras.load_model("affine", config=RENAMED, files={path: b"x"})
-    with refused(400, "other"):
-        extras.load_model("affine", config=RENAMED, files={"other": b"x"})
-    assert extras.is_model_ready("affine"), "a load that failed took the model away"
 
 
 # Shared memory

@@ -136,19 +136,6 @@ def test_a_malformed_load_request_changes_nothing(server: Server, parameters: di
     assert server.request("GET", "/v2/models/started/ready")[0] == 200
 
 
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
-@pytest.mark.parametrize("mode", ["none", "poll"])
-def test_refusals_name_the_option_that_would_allow_the_request(tmp_path: Path, mode: str, protocol: str) -> None:
-    models.add_model(tmp_path / "repository", "m", models.affine())
-    repository = tmp_path / "repository"
-    with serving(repository, tmp_path, "--model-control", mode) as server, connect(server, protocol) as client:
-        with pytest.raises(InferenceServerException, match="--model-control explicit"):
-            client.load_model("m")
-        with pytest.raises(InferenceServerException, match="--model-control explicit"):
-            client.unload_model("m")
-        assert client.is_model_ready("m")
-
-
 def test_overrides_need_their_option(tmp_path: Path) -> None:
     models.add_model(tmp_path / "repository", "m", models.affine())
     with serving(tmp_path / "repository", tmp_path, "--model-control", "explicit", "--load-model", "*") as server:
@@ -164,6 +151,9 @@ def test_a_watched_repository_follows_its_files(tmp_path: Path) -> None:
     models.add_model(repository, "m", models.affine(seed=1))
     options = ["--model-control", "poll", "--poll-interval-s", "0.1"]
     with serving(repository, tmp_path, *options) as server, connect(server, "http") as client:
+        for change in (client.load_model, client.unload_model):
+            with pytest.raises(InferenceServerException, match="--model-control explicit"):
+                change("m")
         np.testing.assert_allclose(answer(client, "m"), expected(1), rtol=1e-5)
         models.add_model(repository, "m", models.affine(seed=2))
         models.add_model(repository, "late", models.affine(seed=3))
