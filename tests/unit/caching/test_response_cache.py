@@ -21,7 +21,6 @@ from headrace.core.errors import Cancelled, DeadlineExceeded, ModelFailed, Overl
 from headrace.core.model_config import ModelConfig
 from headrace.core.quota import Quota
 from headrace.core.request import InferResponse, PipelineStepTimes
-from headrace.observability.counters import to_triton
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, QueueLimits, RateLimits
 
@@ -93,42 +92,6 @@ async def test_a_second_request_is_answered_without_the_model() -> None:
         assert called[0].cached
         assert (cache.hits, cache.misses, cache.merged) == (2, 1, 0)
     assert model.batches == [[3, 3]]
-
-
-async def test_other_inputs_are_other_requests() -> None:
-    async with serving() as (served, cache, model):
-        for value in (1, 2, 3, 1):
-            response = await served.infer(infer_request(value))
-            assert response.outputs["y"].tolist() == [[2 * value] * 2]
-        assert (cache.hits, cache.misses) == (1, 3)
-    assert model.batches == [[1], [2], [3]]
-
-
-async def test_statistics_count_hits_as_in_triton() -> None:
-    async with serving() as (served, _cache, _model):
-        for value in (1, 1, 1, 2):
-            received_ns = monotonic_ns()
-            await served.infer(infer_request(value, rows=3, received_ns=received_ns))
-        # The instance records a batch after its requests are answered.
-        await until_async(lambda: served.recorder.totals().executions == 2)
-        document: Any = to_triton("fake", "1", served.recorder.totals())
-        statistics = document["inference_stats"]
-        assert {name: statistics[name]["count"] for name in statistics} == {
-            "success": 4,
-            "fail": 0,
-            "queue": 4,
-            "compute_input": 2,
-            "compute_infer": 2,
-            "compute_output": 2,
-            "cache_hit": 2,
-            "cache_miss": 2,
-        }
-        assert 0 < statistics["cache_hit"]["ns"] < statistics["success"]["ns"]
-        assert statistics["cache_miss"]["ns"] > 0
-        assert (document["inference_count"], document["execution_count"]) == (6, 2)
-        phases = served.recorder.totals().phases
-        assert (phases["total"].count, phases["queue"].count, phases["compute"].count) == (4, 4, 2)
-        assert served.recorder.recent().totals.cache_hits == 2
 
 
 async def test_equal_requests_in_flight_run_once() -> None:

@@ -25,8 +25,7 @@ from headrace.front_ends.remote_regions import RemoteRegions
 from onnx import TensorProto
 
 from tests.support import models
-from tests.support.front_end_pair import Pair, open_pair, over_grpc, over_http
-from tests.support.grpc_requests import message as grpc_message
+from tests.support.front_end_pair import Pair, open_pair, over_http
 from tests.support.onnx_models import identity_model
 from tests.support.python_models import ADD_SUB, ADD_SUB_CONFIG, ERRORS, ERRORS_CONFIG, add_python_model
 from tests.support.waiting import until_async
@@ -169,15 +168,6 @@ def test_answers_equal_those_of_one_process(run: Callable[..., Any]) -> None:
     run(test)
 
 
-def test_grpc_messages_of_one_turn_are_answered_as_in_one_process(run: Callable[..., Any]) -> None:
-    async def test(pair: Pair) -> None:
-        name = first_inputs(pair)["affine"]
-        messages = [grpc_message("affine", str(row), ROWS[row % 3 : row % 3 + 1], name=name) for row in range(9)]
-        assert await over_grpc(pair.front_ends[0], messages) == await over_grpc(pair.plane.registry, messages)
-
-    run(test)
-
-
 def test_timing_headers_name_the_phases(run: Callable[..., Any]) -> None:
     async def test(pair: Pair) -> None:
         content = body(tensor(first_inputs(pair)["affine"], ROWS, "FP32"))
@@ -186,31 +176,6 @@ def test_timing_headers_name_the_phases(run: Callable[..., Any]) -> None:
         assert remote[1].keys() == local[1].keys()
         phases = [part.partition(";")[0] for part in remote[1]["server-timing"].split(", ")]
         assert "compute" in phases
-
-    run(test)
-
-
-def test_every_request_and_failure_is_counted_once(run: Callable[..., Any]) -> None:
-    async def test(pair: Pair) -> None:
-        name = first_inputs(pair)["affine"]
-        good, bad = body(tensor(name, ROWS, "FP32")), body(tensor(name, ROWS[:, :3], "FP32"))
-        late = body(tensor(name, ROWS, "FP32"), parameters={"headrace_deadline_us": 1})
-        handle = pair.plane.registry.serving("affine", "")
-        assert handle is not None
-        requests = [over_http(pair.front_ends[0], "affine", each) for each in (good, good, bad, good, late)]
-        await asyncio.gather(*requests)
-        pair.front_ends[0].flush_counts()
-
-        def all_counted() -> bool:
-            totals = handle.recorder.totals()
-            return sum(totals.failures.values()) >= 2 and totals.phases["encode"].count >= 3
-
-        await until_async(all_counted)
-        totals = handle.recorder.scraped_totals()
-        assert (totals.successes, totals.rows) == (3, 9)
-        assert dict(totals.failures) == {"bad_request": 1, "deadline": 1}
-        assert totals.phases["decode"].count == totals.phases["encode"].count == 3
-        assert handle.in_flight == 0
 
     run(test)
 
@@ -494,18 +459,6 @@ def test_the_engine_reads_and_writes_shared_memory_of_clients(run: Callable[...,
         assert not handle.in_flight
         assert front_end.serves_regions("affine", "")
         assert not front_end.serves_regions("text", "")
-
-    run(test)
-
-
-def test_requests_before_the_turn_ends_can_be_cancelled(run: Callable[..., Any]) -> None:
-    async def test(pair: Pair) -> None:
-        handle = pair.front_ends[0].lease("affine", "")
-        cancelled = handle.infer(infer_request(handle, ROWS))
-        cancelled.abandon()
-        assert isinstance(await handle.infer(infer_request(handle, ROWS)), InferResponse)
-        handle.release()
-        assert not pair.front_ends[0].in_flight
 
     run(test)
 

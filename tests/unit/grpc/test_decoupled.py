@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.core.completion import LoopCompletion, Mailbox
-from headrace.core.errors import Cancelled, HeadraceError, ModelFailed, Overloaded
+from headrace.core.errors import HeadraceError, ModelFailed, Overloaded
 from headrace.core.limits import ClientLimits
 from headrace.core.request import InferRequest, InferResponse, ModelLoad
 from headrace.core.response_stream import ResponseStream
@@ -198,47 +198,6 @@ async def queued(models: Models, *request_ids: str) -> None:
 
 
 @WRITES
-def test_each_response_is_sent_at_once_and_the_last_is_marked(is_quick: bool) -> None:
-    async def scenario(models: Models, call: Call) -> None:
-        call.sent.put_nowait(message("a"))
-        await queued(models, "a")
-        for count in (1, 2):
-            models.send("a", response(count))
-            await call.answered(count)
-        models.send("a", response(3, final=True))
-        models.end("a")
-        call.sent.put_nowait(None)
-        await call.answered(3)
-        assert call.brief == [("a", 1.0, False), ("a", 2.0, False), ("a", 3.0, True)]
-
-    models = run(scenario, is_quick)
-    assert models.failures == []
-    assert [record.status for record in models.observer.answers] == ["OK"]  # a request counts once
-
-
-@WRITES
-def test_an_empty_final_response_only_if_it_is_enabled(is_quick: bool) -> None:
-    async def scenario(models: Models, call: Call) -> None:
-        call.sent.put_nowait(message("a", triton_enable_empty_final_response=True))
-        call.sent.put_nowait(message("b"))
-        call.sent.put_nowait(message("c", triton_enable_empty_final_response=True))
-        call.sent.put_nowait(None)
-        await queued(models, "a", "b", "c")
-        models.send("a", response(1))
-        await call.answered(1)
-        models.end("a")
-        await call.answered(2)
-        models.end("b")
-        models.end("c")  # no response at all
-        await call.answered(3)
-        assert call.brief == [("a", 1.0, False), ("a", None, True), ("c", None, True)]
-        assert call.answers[1].infer_response.model_name == "many"
-        assert call.answers[1].infer_response.model_version == "1"
-
-    assert run(scenario, is_quick).failures == []
-
-
-@WRITES
 def test_decoupled_requests_interleave_and_ordinary_ones_keep_their_order(is_quick: bool) -> None:
     async def scenario(models: Models, call: Call) -> None:
         for item in (message("o1", "one"), message("a"), message("o2", "one"), message("b"), None):
@@ -284,24 +243,6 @@ def test_a_client_that_does_not_read_gives_no_credit(is_quick: bool) -> None:
 
 
 @WRITES
-def test_an_error_ends_its_request_with_the_final_flag(is_quick: bool) -> None:
-    async def scenario(models: Models, call: Call) -> None:
-        call.sent.put_nowait(message("a"))
-        call.sent.put_nowait(message("b"))
-        call.sent.put_nowait(None)
-        await queued(models, "a", "b")
-        models.send("a", response(1))
-        models.end("a", ModelFailed("out of memory"))
-        await call.answered(2)
-        models.send("b", response(2, final=True))
-        models.end("b")
-        await call.answered(3)
-        assert call.brief == [("a", 1.0, False), ("a", "out of memory", True), ("b", 2.0, True)]
-
-    assert [error.reason for error in run(scenario, is_quick).failures] == ["model_failed"]
-
-
-@WRITES
 def test_an_error_between_responses_does_not_end_its_request(is_quick: bool) -> None:
     async def scenario(models: Models, call: Call) -> None:
         call.sent.put_nowait(message("a", triton_enable_empty_final_response=True))
@@ -334,24 +275,6 @@ def test_an_error_ends_the_stream_if_the_client_wants_that(is_item: bool) -> Non
 
     models = run(scenario, options=replace(NO_OPTIONS, ends_stream=True))
     assert sorted(error.reason for error in models.failures) == ["cancelled", "model_failed"]
-
-
-def test_the_end_of_the_stream_cancels_all_requests() -> None:
-    async def scenario(models: Models, call: Any) -> None:
-        call.sent.put_nowait(message("a"))
-        call.sent.put_nowait(message("b"))
-        await queued(models, "a", "b")
-        models.send("a", response(1))
-        await call.answered(1)
-        call.sent.put_nowait(Cancelled("the client disconnected"))
-        with pytest.raises(Cancelled):
-            await call.serving
-        assert all(completion.is_settled for _, completion in models.requests.values())
-        models.send("a", response(2))  # too late
-        await asyncio.sleep(0.01)
-        assert len(call.answers) == 1
-
-    assert [error.reason for error in run(scenario).failures] == ["cancelled", "cancelled"]
 
 
 @WRITES

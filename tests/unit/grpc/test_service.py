@@ -133,18 +133,6 @@ class Streaming:
         self.got.append(pb.ModelStreamInferResponse.FromString(b"".join(parts)))
 
 
-async def test_a_request_from_message_to_message() -> None:
-    model, call = Model(), Call()
-    pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("7"), call))
-    await until_async(lambda: model.waiting)
-    assert call.completion is model.waiting[0][1]
-    model.answer()
-    response = pb.ModelInferResponse.FromString(b"".join(await pending))
-    assert (response.id, response.model_name) == ("7", "fake")
-    assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [2, 4]
-    assert (model.leases, model.failures, call.completion) == (0, [], None)
-
-
 @pytest.mark.parametrize("outcome", [ModelFailed("no"), Overloaded("full"), Cancelled("gone")], ids=type)
 async def test_failed_requests_are_counted_and_release_the_lease(outcome: HeadraceError) -> None:
     model = Model()
@@ -187,17 +175,6 @@ async def test_overload_rejects_requests_before_they_are_decoded(size: int) -> N
         await service.infer(content, Call())
 
 
-async def test_a_cancelled_method_removes_its_request_from_the_queue() -> None:
-    model = Model()
-    pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), Call()))
-    await until_async(lambda: model.waiting)
-    pending.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await pending
-    assert model.waiting[0][1].is_settled
-    assert (model.leases, [type(error) for error in model.failures]) == (0, [Cancelled])
-
-
 async def test_internal_errors_are_logged_and_hidden_from_the_client(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     model.raises = RuntimeError("secret path")
@@ -232,21 +209,6 @@ def stream(model: Model, **more: Any) -> tuple[Streaming, asyncio.Task[None]]:
     call = Streaming()
     served = InferStreams(GrpcInference(model.services(), 1 << 20), **{"max_bytes": 1 << 20, **more}).serve(call)
     return call, asyncio.ensure_future(served)  # type: ignore[return-value]
-
-
-async def test_a_stream_answers_everything_and_ends() -> None:
-    model = Model()
-    call, serving = stream(model)
-    for item in (message("a"), b"\xff", message("b", "other"), message("c"), None):
-        call.sent.put_nowait(item)
-    await until_async(lambda: len(model.waiting) == 2)
-    model.answer(outcome=ModelFailed("broke"))
-    model.answer()
-    await serving
-    records = {response.infer_response.id: response.error_message for response in call.got}
-    assert records.keys() == {"a", "", "b", "c"}
-    assert (records["a"], records["c"], "not found" in records["b"]) == ("broke", "", True)
-    assert model.leases == 0
 
 
 async def test_an_error_in_a_stream_has_a_retry_delay_and_is_counted() -> None:

@@ -194,42 +194,6 @@ async def test_each_response_is_an_event_as_soon_as_it_is_sent() -> None:
     assert handle.failures == []
 
 
-async def test_a_stream_without_responses_is_empty() -> None:
-    async with serving() as handle:
-        client = Client(handle)
-        call = asyncio.create_task(client.post("generate_stream", BODY))
-        await handle.end()
-        await call
-        assert (client.status, client.body) == (200, b"")
-
-
-async def test_an_ordinary_model_has_one_event_and_one_response() -> None:
-    async with serving(replace(SPEC, decoupled=False)) as handle:
-        for path in ("generate", "generate_stream"):
-            client = Client(handle)
-            handle.started.clear()
-            call = asyncio.create_task(client.post(path, BODY))
-            await handle.end(text("all"))
-            await call
-            document = client.events[0] if path == "generate_stream" else json.loads(client.body)
-            assert document == {"model_name": "chat", "model_version": "2", "id": "7", "TEXT": "all"}
-        assert [request.responses for request in handle.requests] == [None, None]
-
-
-async def test_one_response_of_a_decoupled_model() -> None:
-    async with serving() as handle:
-        client = Client(handle)
-        call = asyncio.create_task(client.post("generate", BODY))
-        await handle.send(text("one", parameters={"tokens": 3}))
-        await handle.end()
-        await call
-        assert (client.status, client.headers["content-type"]) == (200, "application/json")
-        assert client.headers["headrace-queue-depth"] == "3"
-        assert json.loads(client.body) == {
-            "model_name": "chat", "model_version": "2", "id": "7", "tokens": 3, "TEXT": "one",
-        }  # fmt: skip
-
-
 @pytest.mark.parametrize(("count", "words"), [(0, "sent no response"), (2, "sent more than one response")])
 async def test_generate_takes_exactly_one_response(count: int, words: str) -> None:
     async with serving() as handle:
@@ -244,20 +208,6 @@ async def test_generate_takes_exactly_one_response(count: int, words: str) -> No
         assert error == f"model 'chat' {words}, /generate returns exactly one: send the request to /generate_stream"
         assert handle.completions[0].is_settled  # the rest of the work is cancelled
     assert [error.reason for error in handle.failures] == ["bad_request"]
-
-
-async def test_an_error_before_the_first_event_is_the_status() -> None:
-    async with serving() as handle:
-        for path in ("generate", "generate_stream"):
-            for error, status in ((ModelFailed("out of memory"), 500), (Overloaded("full", 2.0), 503)):
-                client = Client(handle)
-                handle.started.clear()
-                call = asyncio.create_task(client.post(path, BODY))
-                await handle.end(error)
-                await call
-                assert (client.status, json.loads(client.body)) == (status, {"error": str(error)})
-                assert client.headers["content-type"] == "application/json"
-                assert ("retry-after" in client.headers) is (status == 503)
 
 
 async def test_a_later_error_is_the_last_event() -> None:
@@ -281,25 +231,6 @@ async def test_a_response_that_is_no_text_ends_the_stream_and_the_work() -> None
         await call
         assert "is not UTF-8 text" in client.events[-1]["error"]
         assert handle.completions[0].is_settled
-
-
-@pytest.mark.parametrize("path", ["generate", "generate_stream"])
-async def test_a_disconnect_cancels_the_work(path: str) -> None:
-    observer = AccessRecorder(active=True)
-
-    async with serving() as handle:
-        client = Client(handle, observer=observer)
-        call = asyncio.create_task(client.post(path, BODY))
-        if path == "generate_stream":
-            await handle.send(text("a"))
-            await client.wrote(b"data:")
-        await handle.started.wait()
-        client.disconnect()
-        await call
-        assert handle.completions[0].is_settled
-        assert b"error" not in client.body
-    assert [error.reason for error in handle.failures] == ["cancelled"]
-    assert [record.status for record in observer.failures] == ["499"]
 
 
 async def test_a_stream_is_recorded_once_at_its_end() -> None:
@@ -403,18 +334,6 @@ async def test_a_version_that_refuses_requests_has_a_status() -> None:
         client = Client(handle)
         await client.post("generate_stream", BODY)
         assert (client.status, client.headers["retry-after"]) == (503, "1")
-
-
-async def test_one_response_is_compressed_and_a_stream_is_not() -> None:
-    async with serving() as handle:
-        for path in ("generate", "generate_stream"):
-            client = Client(handle)
-            handle.started.clear()
-            call = asyncio.create_task(client.post(path, BODY, [(b"accept-encoding", b"gzip")]))
-            await handle.send(text("a" * 3000))
-            await handle.end()
-            await call
-            assert client.headers.get("content-encoding") == ("gzip" if path == "generate" else None)
 
 
 async def test_a_large_response_is_encoded_beside_the_loop() -> None:

@@ -170,14 +170,6 @@ def test_a_json_request() -> None:
     )
 
 
-def test_a_body_sent_in_parts() -> None:
-    body = request()
-    parts = [body[i : i + 7] for i in range(0, len(body), 7)]
-    answer = call(Handle(), *parts, b"")
-    assert answer is not None
-    assert answer[2] == ANSWER
-
-
 def test_a_binary_request_is_answered_in_binary() -> None:
     body, header = binary_request()
     answer = call(Handle(), body, headers=[header])
@@ -187,18 +179,6 @@ def test_a_binary_request_is_answered_in_binary() -> None:
     assert (status, headers["content-type"]) == (200, "application/octet-stream")
     assert json.loads(content[:size])["outputs"][0]["parameters"] == {"binary_data_size": 8}
     assert content[size:] == np.array([1, 1], "<f4").tobytes()
-
-
-def test_a_packed_request_and_a_packed_answer() -> None:
-    body, header = binary_request(512)
-    handle = Handle()
-    packed = gzip.compress(body)
-    answer = call(handle, packed, headers=[header, (b"content-encoding", b"GZIP"), (b"accept-encoding", b"gzip")])
-    assert answer is not None
-    _, headers, content = answer
-    assert headers["content-encoding"] == "gzip"
-    size = int(headers["inference-header-content-length"])
-    assert gzip.decompress(content)[size:] == np.full(512, 1, "<f4").tobytes()
 
 
 def test_a_small_answer_is_not_packed() -> None:
@@ -284,30 +264,6 @@ def test_a_disconnect_while_waiting_drops_the_request() -> None:
     assert call(handle, request(), then=[{"type": "http.disconnect"}]) is None
     assert handle.completions[0].is_settled
     assert isinstance(handle.failures[0], Cancelled)
-
-
-async def test_a_cancelled_task_of_another_asgi_server_drops_the_request() -> None:
-    handle, sent = Handle(silent=True), list[dict[str, Any]]()
-
-    waiting = asyncio.Event()
-
-    async def receive() -> Any:
-        if not handle.completions:
-            return {"type": "http.request", "body": request()}
-        waiting.set()  # for the disconnect of the client
-        return await asyncio.get_running_loop().create_future()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    endpoint = InferEndpoint(services(handle), ClientLimits(Limits(max_body_bytes=LIMIT)))
-    task = asyncio.ensure_future(endpoint({"headers": []}, receive, send, "twice", ""))
-    await waiting.wait()
-    task.cancel()
-    await asyncio.wait_for(task, 60)
-    assert handle.completions[0].is_settled
-    assert sent[0]["status"] == 503
-    assert handle.leases == 0
 
 
 def test_every_sampled_request_is_recorded() -> None:

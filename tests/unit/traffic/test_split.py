@@ -206,14 +206,6 @@ def test_a_cancelled_request_is_cancelled_in_the_version(runner: asyncio.Runner)
     handle.release()
 
 
-def test_an_error_reaches_the_caller(runner: asyncio.Runner) -> None:
-    scene = Scene(runner, versions={"2": "100%"})
-    scene.send(ModelFailed("broken"))
-    figures = scene.split.figures("2")
-    assert figures is not None
-    assert (figures.totals.requests, figures.totals.errors) == (1, 1)
-
-
 def test_errors_of_clients_are_no_errors_of_the_version(runner: asyncio.Runner) -> None:
     scene = Scene(runner, versions={"2": "100%"})
     handle = scene.split.lease({})
@@ -422,18 +414,6 @@ def test_a_model_with_errors_is_undone_and_another_one_is_promoted(runner: async
 
 def shadow_counts(scene: Scene) -> dict[str, int]:
     return {outcome: count for (_, outcome), count in scene.split.shadow_counts.items()}
-
-
-def test_a_share_of_the_requests_is_compared(runner: asyncio.Runner) -> None:
-    scene = Scene(runner, shadow={"version": 2, "share": "25%"})
-    scene.version("2").answer_blocking = doubled
-    assert Counter(scene.send() for _ in range(20)) == {"3": 20}
-    scene.until(lambda: shadow_counts(scene).get("compared") == 5)
-    figures = scene.split.figures("2")
-    assert figures is not None
-    assert (figures.totals.rows, figures.totals.agreeing, figures.totals.difference) == (5, 5, 0.0)
-    assert scene.version("2").in_flight == 0
-    assert not scene.version("2").requests, "it has had no request of a client"
 
 
 def test_a_shadow_is_compared_with_what_the_client_sent(runner: asyncio.Runner) -> None:
