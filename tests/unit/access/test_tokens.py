@@ -155,22 +155,6 @@ def test_a_token_without_an_id_of_its_key_needs_a_set_of_one(
     refused(verifier, jwt.encode(claims, issuer.private_keys["es256"][1], algorithm="ES256"), "not in the key set")
 
 
-def test_a_token_ends_at_its_expiry_where_it_is_cached(
-    verifier: TokenVerifier, issuer: Issuer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokens, "_LEEWAY_S", 0)
-    token = issuer.token("es256", exp=int(time.time()) + 2)
-    principal = resolve(verifier, token)
-    principal.admit("tiny")
-    deadline = time.monotonic() + 10
-    while principal.is_authenticated:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    with pytest.raises(Unauthenticated, match="expired"):
-        principal.admit("tiny")
-    refused(verifier, token, "expired")
-
-
 def test_the_cache_of_tokens_is_bounded(
     verifier: TokenVerifier, issuer: Issuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -15,8 +14,6 @@ from headrace.__main__ import main
 from headrace.commands.health import ListenAddress
 from headrace.commands.health import main as health
 from headrace.tls import TlsFiles
-
-from tests.support.certificates import Certificates
 
 NOWHERE = ListenAddress(port=1)
 
@@ -41,9 +38,6 @@ class Peer(ThreadingHTTPServer):
     """A server that answers by `responses`. The handshakes run one at a time: tests make one at a time."""
 
     daemon_threads = True
-
-    def handle_error(self, *_: object) -> None:
-        """A handshake that fails prints no traceback."""
 
     def __init__(self, tls: TlsFiles | None = None) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -75,12 +69,6 @@ def running_peer(server: Peer) -> Iterator[Peer]:
         thread.join()
 
 
-def test_a_ready_server_is_healthy(peer: Peer, capsys: pytest.CaptureFixture[str]) -> None:
-    peer.answer(ready=(200, b""))
-    assert health([], peer.here) == 0
-    assert capsys.readouterr().out == "ready\n"
-
-
 def test_a_server_that_loads_is_live_but_not_ready(peer: Peer, capsys: pytest.CaptureFixture[str]) -> None:
     peer.answer(ready=(503, b'{"error": "models are being\\n\\u001b[31mloaded"}'), live=(200, b""))
     assert health([], peer.here) == 1
@@ -109,28 +97,6 @@ def test_a_server_that_does_not_answer_is_not_healthy(capsys: pytest.CaptureFixt
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as silent:  # listens, and no thread serves
         assert health(["--timeout", "0.05"], ListenAddress(port=silent.server_port)) == 1
     assert "timed out" in capsys.readouterr().err
-
-
-def test_its_own_certificate_is_trusted_and_no_other(tmp_path: Path) -> None:
-    certificates = Certificates(tmp_path)
-    tls = TlsFiles(str(certificates.server.certificate), str(certificates.server.key))
-    for server in running_peer(Peer(tls)):
-        server.answer(ready=(200, b""))
-        here = ListenAddress(port=server.server_port, certificate=tls.certificate)
-        assert health([], here) == 0
-        stranger = ListenAddress(port=server.server_port, certificate=str(certificates.stranger.certificate))
-        assert health([], stranger) == 1
-        assert health(["--url", f"https://127.0.0.1:{server.server_port}"], NOWHERE) == 1
-
-
-def test_it_sends_a_client_certificate_if_one_is_required(tmp_path: Path) -> None:
-    certificates = Certificates(tmp_path)
-    own, client = certificates.server, certificates.client
-    for server in running_peer(Peer(TlsFiles(str(own.certificate), str(own.key), str(certificates.authority)))):
-        server.answer(ready=(200, b""))
-        here = ListenAddress(port=server.server_port, certificate=str(own.certificate))
-        assert health([], here) == 1
-        assert health(["--client-cert", str(client.certificate), "--client-key", str(client.key)], here) == 0
 
 
 @pytest.mark.parametrize(

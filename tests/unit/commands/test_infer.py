@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,24 +183,6 @@ def test_exactly_one_kind_of_input_is_required(net: Any, headrace: Any) -> None:
         status, _, errors = headrace(*typed)
         assert status == 2
         assert "exactly one" in errors
-
-
-def test_an_unknown_model_and_no_server(grpc_server: Any, headrace: Any) -> None:
-    status, _, errors = headrace("other", CAT)
-    assert status == 1
-    assert "the server returned NOT_FOUND: model 'other' is not found" in errors
-    with socket.socket() as used:
-        used.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused, and no other process gets the port
-        address = f"127.0.0.1:{used.getsockname()[1]}"
-        status, _, errors = headrace("net", CAT, "--url", address)
-    assert status == 1
-    assert f"no server answers at {address}: start one with `headrace serve`" in " ".join(errors.split())
-
-
-def test_an_address_of_http_is_answered_with_that_of_grpc(headrace: Any) -> None:
-    status, _, errors = headrace("net", CAT, "--url", "http://127.0.0.1:8000")
-    assert status == 1
-    assert "is one of HTTP, `headrace infer` speaks gRPC: give its gRPC address, e.g. --url 127.0.0.1:8001" in errors
 
 
 def test_every_call_carries_the_version(net: Any) -> None:

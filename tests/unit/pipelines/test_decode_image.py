@@ -135,11 +135,6 @@ def test_other_files_are_the_clients_error(data: bytes, reason: str, turbo: bool
         decoder(turbo).decode(data)
 
 
-def test_a_gif_is_refused_although_pillow_reads_it() -> None:
-    with pytest.raises(BadRequest, match="send JPEG, PNG, WEBP"):
-        decoder().decode(saved(Image.new("P", (4, 4)), "GIF"))
-
-
 @turbo
 @pytest.mark.parametrize("size", [(1, 20000), (20000, 1)])
 def test_a_line_of_pixels_needs_little_memory(size: tuple[int, int], turbo: bool) -> None:
@@ -163,31 +158,6 @@ def test_the_header_of_a_png_is_read_without_its_pixels(monkeypatch: pytest.Monk
     monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", lambda _image: pytest.fail("the pixels were decoded"))
     header = read_header(data, 50_000_000)
     assert (header.format, header.width, header.height) == ("PNG", 640, 427)
-
-
-def png16(values: np.ndarray) -> bytes:
-    return saved(Image.fromarray(values), "PNG")
-
-
-def test_sixteen_bits_of_gray_are_scaled_and_rounded() -> None:
-    values = np.array([[0, 128, 129, 257, 32768, 65535]], np.uint16)
-    assert decoder().decode(png16(values))[0, :, 0].tolist() == [0, 0, 1, 1, 128, 255]
-
-
-def test_transparent_pixels_are_shown_over_white() -> None:
-    pixels = np.array([[[200, 0, 0, 255], [200, 0, 0, 0], [200, 0, 0, 128]]], np.uint8)
-    red, clear, half = decoder().decode(saved(Image.fromarray(pixels), "PNG"))[0].tolist()
-    assert (red, clear) == ([200, 0, 0], [255, 255, 255])
-    assert half == [pytest.approx(227, abs=1), pytest.approx(127, abs=1), pytest.approx(127, abs=1)]
-    palette = Image.fromarray(np.array([[0, 1]], np.uint8), "P")
-    palette.putpalette([10, 20, 30, 40, 50, 60])
-    assert decoder().decode(saved(palette, "PNG", transparency=1)).tolist() == [[[10, 20, 30], [255, 255, 255]]]
-
-
-@turbo
-def test_channels_are_red_green_blue(turbo: bool) -> None:
-    (pixel,) = decoder(turbo).decode(saved(Image.new("RGB", (16, 16), (250, 120, 10)), "JPEG", quality=100))[8, 8:9]
-    assert np.abs(pixel.astype(int) - [250, 120, 10]).max() <= 3
 
 
 def test_a_checkerboard_is_resized_with_antialiasing() -> None:
@@ -223,17 +193,3 @@ def test_large_photographs_become_upright_tensors(orientation: int, turbo: bool)
     assert np.array_equal(decoder(turbo, RECIPE).decode(data), expected)
     scaled = decoder(turbo, RECIPE, scaled=True).decode(data)
     assert np.abs(scaled - expected).mean() < 0.02
-
-
-def test_cmyk_is_shown_in_its_colours() -> None:
-    red = saved(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG", quality=100)
-    assert np.abs(decoder().decode(red)[4, 4].astype(int) - [255, 0, 0]).max() <= 4
-
-
-@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
-def test_other_formats_are_upright_too(kind: str) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    data = saved(Image.open(io.BytesIO(ROCKET)).resize((60, 40)), kind, exif=exif.tobytes())
-    assert decoder().decode(data).shape == (60, 40, 3)
-    assert decoder(recipe=RECIPE).decode(data).shape == (3, 224, 224)

@@ -11,12 +11,10 @@ from headrace.core.clock import NS_PER_MS
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import (
     BadRequest,
-    Cancelled,
     DeadlineExceeded,
     HeadraceError,
     ModelFailed,
     Unavailable,
-    Unsupported,
 )
 from headrace.core.request import InferResponse
 from headrace.core.response_stream import MAX_RESPONSE_BYTES, MAX_RESPONSES, ResponseStream
@@ -121,16 +119,6 @@ async def test_the_decoupled_step_may_be_first_last_or_alone() -> None:
     assert first.outputs["y"].tolist() == [[5, 5]]
 
 
-async def test_no_responses_are_no_error() -> None:
-    case = StreamCase([BEFORE, TICKS, AFTER])
-    waiting, stream = case.open()
-    case.before.answer()
-    await turns()
-    case.ticks.answer(0, InferResponse({}))
-    await waiting
-    assert (read(stream), case.leases) == ([], 0)
-
-
 async def test_steps_behind_read_tensors_of_the_request_and_of_steps_before() -> None:
     join = step("d", {"L": "prepared", "R": "tick"}, {"Y": "y"})
     case = StreamCase([BEFORE, TICKS, join])
@@ -176,13 +164,6 @@ async def test_outputs_that_need_no_decoupled_step_are_one_response() -> None:
     waiting.abandon()
 
 
-async def test_a_caller_of_one_response_is_refused() -> None:
-    case = StreamCase([ONLY])
-    with pytest.raises(Unsupported, match="decoupled"):
-        case.send()
-    assert case.leases == 0
-
-
 @pytest.mark.parametrize("where", ["before", "rejected", "ticks", "in the stream", "after"])
 async def test_errors_end_the_request_after_the_responses_before(where: str) -> None:
     case = StreamCase([BEFORE, TICKS, AFTER])
@@ -215,25 +196,6 @@ async def test_errors_end_the_request_after_the_responses_before(where: str) -> 
     if case.ticks.requests:
         assert case.ticks.requests[0][1].is_settled
     assert case.handle.steps()[step_name].failures == 1
-
-
-async def test_a_client_that_leaves_cancels_the_step_and_the_parts() -> None:
-    for stage in ("before", "ticks", "after"):
-        case = StreamCase([BEFORE, TICKS, AFTER])
-        waiting, _ = case.open()
-        if stage != "before":
-            case.before.answer()
-            await turns()
-        if stage == "after":
-            case.tick(1)
-            await turns()
-        assert waiting.abandon()
-        for version in case.versions.values():
-            for _, completion in version.requests:
-                assert completion.is_settled
-        await turns()
-        assert isinstance(case.versions[stage].requests[0][1].outcome, Cancelled | InferResponse)
-        assert (case.leases, case.handle.in_flight) == (0, 0)
 
 
 @in_virtual_time

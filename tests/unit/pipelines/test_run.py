@@ -222,15 +222,6 @@ async def test_a_rejected_step_settles_the_request(model: str) -> None:
     assert case.leases == 0
 
 
-async def test_a_cancelled_request_leaves_the_queues_of_its_steps() -> None:
-    case = Case(CHAIN)
-    waiting = case.send()
-    waiting.abandon()
-    await turns()
-    assert case.a.requests[0][1].is_settled
-    assert (case.leases, len(case.b.requests)) == (0, 0)
-
-
 async def test_the_deadline_ends_the_request_and_its_steps() -> None:
     case = Case(CHAIN)
     waiting = case.send(deadline_ns=NOW_NS + 20 * NS_PER_MS)

@@ -87,64 +87,6 @@ def answer(version: FakeVersion, array: Array) -> None:
     version.answer(-1, InferResponse({"Y": array}))
 
 
-@pytest.mark.parametrize(("value", "runs"), [(1, True), (-1, False)])
-async def test_a_condition_decides_when_its_tensor_is_ready(value: float, runs: bool) -> None:
-    case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "when": "found.max > 0"}})
-    waiting = case.send(value)
-    answer(case.detect, np.full((1, 2), value, np.float32))
-    await turns()
-    assert len(case.describe.requests) == runs
-    if runs:
-        case.describe.answer()
-    response = await waiting
-    assert response.outputs["y"].tolist() == ([2, 2] if runs else [])
-    assert [times.outcome for times in response.steps] == ["ok", "ok" if runs else "skipped"]
-    assert case.leases == 0
-
-
-async def test_steps_behind_a_skipped_one_are_skipped_and_others_run() -> None:
-    steps = {
-        "detect": DETECT,
-        "more": {"model": "more", "when": "found.max > 9", "inputs": {"X": "found"}, "outputs": {"Y": "rest"}},
-        "last": {"model": "last", "inputs": {"X": "rest"}, "outputs": {"Y": "y"}},
-    }
-    case = YamlCase(steps)
-    waiting = case.send()
-    case.detect.answer()
-    response = await waiting
-    assert response.outputs["y"].shape == (0,)
-    assert [(times.step, times.outcome) for times in response.steps] == [
-        ("detect", "ok"), ("more", "skipped"), ("last", "skipped"),
-    ]  # fmt: skip
-    assert case.leases == 0
-
-
-async def test_rows_become_one_request_and_its_result_is_not_a_batch() -> None:
-    case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "each": "found"}}, dims=(-1, 2))
-    waiting = case.send()
-    rows = np.arange(6, dtype=np.float32).reshape(3, 2)
-    answer(case.detect, rows)
-    await turns()
-    sent = case.describe.requests[0][0]
-    assert (sent.rows, sent.inputs["X"].tolist()) == (3, rows.tolist())
-    case.describe.answer()
-    response = await waiting
-    assert response.outputs["y"].tolist() == (rows * 2).tolist()
-    # One row stays a list of one row.
-    waiting = case.send()
-    answer(case.detect, rows[:1])
-    await turns()
-    case.describe.answer(-1)
-    assert (await waiting).outputs["y"].shape == (1, 2)
-    # None is none.
-    waiting = case.send()
-    answer(case.detect, rows[:0])
-    await turns()
-    assert (await waiting).outputs["y"].shape == (0, 2)
-    assert len(case.describe.requests) == 2
-    assert case.leases == 0
-
-
 async def test_too_many_rows_fail_the_step() -> None:
     case = YamlCase({"detect": DETECT, "describe": {**DESCRIBE, "each": "found"}}, dims=(-1, 2))
     waiting = case.send()

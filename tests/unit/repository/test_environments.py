@@ -30,7 +30,6 @@ from headrace.repository.environments import (
     read_facts,
 )
 
-from tests.support.waiting import until
 from tests.support.wheels import OFFLINE, add_numpy, add_uv, add_wheel
 
 # Installers: the path of `uv`, None for the real one, "" for pip.
@@ -221,34 +220,6 @@ def test_the_first_load_after_a_failed_installation_gets_its_error(tmp_path: Pat
             assert isinstance(pending.value.done.exception(60), ConfigError)
             with pytest.raises(ConfigError, match="package-that-is-not-there"):
                 environments.python_for(folder, 1)
-
-
-def test_a_stopping_server_ends_its_installations(tmp_path: Path, folder: ModelFolder) -> None:
-    started = tmp_path / "started"
-    setup = f"import pathlib, time\npathlib.Path({str(started)!r}).touch()\ntime.sleep(60)\n"
-    source = folder.path / "1" / "slow"
-    source.mkdir()
-    (source / "setup.py").write_text(setup)
-    (source / "build.py").write_text(setup)
-    (source / "pyproject.toml").write_text(
-        '[build-system]\nrequires = []\nbuild-backend = "build"\nbackend-path = ["."]\n'
-    )
-    (folder.path / "1" / "requirements.txt").write_text(f"{OFFLINE}./slow\n")
-    environments = Environments(tmp_path / "root", wait=False)
-    with pytest.raises(EnvironmentPending) as pending:
-        environments.python_for(folder, 1)
-    until(started.exists)
-    begun = time.monotonic()
-    environments.close()
-    with pytest.raises(ConfigError, match="its Python environment cannot be made"):
-        pending.value.done.result(30)
-    assert time.monotonic() - begun < 20
-    with pytest.raises(ConfigError, match="its Python environment cannot be made"):
-        environments.python_for(folder, 1)
-    with pytest.raises(EnvironmentPending) as late:
-        environments.python_for(folder, 1)
-    with pytest.raises(ConfigError, match="the server is stopping"):
-        late.value.done.result(30)
 
 
 def test_a_server_without_a_folder_for_environments_says_so(folder: ModelFolder) -> None:

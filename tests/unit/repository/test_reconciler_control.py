@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.core.errors import Aborted, BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Unavailable
+from headrace.core.errors import Aborted, ConfigError, HeadraceError, NotFound, Unavailable
 from headrace.core.request import InferRequest
 from headrace.repository.loader import Loader
-from headrace.repository.reconciler import ControlPolicy
 from headrace.repository.registry import Registry
 from headrace.scheduling.handle import ModelHandle
 
@@ -30,23 +29,6 @@ def repository(tmp_path: Path) -> Path:
 
 def handles(registry: Registry) -> dict[str, ModelHandle]:
     return {version: handle for name, version, handle in registry.sources() if name == "m"}
-
-
-@pytest.mark.parametrize("control", [ControlPolicy("none", True), ControlPolicy("poll", True)], ids=["none", "poll"])
-async def test_clients_may_load_only_in_explicit_mode(repository: Path, control: ControlPolicy) -> None:
-    async with running(repository, control) as (reconciler, registry):
-        for act in (reconciler.load("m", None, {}), reconciler.unload("m", False)):
-            with pytest.raises(Forbidden, match="--model-control explicit"):
-                await act
-        assert same(await infer_values(registry), 1)
-
-
-async def test_overrides_only_where_the_operator_allows_them(repository: Path) -> None:
-    async with running(repository, ControlPolicy("explicit")) as (reconciler, _):
-        await reconciler.load("m", None, {})
-        for act in (reconciler.load("m", "{}", {}), reconciler.load("m", None, {"1/model.onnx": b""})):
-            with pytest.raises(Forbidden, match="--allow-model-override"):
-                await act
 
 
 async def test_a_model_not_loaded_at_start_is_listed_and_can_be_loaded_and_unloaded(repository: Path) -> None:
@@ -70,34 +52,6 @@ async def test_a_model_not_loaded_at_start_is_listed_and_can_be_loaded_and_unloa
         with pytest.raises(ConfigError, match="no version folder"):
             await reconciler.load("later", None, {})
         assert index(registry)["later", ""][0] == "UNAVAILABLE"
-
-
-@pytest.mark.parametrize(
-    "name", ["..", "../m", "m/1", "/etc", "m\0", "m\n", "$(id)", "", ".hidden", "a" * 200, "\ud800", "m/../m"]
-)
-async def test_names_that_lead_elsewhere_are_refused(repository: Path, name: str) -> None:
-    async with running(repository, names=frozenset()) as (reconciler, registry):
-        before = index(registry)
-        for act in (
-            reconciler.load(name, None, {}),
-            reconciler.unload(name, False),
-            reconciler.load(name, "{}", {"1/model.onnx": b""}),
-        ):
-            with pytest.raises(BadRequest):
-                await act
-        assert index(registry) == before
-
-
-async def test_unknown_models_are_not_found(repository: Path) -> None:
-    async with running(repository) as (reconciler, registry):
-        for act in (
-            reconciler.load("nobody", None, {}),
-            reconciler.unload("nobody", False),
-            reconciler.load("nobody", "{}", {}),
-        ):
-            with pytest.raises(NotFound, match="nobody"):
-                await act
-        assert not any(name == "nobody" for name, _ in index(registry))
 
 
 async def test_an_unchanged_model_has_the_same_handle_and_counts(repository: Path) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.backends.base import BatchMember, ExecutionLost, InputRefused
+from headrace.backends.base import BatchMember, ExecutionLost
 from headrace.backends.python import backend
 from headrace.backends.python.backend import PythonBackend, PythonExecution, PythonModel
 from headrace.backends.python.outputs import MAX_SLOTS, ModelTensors
 from headrace.backends.python.process import ProcessOptions
 from headrace.core.completion import ThreadCompletion
-from headrace.core.errors import BatchLost, Cancelled, ConfigError, HeadraceError, ModelFailed, Unavailable
+from headrace.core.errors import BatchLost, ConfigError, HeadraceError, ModelFailed, Unavailable
 from headrace.core.tensor import Array
 from headrace.processes import supervisor
 from headrace.repository.environments import own_interpreter
@@ -152,37 +152,9 @@ def run(execution: PythonExecution, inputs: Array, members: list[BatchMember]) -
     return execution.run_members({"x": arrays.get("x", inputs)}, members)
 
 
-def test_members_get_their_rows(open_model: Open) -> None:
-    execution = open_model(IDENTITY).execution(0)
-    results = run(execution, rows_of(*range(6)), [member(1), member(3), member(2)])
-    assert [result["y"][:, 0].tolist() for result in results] == [[0], [1, 2, 3], [4, 5]]
-
-
 def test_computed_outputs_of_several_members_are_joined(acting: PythonExecution) -> None:
     results = run(acting, rows_of(16, 16, 16), [member(), member(), member()])
     assert [result["y"].tolist() for result in results] == [[[17, 3, 4, 5]]] * 3
-
-
-def test_one_member_may_fail_alone(acting: PythonExecution) -> None:
-    first, second, third = run(acting, rows_of(0, 14, 0), [member(), member(), member()])
-    assert first["y"].tolist() == third["y"].tolist() == rows_of(0).tolist()
-    assert isinstance(second, InputRefused)
-    assert str(second) == "not this one"
-
-
-def test_members_carry_id_parameters_and_requested_outputs(open_model: Open) -> None:
-    code = """
-class TritonPythonModel:
-    def execute(self, requests):
-        texts = [f"{r.request_id()} {r.parameters()} {list(r.requested_output_names())}" for r in requests]
-        arrays = [np.array([text.encode()], object) for text in texts]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", a), pb_utils.Tensor("z", a)]) for a in arrays]
-"""
-    execution = open_model(code, datatype="BYTES", outputs=("y", "z")).execution(0)
-    members = [member(id="ü1", parameters={"a": 1}, outputs=("z",)), member()]
-    first, second = run(execution, np.array([b"", b"text"], object), members)
-    assert {name: array.tolist() for name, array in first.items()} == {"z": ["ü1 {\"a\": 1} ['z']".encode()]}
-    assert second["y"].tolist() == [b" {} ['y', 'z']"]
 
 
 def test_text_and_a_model_without_batches(open_model: Open) -> None:
@@ -242,21 +214,6 @@ def test_a_death_fails_its_batch_and_the_next_process_serves(open_model: Open, a
     assert model.process_status.restarts == 1
 
 
-def test_a_hang_is_killed_after_its_stacks_are_logged(open_model: Open, caplog: pytest.LogCaptureFixture) -> None:
-    execution = open_model(ACTIONS, limit_s=0.3).execution(0)
-    with pytest.raises(BatchLost, match=r"it did not answer within 0\.3 s"):
-        run(execution, rows_of(4), [member()])
-    assert run(execution, rows_of(0), [member()])[0]["y"].shape == (1, 4)
-    assert "in execute" in caplog.text
-
-
-def test_a_death_between_batches_costs_no_request(open_model: Open) -> None:
-    execution = open_model(ACTIONS).execution(0)
-    pid = int(run(execution, rows_of(15), [member()])[0]["y"][0, 0])
-    os.kill(pid, signal.SIGKILL)
-    assert run(execution, rows_of(0), [member()])[0]["y"].shape == (1, 4)
-
-
 def test_a_batch_of_sequences_runs_in_the_process_with_their_state_only(open_model: Open) -> None:
     execution = open_model(ACTIONS, limit_s=20.0).execution(0)
     assert not execution.renew_state()
@@ -274,15 +231,6 @@ def test_a_batch_of_sequences_runs_in_the_process_with_their_state_only(open_mod
     # The memory of the refused batch was not taken: the new process would wait for it.
     assert len(run(execution, inputs, [member()])) == 1
     assert not execution.renew_state()
-
-
-def test_neighbours_of_a_dead_instance_serve(open_model: Open) -> None:
-    model = open_model(ACTIONS, instances=2)
-    first, second = model.execution(0), model.execution(1)
-    with pytest.raises(BatchLost):
-        run(first, rows_of(1), [member()])
-    assert run(second, rows_of(0), [member()])[0]["y"].shape == (1, 4)
-    assert model.process_status.refusal == ""
 
 
 def test_the_text_of_an_exception_stays_in_the_log(acting: PythonExecution, caplog: pytest.LogCaptureFixture) -> None:
@@ -334,16 +282,6 @@ def test_a_batch_above_the_memory_limit_fails_alone(open_model: Open) -> None:
     with pytest.raises(HeadraceError):
         run(execution, rows_of(12), [member()])
     assert run(execution, rows_of(0), [member()])[0]["y"].shape == (1, 4)
-
-
-def test_the_model_sees_that_its_request_is_cancelled(open_model: Open) -> None:
-    execution = open_model(ACTIONS).execution(0)
-    cancelled = member()
-    cancelled.completion.abandon()
-    started = time.monotonic()
-    (result,) = run(execution, rows_of(13), [cancelled])
-    assert isinstance(result, Cancelled)
-    assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize(
