@@ -10,13 +10,13 @@ from itertools import groupby
 from pathlib import Path
 
 from headrace.observability.histograms import BUCKETS_S
-from headrace.observability.metrics_table import Family, families
+from headrace.observability.metrics_table import FAMILIES, Family
 
 NAME = "metrics.md"
 _BUCKETS = ", ".join(f"{bound:g}" for bound in BUCKETS_S)
 _HEAD = f"""# Metrics
 
-Generated from `server/headrace/observability/metrics_table.py` (`make docs`); a test compares it with a running server's
+Generated from `server/headrace/observability/metrics.toml` (`make docs`); a test compares it with a running server's
 page.
 
 `GET /metrics` on the HTTP port serves every metric below. `--metrics-port N` selects another port, `--no-metrics` switches it
@@ -48,7 +48,7 @@ The `Accept` header selects the format: Prometheus' text, OpenMetrics (with exem
 def page() -> str:
     """Return docs/metrics.md."""
     parts = [_HEAD]
-    for section, members in groupby(families(), lambda family: family.section):
+    for section, members in groupby(FAMILIES.values(), lambda family: family.section):
         parts.append(f"\n## {section}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n")
         parts += [_row(family) for family in members]
     return "".join(parts)

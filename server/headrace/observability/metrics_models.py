@@ -67,6 +67,16 @@ class Row:
     is_decoupled: bool = False
 
 
+# Triton's name of each phase that has a summary.
+_SUMMARIES = {
+    "total": "request",
+    "queue": "queue",
+    "assemble": "compute_input",
+    "compute": "compute_infer",
+    "split": "compute_output",
+}
+
+
 class TritonModels:
     """Collects the metrics of models under Triton's names.
 
@@ -86,7 +96,7 @@ class TritonModels:
         for name, read in _COUNTERS.items():
             if name.endswith("_us") and not self._options.counter_latencies:
                 continue
-            counter = table.TRITON[name].unknown()
+            counter = table.FAMILIES[f"nv_inference_{name}"].unknown()
             for row in stepwise(rows):
                 counter.add_sample(counter.name, _labels(row), read(row.totals))
             yield counter
@@ -99,8 +109,8 @@ class TritonModels:
 
     def _summaries(self, rows: Sequence[Row]) -> Iterator[Metric]:
         recent = [self._windows.recent(row.recorder, row.totals.phases) for row in stepwise(rows)]
-        for phase, family in table.TRITON_SUMMARY.items():
-            summary = family.any_summary()
+        for phase, name in _SUMMARIES.items():
+            summary = table.FAMILIES[f"nv_inference_{name}_summary_us"].any_summary()
             for row, fine in stepwise(zip(rows, recent, strict=True)):
                 labels, histogram = _labels(row), row.totals.phases[phase]
                 quantiles = self._options.summary_quantiles
@@ -135,7 +145,7 @@ class Windows:
             Counts by phase. At the first scrape, and in the first minute, they cover all time since the version was loaded.
         """
         now_ns = self._clock()
-        now = {phase: phases[phase].fine for phase in table.TRITON_SUMMARY}
+        now = {phase: phases[phase].fine for phase in _SUMMARIES}
         snapshots = self._snapshots.setdefault(recorder, deque())
         while len(snapshots) > 1 and now_ns - snapshots[1][0] >= WINDOW_S * NS_PER_S:
             snapshots.popleft()
@@ -162,7 +172,9 @@ class CpuCollector(table.ScrapeCollector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
-        utilization, total, used = (family.gauge() for family in table.TRITON_CPU.values())
+        utilization, total, used = table.gauges(
+            "nv_cpu_utilization", "nv_cpu_memory_total_bytes", "nv_cpu_memory_used_bytes"
+        )
         if (share := self._share()) is not None:
             utilization.add_metric([], share)
         memory = self._read_memory()
@@ -214,7 +226,7 @@ def _labels(row: Row) -> dict[str, str]:
 
 
 def _failures(rows: Sequence[Row]) -> Metric:
-    family = table.TRITON_FAILURE.unknown()
+    family = table.FAMILIES["nv_inference_request_failure"].unknown()
     for row in stepwise(rows):
         counts = dict.fromkeys(_ALL_REASONS, 0)
         for reason, count in row.totals.failures.items():
@@ -226,7 +238,7 @@ def _failures(rows: Sequence[Row]) -> Metric:
 
 def _first_response(rows: Sequence[Row]) -> Metric:
     """Collect the time to the first response. It is the total time of a request with one response."""
-    family = table.TRITON_FIRST_RESPONSE.histogram()
+    family = table.FAMILIES["nv_inference_first_response_histogram_ms"].histogram()
     for row in stepwise(rows):
         histogram = row.totals.first_response if row.is_decoupled else row.totals.phases["total"]
         buckets: list[tuple[str, float]] = [
@@ -407,7 +419,7 @@ _Sources = list[tuple[list[str], ScrapedModel]]
 
 def _latencies(rows: Sequence[Row]) -> Iterator[Metric]:
     for phase in TIMES:
-        family = table.PHASE_SECONDS[phase].durations()
+        family = table.FAMILIES[f"headrace_{phase}_seconds"].durations()
         for row in stepwise(rows):
             family.add(row.labels, row.totals.phases[phase])
         yield family
@@ -415,7 +427,8 @@ def _latencies(rows: Sequence[Row]) -> Iterator[Metric]:
 
 def _responses(rows: Sequence[Row]) -> Iterator[Metric]:
     """Collect the times of responses of decoupled models."""
-    first, inter = table.FIRST_RESPONSE.durations(), table.INTER_RESPONSE.durations()
+    first = table.FAMILIES["headrace_first_response_seconds"].durations()
+    inter = table.FAMILIES["headrace_inter_response_seconds"].durations()
     for row in stepwise(rows):
         first.add(row.labels, row.totals.first_response)
         inter.add(row.labels, row.totals.inter_response)
@@ -423,9 +436,11 @@ def _responses(rows: Sequence[Row]) -> Iterator[Metric]:
 
 
 def _counts(rows: Sequence[Row]) -> Iterator[Metric]:
-    requests, inferred = table.REQUESTS.counter(), table.ROWS.counter()
-    failures, batches, busy = table.FAILURES.counter(), table.BATCHES.counter(), table.BUSY.counter()
-    inline_runs, inline_disabled = table.INLINE_RUNS.counter(), table.INLINE_DISABLED.counter()
+    requests, inferred = table.counters("headrace_requests_total", "headrace_rows_total")
+    failures, batches, busy = table.counters(
+        "headrace_failures_total", "headrace_batches_total", "headrace_busy_seconds_total"
+    )
+    inline_runs, inline_disabled = table.counters("headrace_inline_runs_total", "headrace_inline_disabled_total")
     for labels, totals in ((row.labels, row.totals) for row in stepwise(rows)):
         requests.add_metric(labels, totals.successes)
         inferred.add_metric(labels, totals.rows)
@@ -440,7 +455,7 @@ def _counts(rows: Sequence[Row]) -> Iterator[Metric]:
 
 
 def _padding(rows: Sequence[Row]) -> Iterator[Metric]:
-    positions, padding = table.POSITIONS.counter(), table.PADDING_POSITIONS.counter()
+    positions, padding = table.counters("headrace_batch_positions_total", "headrace_padding_positions_total")
     for row in rows:
         positions.add_metric(row.labels, row.totals.positions)
         padding.add_metric(row.labels, row.totals.padding_positions)
@@ -448,7 +463,7 @@ def _padding(rows: Sequence[Row]) -> Iterator[Metric]:
 
 
 def _batch_sizes(rows: Sequence[Row]) -> Metric:
-    family = table.BATCH_ROWS.histogram()
+    family = table.FAMILIES["headrace_batch_rows"].histogram()
     for row in stepwise(rows):
         sizes = sorted(row.totals.sizes.items())
         buckets: list[tuple[str, float]] = []
@@ -461,10 +476,14 @@ def _batch_sizes(rows: Sequence[Row]) -> Metric:
 
 
 def _load(sources: _Sources) -> Iterator[Metric]:
-    depth, in_flight, pending = table.QUEUE_DEPTH.gauge(), table.IN_FLIGHT.gauge(), table.TRITON_PENDING.gauge()
-    wait, drain, capacity = table.PREDICTED_WAIT.gauge(), table.DRAIN.gauge(), table.CAPACITY.gauge()
-    objective, late, unproven = table.OBJECTIVE.gauge(), table.LATE.counter(), table.UNPROVEN_SIZES.gauge()
-    differences = table.ROW_DIFFERENCES.counter()
+    depth, in_flight, pending = table.gauges(
+        "headrace_queue_depth", "headrace_in_flight", "nv_inference_pending_request_count"
+    )
+    wait, drain, capacity = table.gauges(
+        "headrace_predicted_wait_seconds", "headrace_drain_seconds", "headrace_capacity_rows_per_second"
+    )
+    objective, unproven = table.gauges("headrace_objective_seconds", "headrace_unproven_batch_sizes")
+    late, differences = table.counters("headrace_late_total", "headrace_row_differences_total")
     server_depth = server_in_flight = server_wait_ns = 0
     for labels, source in stepwise(sources):
         load = source.load()
@@ -488,20 +507,20 @@ def _load(sources: _Sources) -> Iterator[Metric]:
         if source.row_differences is not None:
             differences.add_metric(labels, source.row_differences)
     yield from (depth, in_flight, wait, drain, capacity, objective, late, pending, unproven, differences)
-    for family, value in (
-        (table.SERVER_QUEUE_DEPTH, server_depth),
-        (table.SERVER_IN_FLIGHT, server_in_flight),
-        (table.SERVER_PREDICTED_WAIT, server_wait_ns / NS_PER_S),
+    for name, value in (
+        ("queue_depth", server_depth),
+        ("in_flight", server_in_flight),
+        ("predicted_wait_seconds", server_wait_ns / NS_PER_S),
     ):
-        gauge = family.gauge()
+        gauge = table.FAMILIES[f"headrace_server_{name}"].gauge()
         gauge.add_metric([], value)
         yield gauge
 
 
 def _sequences(sources: _Sources) -> Iterator[Metric]:
-    live, slots, used = table.SEQUENCES.gauge(), table.SEQUENCE_SLOTS.gauge(), table.SEQUENCE_SLOTS_USED.gauge()
-    backlog = table.SEQUENCE_BACKLOG.gauge()
-    ends, refusals = table.SEQUENCE_ENDS.counter(), table.SEQUENCE_REFUSALS.counter()
+    live, slots, used = table.gauges("headrace_sequences", "headrace_sequence_slots", "headrace_sequence_slots_used")
+    backlog = table.FAMILIES["headrace_sequence_backlog"].gauge()
+    ends, refusals = table.counters("headrace_sequence_ends_total", "headrace_sequence_refusals_total")
     for labels, source in stepwise(sources):
         figures = source.sequence_figures
         if figures is None:
@@ -516,7 +535,8 @@ def _sequences(sources: _Sources) -> Iterator[Metric]:
 
 
 def _lives(sources: _Sources) -> Iterator[Metric]:
-    alive, configured, restarts = table.INSTANCES.gauge(), table.INSTANCES_WANTED.gauge(), table.RESTARTS.counter()
+    alive, configured = table.gauges("headrace_instances", "headrace_instances_wanted")
+    restarts = table.FAMILIES["headrace_instance_restarts_total"].counter()
     for labels, source in stepwise(sources):
         alive.add_metric(labels, source.alive)
         configured.add_metric(labels, 0 if source.evicted else source.policy.instances)
@@ -525,7 +545,8 @@ def _lives(sources: _Sources) -> Iterator[Metric]:
 
 
 def _processes(sources: _Sources) -> Iterator[Metric]:
-    up, restarts = table.PROCESS_UP.gauge(), table.PROCESS_RESTARTS.counter()
+    up = table.FAMILIES["headrace_model_process_up"].gauge()
+    restarts = table.FAMILIES["headrace_model_process_restarts_total"].counter()
     for labels, source in stepwise(sources):
         process_status = source.process_status
         if process_status is not None:
@@ -535,7 +556,7 @@ def _processes(sources: _Sources) -> Iterator[Metric]:
 
 
 def _profiles(sources: _Sources) -> Metric:
-    family = table.PROFILE.gauge()
+    family = table.FAMILIES["headrace_profile_microseconds"].gauge()
     for labels, source in stepwise(sources):
         for size, median_ns, p95_ns in source.latency_table.summary():
             family.add_metric([*labels, str(size), "0.5"], median_ns / NS_PER_US)
@@ -544,8 +565,8 @@ def _profiles(sources: _Sources) -> Metric:
 
 
 def _steps(sources: _Sources) -> Iterator[Metric]:
-    requests, wasted = table.STEP_REQUESTS.counter(), table.STEP_WASTED.counter()
-    seconds = table.STEP_SECONDS.durations()
+    requests, wasted = table.counters("headrace_step_requests_total", "headrace_step_wasted_seconds_total")
+    seconds = table.FAMILIES["headrace_step_seconds"].durations()
     for labels, source in stepwise(sources):
         for name, total in source.steps().items():
             outcomes = {
@@ -562,15 +583,16 @@ def _steps(sources: _Sources) -> Iterator[Metric]:
     yield from (requests, seconds, wasted)
 
 
+_CACHE_REPORT = ("hits", "merged", "misses", "insertions", "evictions", "expirations")
 _REDIS_LOOKUPS = {"hit": "hits", "miss": "misses", "late": "late", "refused": "refused", "skipped": "skipped"}
 _REDIS_WRITES = {"stored": "stored", "dropped": "dropped"}
 
 
 def _caches(sources: _Sources) -> Iterator[Metric]:
-    counters = {name: family.counter() for name, family in table.CACHE_COUNTERS.items()}
-    size, entries, enabled = table.CACHE_BYTES.gauge(), table.CACHE_ENTRIES.gauge(), table.CACHE_ENABLED.gauge()
-    up = table.CACHE_REDIS_UP.gauge()
-    lookups, writes = table.CACHE_REDIS_LOOKUPS.counter(), table.CACHE_REDIS_WRITES.counter()
+    counters = {name: table.FAMILIES[f"headrace_cache_{name}_total"].counter() for name in _CACHE_REPORT}
+    size, entries, enabled = table.gauges("headrace_cache_bytes", "headrace_cache_entries", "headrace_cache_enabled")
+    up = table.FAMILIES["headrace_cache_redis_up"].gauge()
+    lookups, writes = table.counters("headrace_cache_redis_lookups_total", "headrace_cache_redis_writes_total")
     for labels, source in stepwise(sources):
         if source.cache is None:
             continue
@@ -593,12 +615,12 @@ def _triton_caches(rows: Sequence[Row], options: TritonMetrics) -> Iterator[Metr
     for name, read in _CACHE_COUNTERS.items():
         if name.endswith("_duration") and not options.counter_latencies:
             continue
-        counter = table.TRITON_CACHE[name].unknown()
+        counter = table.FAMILIES[f"nv_cache_{name}_per_model"].unknown()
         for row in stepwise(rows):
             counter.add_sample(counter.name, _labels(row), read(row.totals))
         yield counter
-    for name, family in table.TRITON_CACHE_SUMMARY.items() if options.summary_latencies else ():
-        summary, count = family.any_summary(), _CACHE_COUNTERS["num_hits" if name == "hit" else "num_misses"]
+    for name, number in (("hit", "num_hits"), ("miss", "num_misses")) if options.summary_latencies else ():
+        summary, count = table.FAMILIES[f"nv_cache_{name}_summary_us"].any_summary(), _CACHE_COUNTERS[number]
         for row in stepwise(rows):
             labels = _labels(row)
             summary.add_sample(f"{summary.name}_count", labels, count(row.totals))
@@ -615,7 +637,7 @@ _CACHE_COUNTERS: dict[str, Callable[[Totals], float]] = {
 
 
 def _engines(sources: _Sources) -> Iterator[Metric]:
-    info, accuracy = table.ENGINE_INFO.gauge(), table.ENGINE_ACCURACY.gauge()
+    info, accuracy = table.gauges("headrace_engine_info", "headrace_engine_accuracy")
     for labels, source in stepwise(sources):
         parameters = source.spec.parameters
         if "engine.file" not in parameters:

@@ -29,7 +29,6 @@ from headrace.observability.labelled_counter import (
     LOADS,
     STORE_BYTES,
     STORE_SYNCS,
-    LabelledCounter,
 )
 
 _INTERVAL_S = 0.25
@@ -132,32 +131,32 @@ class ServerCollector(table.ScrapeCollector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         facts = self._facts
-        ready, build, threads = table.READY.gauge(), table.BUILD_INFO.gauge(), table.THREADS.gauge()
+        ready, build, threads = table.gauges("headrace_ready", "headrace_build_info", "headrace_threads")
         ready.add_metric([], facts.states.ready())
         build.add_metric([facts.version, platform.python_version()], 1)
         threads.add_metric([], threading.active_count())
         yield from (ready, build, threads)
         yield from _states(facts.states.states())
-        utilization = table.SERVER_UTILIZATION.gauge()
+        utilization = table.FAMILIES["headrace_server_utilization_ratio"].gauge()
         if facts.utilization is not None:
             utilization.add_metric([], facts.utilization())
         yield utilization
-        lag = table.LOOP_LAG.durations()
+        lag = table.FAMILIES["headrace_event_loop_lag_seconds"].durations()
         lag.add([], facts.lag.histogram())
         yield lag
         yield from _limit_metrics(facts.client_limits)
-        expiry = table.CERTIFICATE.gauge()
+        expiry = table.FAMILIES["headrace_tls_certificate_expiry_timestamp_seconds"].gauge()
         expiry_s = None if facts.certificate_expiry_s is None else facts.certificate_expiry_s()
         if expiry_s is not None:
             expiry.add_metric([], expiry_s)
         yield expiry
-        reachable = table.STORE_REACHABLE.gauge()
+        reachable = table.FAMILIES["headrace_repository_reachable"].gauge()
         for store in () if facts.stores is None else facts.stores():
             reachable.add_metric([store.url], not store.error)
         yield reachable
         yield from _process_metrics([] if facts.processes is None else facts.processes())
-        for family, labelled_counter in _LABELLED_COUNTERS:
-            counter = family.counter()
+        for name, labelled_counter in _LABELLED_COUNTERS.items():
+            counter = table.FAMILIES[name].counter()
             for values, count in labelled_counter.items():
                 counter.add_metric(values, count)
             yield counter
@@ -165,7 +164,7 @@ class ServerCollector(table.ScrapeCollector):
 
 def _states(states: Sequence[tuple[str, str, str, bool]]) -> Iterator[Metric]:
     """Collect the states and loads of models; of unused ones their state and the failed loads, which alerts watch."""
-    yield table.MODEL_STATE.stream(
+    yield table.FAMILIES["headrace_model_state"].stream(
         ([model, version, label], label == state)
         for model, version, state, is_unused in states
         for label in ((state,) if is_unused else _STATES)
@@ -173,7 +172,7 @@ def _states(states: Sequence[tuple[str, str, str, bool]]) -> Iterator[Metric]:
     unused, used = set[str](), set[str]()
     for model, _, _, is_unused in stepwise(states):
         (unused if is_unused else used).add(model)
-    yield table.MODEL_LOADS.stream(
+    yield table.FAMILIES["headrace_model_loads_total"].stream(
         ([model, result], count)
         for (model, result), count in LOADS.items()
         # The load with which an unused model began to serve is no news; all that follows it is.
@@ -182,8 +181,9 @@ def _states(states: Sequence[tuple[str, str, str, bool]]) -> Iterator[Metric]:
 
 
 def _limit_metrics(client_limits: Sequence[ClientLimits]) -> Iterator[Metric]:
-    hits, connections, limits = table.LIMIT_HITS.counter(), table.CONNECTIONS.gauge(), table.LIMIT.gauge()
-    bodies, unread = table.BODIES.gauge(), table.UNREAD.gauge()
+    connections, limits = table.gauges("headrace_connections", "headrace_limit")
+    hits = table.FAMILIES["headrace_limit_hits_total"].counter()
+    bodies, unread = table.gauges("headrace_body_bytes", "headrace_unread_bytes")
     for each in client_limits:
         for limit, count in each.hits.items():
             hits.add_metric([each.protocol, limit], count)
@@ -198,13 +198,11 @@ def _limit_metrics(client_limits: Sequence[ClientLimits]) -> Iterator[Metric]:
 
 
 def _process_metrics(processes: Sequence[ProcessFigures]) -> Iterator[Metric]:
-    up, memory, connections = (
-        table.SERVER_PROCESS_UP.gauge(),
-        table.SERVER_PROCESS_MEMORY.gauge(),
-        table.SERVER_PROCESS_CONNECTIONS.gauge(),
+    up, memory, connections = table.gauges(
+        "headrace_process_up", "headrace_process_resident_memory_bytes", "headrace_process_connections"
     )
-    cpu, starts = table.SERVER_PROCESS_CPU.counter(), table.SERVER_PROCESS_STARTS.counter()
-    moved = table.SERVER_PROCESS_MOVED.counter()
+    cpu, starts = table.counters("headrace_process_cpu_seconds_total", "headrace_process_starts_total")
+    moved = table.FAMILIES["headrace_process_connections_moved_total"].counter()
     for each in processes:
         if each.expected or each.pid:  # a front end that the load does not need is not down
             up.add_metric([each.name], each.pid > 0)
@@ -219,13 +217,13 @@ def _process_metrics(processes: Sequence[ProcessFigures]) -> Iterator[Metric]:
 
 # In the order in which a version passes them; see `headrace.repository.registry.State`.
 _STATES = ("UNKNOWN", "LOADING", "READY", "UNAVAILABLE", "UNLOADING", "UNLOADED")
-_LABELLED_COUNTERS: tuple[tuple[table.Family, LabelledCounter], ...] = (
-    (table.ERRORS, ERRORS),
-    (table.ENGINE_BUILDS, BUILDS),
-    (table.STORE_SYNCS, STORE_SYNCS),
-    (table.STORE_BYTES, STORE_BYTES),
-    (table.TELEMETRY_DROPPED, DROPPED),
-)
+_LABELLED_COUNTERS = {
+    "headrace_errors_total": ERRORS,
+    "headrace_engine_builds_total": BUILDS,
+    "headrace_repository_syncs_total": STORE_SYNCS,
+    "headrace_repository_downloaded_bytes_total": STORE_BYTES,
+    "headrace_telemetry_dropped_total": DROPPED,
+}
 
 
 class GpuMemory(Protocol):
@@ -252,14 +250,14 @@ class MemoryCollector(table.ScrapeCollector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
-        held, limit = table.GPU_MEMORY.gauge(), table.GPU_MEMORY_LIMIT.gauge()
-        on_host, limits = table.HOST_MEMORY.gauge(), self._memory.ledger.limits
+        held, limit = table.gauges("headrace_gpu_memory_bytes", "headrace_gpu_memory_limit_bytes")
+        on_host, limits = table.FAMILIES["headrace_host_memory_bytes"].gauge(), self._memory.ledger.limits
         for gpu, model, version, kind, size_bytes in self._memory.ledger.holdings():
             if gpu == CPU:
                 on_host.add_metric([model, version], size_bytes)
                 continue
             held.add_metric(["host" if gpu == HOST else str(gpu), model, version, kind], size_bytes)
-        host_limit, resident = table.HOST_MEMORY_LIMIT.gauge(), table.HOST_RESIDENT.gauge()
+        host_limit, resident = table.gauges("headrace_host_memory_limit_bytes", "headrace_host_resident_versions")
         if CPU in limits:
             host_limit.add_metric([], limits.pop(CPU))
             resident.add_metric([], len(on_host.samples))
@@ -267,17 +265,15 @@ class MemoryCollector(table.ScrapeCollector):
             limit.add_metric([str(gpu)], size_bytes)
         yield from (held, limit, on_host, host_limit, resident)
         pinned_bytes = self._memory.ledger.reserved_bytes(HOST)
-        for family in table.TRITON_PINNED.values():
-            pinned = family.gauge()
+        for pinned in table.gauges("nv_pinned_memory_pool_total_bytes", "nv_pinned_memory_pool_used_bytes"):
             pinned.add_metric([], pinned_bytes)
             yield pinned
         yield from self._moves()
 
     def _moves(self) -> Iterator[Metric]:
-        seconds, on_demand, evictions = (
-            table.LOAD_SECONDS.summary(), table.ON_DEMAND_LOADS.counter(), table.EVICTIONS.counter(),
-        )  # fmt: skip
-        last = table.TRITON_LOAD_SECONDS.gauge()
+        seconds = table.FAMILIES["headrace_load_seconds"].summary()
+        on_demand, evictions = table.counters("headrace_on_demand_loads_total", "headrace_evictions_total")
+        last = table.FAMILIES["nv_model_load_duration_secs"].gauge()
         for model, version, loads in self._memory.loads():
             labels = [model, version]
             last.add_metric(labels, loads.last_ns / NS_PER_S)
@@ -297,14 +293,16 @@ class GpuCollector(table.ScrapeCollector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families; without a driver they have no series."""
         readings = list(self._gpus.readings())
-        for family, read in _PLAIN:
+        for name, read in _PLAIN.items():
+            family = table.FAMILIES[f"headrace_gpu_{name}"]
             metric = family.counter() if family.kind == "counter" else family.gauge()
             for reading in readings:
                 if (value := getattr(reading, read)) is not None:
                     metric.add_metric([str(reading.gpu)], float(value))
             yield metric
-        info, ecc = table.GPU_INFO.gauge(), table.GPU_ECC.counter()
-        clocks, slowed = table.GPU_CLOCK.gauge(), table.GPU_SLOWED.gauge()
+        info = table.FAMILIES["headrace_gpu_info"].gauge()
+        ecc = table.FAMILIES["headrace_gpu_ecc_errors_total"].counter()
+        clocks, slowed = table.gauges("headrace_gpu_clock_hertz", "headrace_gpu_slowed")
         for reading in readings:
             gpu = str(reading.gpu)
             info.add_metric([gpu, reading.name, reading.uuid, reading.driver], 1)
@@ -320,7 +318,7 @@ class GpuCollector(table.ScrapeCollector):
 
     def _energy(self, readings: list[GpuReading]) -> Metric:
         """Collect energy as Triton counts it: from the start of the server, not of the driver."""
-        metric = table.TRITON_ENERGY.unknown()
+        metric = table.FAMILIES["nv_energy_consumption"].unknown()
         for reading in readings:
             if reading.uuid and reading.energy_j is not None:
                 first_j = self._first_j.setdefault(reading.uuid, reading.energy_j)
@@ -330,23 +328,23 @@ class GpuCollector(table.ScrapeCollector):
 
 def _triton(readings: list[GpuReading]) -> Iterator[GaugeMetricFamily]:
     for name, read in _TRITON.items():
-        metric = table.TRITON_GPU[name].gauge()
+        metric = table.FAMILIES[f"nv_{name}"].gauge()
         for reading in readings:
             if reading.uuid and (value := getattr(reading, read)) is not None:
                 metric.add_metric([reading.uuid], float(value))
         yield metric
 
 
-_PLAIN = (
-    (table.GPU_UP, "up"),
-    (table.GPU_UTILIZATION, "utilization"),
-    (table.GPU_MEMORY_USED, "memory_used_bytes"),
-    (table.GPU_MEMORY_TOTAL, "memory_total_bytes"),
-    (table.GPU_POWER, "power_w"),
-    (table.GPU_POWER_LIMIT, "power_limit_w"),
-    (table.GPU_ENERGY, "energy_j"),
-    (table.GPU_TEMPERATURE, "temperature_c"),
-)
+_PLAIN = {
+    "up": "up",
+    "utilization_ratio": "utilization",
+    "device_memory_used_bytes": "memory_used_bytes",
+    "device_memory_total_bytes": "memory_total_bytes",
+    "power_watts": "power_w",
+    "power_limit_watts": "power_limit_w",
+    "energy_joules_total": "energy_j",
+    "temperature_celsius": "temperature_c",
+}
 _TRITON = {
     "gpu_utilization": "utilization",
     "gpu_memory_total_bytes": "memory_total_bytes",

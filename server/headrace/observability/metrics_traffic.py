@@ -55,10 +55,11 @@ class TrafficCollector(table.ScrapeCollector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
-        share, state = table.TRAFFIC_SHARE.gauge(), table.TRAFFIC_STATE.gauge()
-        routed, undone = table.TRAFFIC_ROUTED.counter(), table.TRAFFIC_UNDONE.counter()
-        shadow, rows = table.SHADOW_REQUESTS.counter(), table.SHADOW_ROWS.counter()
-        agreeing, difference = table.SHADOW_AGREEING_ROWS.counter(), table.SHADOW_MAX_DIFFERENCE.gauge()
+        share, state = table.gauges("headrace_traffic_share", "headrace_traffic_state")
+        routed, undone = table.counters("headrace_traffic_routed_total", "headrace_traffic_undone_total")
+        shadow, rows = table.counters("headrace_shadow_requests_total", "headrace_shadow_rows_total")
+        difference = table.FAMILIES["headrace_shadow_max_difference"].gauge()
+        agreeing = table.FAMILIES["headrace_shadow_agreeing_rows_total"].counter()
         for row in stepwise(self._traffic.rows()):
             labels = [row.model, row.version]
             share.add_metric(labels, row.share)

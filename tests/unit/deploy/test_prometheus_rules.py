@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from headrace.observability.metrics_table import families
+from headrace.observability.metrics_table import FAMILIES
 
 from tests.support.serving import ROOT
 from tests.support.tools import tool
@@ -58,7 +58,7 @@ def test_an_alert_has_a_severity_and_a_remedy(rule: dict[str, Any]) -> None:
 
 
 def test_rules_and_dashboards_name_nothing_that_is_not_there() -> None:
-    entry = {family.name + suffix for family in families() for suffix in SUFFIXES} | {"headrace_", "headrace"}
+    entry = {family.name + suffix for family in FAMILIES.values() for suffix in SUFFIXES} | {"headrace_", "headrace"}
     entry |= {rule["record"] for rule in rules(RULES)}
     texts = [rule["expr"] for path in (RULES, ALERTS) for rule in rules(path)]
     texts += [path.read_text() for path in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")]
