@@ -1,7 +1,7 @@
 """Settings of the server from the command line and the environment. The only reader of the environment.
 
-The tables `TRITON_...` have the command-line flags of tritonserver that have another name here, and an explanation of each
-that is not accepted. `docs/from-triton.md` has the same explanations, which a test compares.
+`TRITON_ALIASES` has the command-line flags of tritonserver that have another name here, triton_options.toml an explanation
+of each that is not accepted. `docs/from-triton.md` has the same explanations, which a test compares.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import os
 import re
 import stat
 import tempfile
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,89 +33,16 @@ TRITON_ALIASES: dict[str, str] = {
     "--exit-timeout-secs": "--drain-timeout-s",
     "--http-max-input-size": "--max-body-bytes",
 }
-
-# Flags that are not accepted -> what to write instead, or why nothing is needed.
-TRITON_HINTS: dict[str, str] = {
-    flag: text
-    for flags, text in {
-        "--exit-on-error": "write --strict (off by default: other models are served if one is broken)",
-        "--strict-model-config": (
-            "not needed: what a configuration leaves out is read from the model, the rest is compared"
-        ),
-        "--disable-auto-complete-config": "not needed: only what a configuration leaves out is read from the model",
-        "--strict-readiness": "write --ready-when all; any, the default, is ready while one model serves",
-        "--model-load-retry-count": "not here: load a model again with POST /v2/repository/models/NAME/load",
-        "--model-load-gpu-limit --cuda-memory-pool-byte-size --cuda-virtual-address-size": (
-            "not needed: --gpu-memory-fraction bounds what all models take of each GPU"
-        ),
-        "--model-config-name": "not here: a model has one configuration, config.pbtxt or config.yaml in its folder",
-        "--model-namespacing": "not here: a model's name is unique across all repositories",
-        "--enable-peer-access": "not needed: a model uses one GPU for each instance",
-        "--allow-http": "not needed: HTTP is always served",
-        "--http-address --grpc-address --metrics-address": "write --host: one address for HTTP, gRPC and metrics",
-        "--reuse-http-port --reuse-grpc-port": (
-            "not here: start each server on a port of its own behind a load balancer"
-        ),
-        "--http-header-forward-pattern --grpc-header-forward-pattern": (
-            "not here: headers are not handed to models; send a parameter of the request"
-        ),
-        "--http-thread-count --grpc-infer-thread-count": "not needed: one event loop serves all connections",
-        "--http-restricted-api --grpc-restricted-protocol": (
-            "write --api-keys-file FILE: keys with the scopes infer, read, metrics, control and admin replace restricted APIs"
-        ),
-        "--allow-grpc": "write --grpc (the default) or --no-grpc",
-        "--grpc-infer-allocation-pool-size --grpc-max-response-pool-size": (
-            "not needed: memory of requests is taken and given back with each request; --max-body-bytes bounds it"
-        ),
-        "--grpc-use-ssl": "write --tls-cert and --tls-key: TLS on HTTP and gRPC",
-        "--grpc-use-ssl-mutual": "write --tls-client-ca beside --tls-cert and --tls-key",
-        "--grpc-server-cert": "write --tls-cert: TLS on HTTP and gRPC",
-        "--grpc-server-key": "write --tls-key: TLS on HTTP and gRPC",
-        "--grpc-root-cert": "write --tls-client-ca",
-        "--grpc-infer-response-compression-level": "not here: answers over gRPC are not compressed",
-        "--grpc-keepalive-time --grpc-keepalive-timeout --grpc-keepalive-permit-without-calls "
-        "--grpc-http2-max-pings-without-data --grpc-http2-min-recv-ping-interval-without-data "
-        "--grpc-http2-max-ping-strikes": "not here: the times of the gRPC server are fixed",
-        "--grpc-max-connection-age": "with --front-ends write --grpc-max-connection-age-s SECONDS",
-        "--grpc-max-connection-age-grace": "not needed: calls in flight end before their connection does",
-        "--log-verbose --log-info --log-warning --log-error": (
-            "not needed: POST /v2/logging changes the level of the running server"
-        ),
-        "--log-file": "not needed: the log goes to standard error; write 2> FILE",
-        "--allow-sagemaker --sagemaker-port --sagemaker-safe-port-range --sagemaker-thread-count": (
-            "not here: SageMaker's routes are not served; put a proxy in front that maps /ping and /invocations"
-        ),
-        "--allow-vertex-ai --vertex-ai-port --vertex-ai-thread-count --vertex-ai-default-model": (
-            "not here: Vertex AI's routes are not served; put a proxy in front that maps its predict route"
-        ),
-        "--allow-metrics": "write --metrics (the default) or --no-metrics",
-        "--allow-gpu-metrics": "not needed: /metrics has the GPUs where there are any",
-        "--allow-cpu-metrics": "not needed: /metrics has the processor",
-        "--metrics-interval-ms": "not needed: metrics are read when /metrics is",
-        "--trace-config": "write --trace-file FILE and --trace-rate N, or --otlp-endpoint URL for OpenTelemetry",
-        "--trace-level --trace-count --trace-log-frequency": (
-            "not here: POST /v2/trace/setting changes it in the running server; --trace-file and --trace-rate set the start"
-        ),
-        "--rate-limit --rate-limit-resource": (
-            "not here: an instance takes work when it is idle; `rate_limits` of a model's configuration bounds each client"
-        ),
-        "--pinned-memory-pool-byte-size": "not needed: pinned memory is allocated for each batch in flight",
-        "--response-cache-byte-size": "write --cache-config local,size=BYTES",
-        "--cache-directory --backend-directory --repoagent-directory": (
-            "not here: backends and caches are part of the server, no shared libraries are loaded"
-        ),
-        "--min-supported-compute-capability": "not needed: an engine is built for the GPU that is there",
-        "--backend-config": "write `parameters` in the model's configuration, e.g. intra_op_thread_count",
-        "--buffer-manager-thread-count": "not needed: threads that copy rows start where a batch is large",
-        "--host-policy": "not here: start the server under numactl or taskset",
-    }.items()
-    for flag in flags.split()
-}
-
-
 # Options of Headrace 0.1 that are gone -> what replaces them.
 REMOVED: dict[str, str] = {"--grpc-engine": "there is one gRPC server, Headrace's own"}
 PREFIX = "HEADRACE_"
+
+
+@cache
+def triton_hints() -> dict[str, str]:
+    """Read the flags of tritonserver that are not accepted, and what to write instead, or why nothing is needed."""
+    groups = tomllib.loads(Path(__file__).with_name("triton_options.toml").read_text(encoding="utf-8"))
+    return {flag: text for flags, text in groups.items() for flag in flags.split()}
 
 
 def option_hint(option: str) -> str:
@@ -125,7 +53,8 @@ def option_hint(option: str) -> str:
     """
     if option in REMOVED:
         return f"of Headrace 0.1, which is gone: {REMOVED[option]}; leave the option out"
-    return f"of tritonserver: {TRITON_HINTS[option]}" if option in TRITON_HINTS else ""
+    hint = triton_hints().get(option)
+    return f"of tritonserver: {hint}" if hint else ""
 
 
 def _refuse_removed(environ: Mapping[str, str]) -> None:

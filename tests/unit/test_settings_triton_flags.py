@@ -60,7 +60,7 @@ TRITON_SAME = (
 def test_every_flag_has_a_row_and_every_row_matches_the_command() -> None:
     expected = dict.fromkeys(TRITON_SAME, "the same")
     expected |= {flag: f"the same as `{ours}`, taken" for flag, ours in settings.TRITON_ALIASES.items()}
-    expected |= settings.TRITON_HINTS
+    expected |= settings.triton_hints()
     expected["--log-format"] = "the same name, other values: --log-format text or --log-format json"
     assert expected == FLAGS
 
@@ -91,10 +91,10 @@ def test_an_accepted_flag_works_like_the_headrace_option(flag: str) -> None:
 
 
 # The form of a flag is parsed without regard to its name: two flags have all forms.
-FORMS = [f"{flag}{more}" for flag in list(settings.TRITON_HINTS)[:2] for more in ("=1", " 1", "")]
+FORMS = [f"{flag}{more}" for flag in list(settings.triton_hints())[:2] for more in ("=1", " 1", "")]
 
 
-@pytest.mark.parametrize("words", [*FORMS, *(f"{flag}=1" for flag in list(settings.TRITON_HINTS)[2:])])
+@pytest.mark.parametrize("words", [*FORMS, *(f"{flag}=1" for flag in list(settings.triton_hints())[2:])])
 def test_any_other_flag_is_answered(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     flag = words.partition("=")[0].split()[0]
     with pytest.raises(SystemExit) as ended:
@@ -108,7 +108,7 @@ def test_options_that_answers_name_are_there() -> None:
     parser = Parser(prog="headrace serve options")
     settings.add_arguments(parser, {})
     entry = set(re.findall(r"--[a-z][a-z0-9-]*", parser.format_help()))
-    named = {option for text in settings.TRITON_HINTS.values() for option in re.findall(r"--[a-z][a-z0-9-]*", text)}
+    named = {option for text in settings.triton_hints().values() for option in re.findall(r"--[a-z][a-z0-9-]*", text)}
     assert named - entry == set()
 
 
