@@ -18,6 +18,7 @@ import os
 import re
 import tempfile
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -142,12 +143,12 @@ class DemoModel:
 
     name: str
     recipe: str
-    sources: tuple[str, ...]
+    sources: Sequence[str]
     files: dict[str, str]
     fetched_recipe: str = ""
     samples: str = ""
-    sample_paths: tuple[str, ...] = ()
-    equal_recipes: tuple[str, ...] = ()
+    sample_paths: Sequence[str] = ()
+    equal_recipes: Sequence[str] = ()
     model_file: str = "model.onnx"
 
     def recipe_digest(self) -> str:
@@ -173,77 +174,12 @@ def _load(recipe: str) -> Any:
     return getattr(import_module(f"headrace_engines.demo.{module_name}"), function_name)
 
 
-_PICTURES = ("calibration", "accuracy")
-# Slow builds are last, so that a new repository has models early.
-CATALOGUE: dict[str, DemoModel] = {
-    model.name: model
-    for model in (
-        *(
-            DemoModel(
-                name,
-                f"networks:build_{name}",
-                ("networks",),
-                {"config.pbtxt": f"{name}/config.pbtxt"},
-                equal_recipes=(
-                    "c191741c8401daaeec6e1515465711b350135d1dc9a77fdbdcc32026eab697c5",
-                    "04ead5737af218355807b6bbf52171b970aa0d9a1f6394bcbe1e6f8f8bed88d2",
-                ),
-            )
-            for name in ("tiny", "add_sub", "add_sub_fp32")
-        ),
-        DemoModel(
-            "markov_text",
-            "markov:build",
-            ("markov", "files/markov_text/model.py.txt"),
-            {"config.pbtxt": "markov_text/config.pbtxt"},
-            model_file="model.py",
-        ),
-        DemoModel(
-            "rnn_text",
-            "recurrent:build",
-            ("recurrent", "markov", "files/rnn_text/model.py.txt"),
-            {"config.pbtxt": "rnn_text/config.pbtxt"},
-            model_file="model.py",
-        ),
-        DemoModel(
-            "efficientnet_lite0",
-            "networks:build_efficientnet_lite0",
-            ("networks", "torch_weights"),
-            {"config.yaml": "efficientnet_lite0/config.yaml", "labels.txt": "imagenet_labels.txt"},
-            samples="samples:build_photographs",
-            sample_paths=_PICTURES,
-            equal_recipes=(
-                "2b84593b110e677c9a0e14e8a214fdaa7774f8507463233c23ed647d4fc8c3aa",
-                "2da5ce76fd4a3947bff735f59462357f5399f0735343a3720fb2307af471cae5",
-            ),
-        ),
-        DemoModel(
-            "resnet50",
-            "networks:build_resnet50_seeded",
-            ("networks", "torch_weights"),
-            {"config.pbtxt": "resnet50/config.pbtxt", "labels.txt": "imagenet_labels.txt"},
-            fetched_recipe="networks:build_resnet50_fetched",
-            samples="samples:build_photographs",
-            sample_paths=_PICTURES,
-            equal_recipes=(
-                "17d041e0c759c221cea05ce708332c032624e981471afdc8d9ad6c350060b9e1",
-                "2da5ce76fd4a3947bff735f59462357f5399f0735343a3720fb2307af471cae5",
-            ),
-        ),
-        DemoModel(
-            "digits",
-            "digits:build",
-            ("digits", "networks"),
-            {"config.yaml": "digits/config.yaml", "labels.txt": "digits/labels.txt"},
-            samples="samples:build_digits",
-            sample_paths=("calibration.npz", "accuracy.npz"),
-            equal_recipes=(
-                "bde47ad5472016f3c8eaaa4607a6b97e55293710591ec8f8d9b4f0cf6b31cf2e",
-                "92812503f9299c6fdd838e79f60bf35cd91a98d3a348b7257fc683f4a210af6c",
-            ),
-        ),
-    )
-}
+def _read_catalogue() -> dict[str, DemoModel]:
+    text = files("headrace_engines.demo").joinpath("catalogue.toml").read_text(encoding="utf-8")
+    return {name: DemoModel(name, **entry) for name, entry in tomllib.loads(text).items()}
+
+
+CATALOGUE = _read_catalogue()
 VERSION = "1"
 STAMP_FILE = "recipe.json"
 
