@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, duration_pb2, message_factory
+from google.protobuf import descriptor_pb2, descriptor_pool, duration_pb2, message_factory, text_format
 from google.protobuf.message import DecodeError
 
 from headrace.core.access import AccessControl, Scope
@@ -26,61 +27,13 @@ _STOP_INTERVAL_S = 1.0
 MAX_REPORT_STREAMS = 1024
 _MAX_REQUEST_BYTES = 16 << 10
 
-_Field = descriptor_pb2.FieldDescriptorProto
-
 
 def add_files(pool: Any) -> None:
     """Add the protocol's files, and that of Duration, to a descriptor pool."""
     pool.AddSerializedFile(duration_pb2.DESCRIPTOR.serialized_pb)
-    pool.Add(_report_file())
-    pool.Add(_service_file())
-
-
-def _report_file() -> descriptor_pb2.FileDescriptorProto:
-    """Make the descriptor of xds.data.orca.v3.OrcaLoadReport, which `headrace.inference.load_report` serializes."""
-    file = descriptor_pb2.FileDescriptorProto(
-        name="xds/data/orca/v3/orca_load_report.proto", package="xds.data.orca.v3", syntax="proto3"
-    )
-    report = file.message_type.add(name="OrcaLoadReport")
-    doubles = {
-        "cpu_utilization": 1,
-        "mem_utilization": 2,
-        "rps_fractional": 6,
-        "eps": 7,
-        "application_utilization": 9,
-    }
-    for name, number in doubles.items():
-        report.field.add(name=name, number=number, type=_Field.TYPE_DOUBLE, label=_Field.LABEL_OPTIONAL)
-    for name, number in {"request_cost": 4, "utilization": 5, "named_metrics": 8}.items():
-        entry = report.nested_type.add(name="".join(part.capitalize() for part in name.split("_")) + "Entry")
-        entry.options.map_entry = True
-        entry.field.add(name="key", number=1, type=_Field.TYPE_STRING, label=_Field.LABEL_OPTIONAL)
-        entry.field.add(name="value", number=2, type=_Field.TYPE_DOUBLE, label=_Field.LABEL_OPTIONAL)
-        kind = f".{file.package}.{report.name}.{entry.name}"
-        report.field.add(
-            name=name, number=number, type=_Field.TYPE_MESSAGE, type_name=kind, label=_Field.LABEL_REPEATED
-        )
-    return file
-
-
-def _service_file() -> descriptor_pb2.FileDescriptorProto:
-    file = descriptor_pb2.FileDescriptorProto(
-        name="xds/service/orca/v3/orca.proto", package="xds.service.orca.v3", syntax="proto3"
-    )
-    file.dependency.extend([duration_pb2.DESCRIPTOR.name, "xds/data/orca/v3/orca_load_report.proto"])
-    request = file.message_type.add(name="OrcaLoadReportRequest")
-    duration = ".google.protobuf.Duration"
-    request.field.add(
-        name="report_interval", number=1, type=_Field.TYPE_MESSAGE, type_name=duration, label=_Field.LABEL_OPTIONAL
-    )
-    request.field.add(name="request_cost_names", number=2, type=_Field.TYPE_STRING, label=_Field.LABEL_REPEATED)
-    file.service.add(name="OpenRcaService").method.add(
-        name="StreamCoreMetrics",
-        input_type=f".{file.package}.{request.name}",
-        output_type=".xds.data.orca.v3.OrcaLoadReport",
-        server_streaming=True,
-    )
-    return file
+    text = Path(__file__).with_name("orca.txtpb").read_text(encoding="utf-8")
+    for file in text_format.Parse(text, descriptor_pb2.FileDescriptorSet()).file:
+        pool.Add(file)
 
 
 class LoadService:
