@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -86,11 +84,10 @@ async def settled(registry: Registry) -> None:
     )
 
 
-@pytest.mark.parametrize("control", [EXPLICIT, POLL, ControlPolicy("none")], ids=lambda control: control.mode)
-async def test_the_engine_serves_when_it_is_built(workshop: Workshop, control: ControlPolicy) -> None:
+async def test_the_engine_serves_when_it_is_built(workshop: Workshop) -> None:
     workshop.hold()
 
-    async with workshop.running(control) as (reconciler, registry):
+    async with workshop.running() as (reconciler, registry):
         assert registry.ready()
         assert same(await infer_values(registry), 1)
         await until_async(lambda: workshop.calls() == ["started"])
@@ -100,20 +97,10 @@ async def test_the_engine_serves_when_it_is_built(workshop: Workshop, control: C
         await settled(registry)
         assert same(await infer_values(registry), 2)
         assert reason_of(registry) == ""
-        # A watcher sees the files that the builder has put there; that is no reason to load anything.
         await at_rest(reconciler)
         assert [is_artefact_name(name) for name in workshop.loads] == [False, True]
         assert reason_of(registry) == ""
         assert workshop.calls() == ["started"]
-
-
-async def test_the_next_start_finds_the_engine(workshop: Workshop) -> None:
-    async with workshop.running() as (_, registry):
-        await settled(registry)
-
-    async with workshop.running() as (_, registry):
-        assert same(await infer_values(registry), 2)
-    assert workshop.calls() == ["started"]
 
 
 async def test_a_failed_build_is_reported_and_not_retried(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,17 +239,6 @@ async def test_a_builder_that_publishes_nothing_is_not_started_again(workshop: W
         assert reason_of(registry) == expected
 
 
-async def test_the_server_stops_while_something_is_built(workshop: Workshop) -> None:
-    workshop.hold()
-    async with workshop.running() as (_, registry):
-        await until_async(lambda: workshop.calls() == ["started"])
-        assert same(await infer_values(registry), 1)
-        started = time.monotonic()
-    assert time.monotonic() - started < 60, "the build would never have ended"
-    assert workshop.calls() == ["started", "stopped"]
-    assert [path.name for path in (workshop.repository / "m" / "1").iterdir()] == ["model.onnx"]
-
-
 async def test_models_come_first_engines_second(workshop: Workshop) -> None:
     for name in ("a", "z"):
         add_model(workshop.repository, name, affine(seed=1), files={"config.yaml": BUILT})
@@ -273,34 +249,6 @@ async def test_models_come_first_engines_second(workshop: Workshop) -> None:
         await until_async(lambda: all(reason == "" for _, reason in index(registry).values()))
         seen.append(len(workshop.calls()))
     assert seen == [3]
-
-
-async def test_no_request_is_lost_during_the_swap_to_the_engine(workshop: Workshop) -> None:
-    answers: list[int] = []
-    errors: list[BaseException] = []
-
-    async with workshop.running() as (_, registry):
-        going = True
-
-        async def client() -> None:
-            while going:
-                try:
-                    answer = await infer_values(registry)
-                except Exception as error:
-                    errors.append(error)
-                    return
-                answers.append(1 if same(answer, 1) else 2 if same(answer, 2) else 0)
-                await asyncio.sleep(0.001)  # without a pause they take the CPU from the builder, whose priority is low
-
-        clients = [asyncio.create_task(client()) for _ in range(8)]
-        await settled(registry)
-        seen = len(answers)
-        await until_async(lambda: len(answers) > seen + 4 * len(clients))
-        going = False
-        await asyncio.gather(*clients)
-    assert errors == []
-    assert set(answers) == {1, 2}
-    assert answers[-1] == 2
 
 
 Act = Callable[[Reconciler], Coroutine[Any, Any, None]]

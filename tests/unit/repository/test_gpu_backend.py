@@ -98,15 +98,6 @@ async def test_an_engine_of_another_machine(trt: Any, tmp_path: Path, config: st
     assert "headrace build m --target tensorrt" in reasons
 
 
-async def test_the_onnx_file_replaces_an_engine_that_does_not_load(trt: Any, tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    put(repository, 1, config=TENSORRT)
-    publish(repository / "m", 1, b"rubbish", suffix=".plan", machine=machine())
-    reason, instances = await serves(repository, 1)
-    assert "cannot be loaded" in reason
-    assert instances == 1
-
-
 def foreign(repository: Path, config: str = "") -> None:
     """A plan of the model's own that TensorRT refuses, as it does one from another GPU, beside its ONNX file."""
     put(repository, 1, config=TENSORRT + config)

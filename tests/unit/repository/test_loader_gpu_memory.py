@@ -64,68 +64,6 @@ async def infer_value(registry: Registry, name: str, seed: int) -> None:
     assert same(await infer_values(registry, name), seed)
 
 
-async def test_all_models_are_ready_and_evicted_ones_load_on_request(repository: Path) -> None:
-    size = await need(repository)
-    models = GpuModelCache()
-
-    async with running(repository, ALL, gpu_model_cache=models, gpu_memory_fraction=room(2 * size)) as (_, registry):
-        assert index(registry) == {("a", "1"): EVICTED, ("b", "1"): READY, ("c", "1"): READY}
-        assert registry.ready()
-        assert models.ledger.reserved_bytes(0) == 2 * size
-        await infer_value(registry, "c", 3)
-        await infer_value(registry, "a", 1)
-        # b had not been used for longest.
-        await until_async(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): EVICTED, ("c", "1"): READY})
-        await infer_value(registry, "b", 2)
-        await until_async(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): EVICTED})
-        await until_async(lambda: sum(loads.on_demand for _, _, loads in models.loads()) == 2)
-        assert models.ledger.reserved_bytes(0) == 2 * size
-        counts = {name: (loads.count, loads.on_demand, loads.evictions) for name, _, loads in models.loads()}
-        assert counts == {"a": (2, 1, 1), "b": (2, 1, 1), "c": (1, 0, 1)}
-        assert all(loads.time_ns > 0 for _, _, loads in models.loads())
-    assert models.ledger.reserved_bytes(0) == 0
-
-
-@pytest.mark.slow
-async def test_requests_wait_together_and_all_are_answered(repository: Path) -> None:
-    """Three models share room for one; none starves, no response is another model's."""
-    size = await need(repository)
-    models = GpuModelCache()
-
-    async with running(repository, ALL, gpu_model_cache=models, gpu_memory_fraction=room(size)) as (_, registry):
-
-        async def caller(name: str, seed: int) -> int:
-            count, until = 0, time.monotonic() + 4
-            while time.monotonic() < until:
-                await infer_value(registry, name, seed)
-                count += 1
-            return count
-
-        counts = await asyncio.gather(*[caller(n, s) for s, n in enumerate("abc", 1) for _ in range(2)])
-        assert min(counts) > 3, counts
-        # Each stays for a second once it is loaded while it is used, so there are about as many loads as seconds.
-        loads = sum(loads.on_demand for _, _, loads in models.loads())
-        assert 3 <= loads <= 10
-
-
-async def test_a_model_too_large_for_the_gpu_is_refused_and_the_others_serve_on(repository: Path) -> None:
-    size = await need(repository)
-    (repository / "b" / "config.yaml").write_text(TENSORRT + "instance_group: [{kind: gpu, count: 9}]\n")
-    models = GpuModelCache()
-
-    async with running(repository, ALL, gpu_model_cache=models, gpu_memory_fraction=room(2 * size)) as (_, registry):
-        states = index(registry)
-        assert states["c", "1"] == READY
-        state, reason = states["b", "1"]
-        assert state == "UNAVAILABLE"
-        assert "b/1: error: needs" in reason
-        assert "--gpu-memory-fraction" in reason
-        await infer_value(registry, "a", 1)
-        await infer_value(registry, "c", 3)
-        # Who made room for the attempt comes back by its first instance, which answers while the second opens.
-        await until_async(lambda: models.ledger.reserved_bytes(0) == 2 * size)
-
-
 async def test_a_separate_budget_does_not_affect_others(repository: Path) -> None:
     size = await need(repository)
     (repository / "b" / "config.yaml").write_text(TENSORRT + f"gpu_memory_budget: {size - 1}\n")
@@ -192,25 +130,6 @@ async def test_an_evicted_model_with_requests_is_unloaded_once_they_are_answered
         await reconciler.unload("a", False)
         await answer
         await until_async(lambda: index(registry)["a", "1"] == ("UNAVAILABLE", "unloaded"))
-
-
-async def test_a_failed_reload_is_reported_and_retried_later(repository: Path) -> None:
-    size = await need(repository)
-
-    async with running(repository, EXPLICIT, frozenset("abc"), gpu_memory_fraction=room(size)) as (
-        reconciler,
-        registry,
-    ):
-        plan = repository / "a" / "1" / "model.plan"
-        plan.write_bytes(plan.read_bytes())
-        with pytest.raises(Unavailable, match=r"could not be loaded again: .* has changed since the load"):
-            await infer_values(registry, "a")
-        state, reason = index(registry)["a", "1"]
-        assert state == "READY"
-        assert "evicted: loading on demand failed" in reason
-        await reconciler.load("a", None, {})
-        await infer_value(registry, "a", 1)
-        await until_async(lambda: index(registry)["a", "1"] == READY)
 
 
 async def test_deadlines_apply_to_waiting_requests_and_shutdown_answers_them(repository: Path) -> None:

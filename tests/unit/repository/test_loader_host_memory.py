@@ -15,13 +15,12 @@ from headrace.core.ledger import CPU
 from headrace.core.request import InferRequest
 from headrace.observability.metrics_server import MemoryCollector
 from headrace.repository import accounted_model
-from headrace.repository.explanation import explain
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.reconciler import ControlPolicy
 from headrace.repository.registry import Registry
 from prometheus_client import CollectorRegistry
 
-from tests.support.control_thread import EXPLICIT, X, index, infer_values, put, running, same
+from tests.support.control_thread import X, index, infer_values, put, running, same
 from tests.support.models import add_model, affine
 from tests.support.virtual_time import advance_timers
 from tests.support.waiting import until_async
@@ -69,42 +68,6 @@ def cache(budget_bytes: int) -> GpuModelCache:
 
 async def infer_value(registry: Registry, name: str, seed: int) -> None:
     assert same(await infer_values(registry, name), seed)
-
-
-async def test_models_answer_metadata_without_a_load_and_are_loaded_by_requests(
-    repository: Path, loads: list[str]
-) -> None:
-    size = need(repository)
-    models = cache(2 * size)
-
-    async with running(repository, ALL, gpu_model_cache=models) as (_, registry):
-        assert index(registry) == dict.fromkeys([("a", "1"), ("b", "1"), ("c", "1")], UNLOADED)
-        assert registry.ready()
-        assert not registry.used_sources()
-        assert registry.states() == [(name, "1", "READY", True) for name in "abc"]
-        handle = registry.serving("a", "")
-        assert handle is not None
-        assert handle.ready
-        assert list(handle.spec.inputs) == ["X"]
-        assert registry.config("a")["max_batch_size"] == handle.spec.max_batch_size
-        assert explain(registry, "a")["limit"] == "parked"
-        assert not loads
-        await infer_value(registry, "a", 1)
-        await infer_value(registry, "b", 2)
-        assert models.ledger.reserved_bytes(CPU) == 2 * size
-        await infer_value(registry, "b", 2)
-        assert loads == ["a", "b"]
-        assert [(name, version) for name, version, _ in registry.used_sources()] == [("a", "1"), ("b", "1")]
-        assert registry.states() == [(name, "1", "READY", name == "c") for name in "abc"]
-        await infer_value(registry, "c", 3)
-        await until_async(lambda: index(registry) == {("a", "1"): EVICTED, ("b", "1"): READY, ("c", "1"): READY})
-        assert models.ledger.reserved_bytes(CPU) == 2 * size
-        await infer_value(registry, "a", 1)
-        await until_async(lambda: index(registry)[("a", "1")] == READY)
-        counts = {name: (each.count, each.on_demand, each.evictions) for name, _, each in models.loads()}
-        assert counts == {"a": (2, 2, 1), "b": (1, 1, 1), "c": (1, 1, 0)}
-        assert {name for name, _, _ in registry.used_sources()} == {*"abc"}, "also those that are evicted"
-    assert models.ledger.reserved_bytes(CPU) == 0
 
 
 async def test_concurrent_first_requests_share_one_load(repository: Path, loads: list[str]) -> None:
@@ -195,21 +158,6 @@ async def test_a_model_larger_than_the_budget_is_refused(repository: Path, loads
         with pytest.raises(Unavailable, match=r"needs .* of host memory: .*raise --host-memory-budget"):
             await infer_values(registry, "a")
         assert not loads
-
-
-async def test_a_load_request_loads_at_once(repository: Path, loads: list[str]) -> None:
-    models = cache(need(repository))
-
-    async with running(repository, EXPLICIT, frozenset("a"), gpu_model_cache=models) as (reconciler, registry):
-        assert loads == []
-        await reconciler.load("b", None, {})
-        assert loads == ["b"]
-        await reconciler.load("c", None, {})
-        assert index(registry)[("b", "1")] == EVICTED
-        await infer_value(registry, "a", 1)
-        await reconciler.unload("a", False)
-        await until_async(lambda: models.ledger.reserved_bytes(CPU) == 0)
-        await infer_value(registry, "c", 3)
 
 
 async def test_polling_replaces_a_resident_model_by_a_loaded_one(repository: Path, loads: list[str]) -> None:

@@ -225,15 +225,6 @@ async def test_kind_gpu_is_an_error_if_no_gpu_runtime_can_serve_it(trt: Any, tmp
         assert registry.failures()
 
 
-async def test_kind_gpu_with_a_fallback_is_served_by_the_cpu_if_the_build_fails(trt: Any, tmp_path: Path) -> None:
-    workshop = GpuWorkshop(tmp_path, KIND_GPU + "fallback: onnxruntime\n")
-    (workshop.orders / "fail").write_text("no")
-
-    async with workshop.running() as (_, registry):
-        await until_async(lambda: "failed" in index(registry)["m", "1"][1])
-        assert same(await infer_values(registry), 1)
-
-
 async def test_a_reload_for_kind_gpu_serves_the_old_version_until_the_gpu_is_ready(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES)
     (workshop.orders / "hold").touch()

@@ -94,21 +94,10 @@ def parent(chain: tuple[str, ...] = (), **values: Any) -> BatchMember:
     return BatchMember(1, completion=ThreadCompletion(), call=call, **{**fields, **values})
 
 
-def test_a_call_of_a_missing_model_is_answered() -> None:
-    answer = exchange((protocol.CALL, body()))
-    assert answer[1] == protocol.REPLY
-    assert json.loads(answer[protocol.HEADER.size :]) == {"error": [protocol.NOT_FOUND, "no model m"]}
-
-
 def test_a_chain_that_is_too_long_is_refused() -> None:
     running = RunningBatch(3, [parent(tuple(f"m{number}/1" for number in range(16)))])
     answer = exchange((protocol.CALL, body(batch=3)), running=running)
     assert "17 levels deep, at most 16" in json.loads(answer[protocol.HEADER.size :])["error"][1]
-
-
-def test_a_model_that_is_not_there_is_not_ready() -> None:
-    answer = exchange((protocol.CALL, body(op="ready")))
-    assert json.loads(answer[protocol.HEADER.size :]) == {"ready": False}
 
 
 async def test_a_circle_of_models_that_wait_for_each_other_is_found() -> None:
@@ -131,11 +120,6 @@ async def test_a_circle_of_models_that_wait_for_each_other_is_found() -> None:
     await asyncio.gather(*calls.probe_waits)
     calls.wait_for_probes("a/1", frozenset({"b/1"}), [], results.append)
     assert results[3:] == [False, True]
-
-
-def test_loading_without_control_is_refused() -> None:
-    answer = exchange((protocol.CALL, body(op="load")))
-    assert json.loads(answer[protocol.HEADER.size :])["error"][0] == protocol.UNAVAILABLE
 
 
 @pytest.mark.parametrize(
@@ -303,42 +287,6 @@ async def test_a_call_has_the_latest_deadline_and_the_client_of_its_batch() -> N
         caller.send(batch=3, number=10)  # a batch that has ended
         request, _completion = await until_called(version, 4)
         assert (request.deadline_ns, request.client) == (0, "")
-
-
-async def test_a_call_is_cancelled_with_the_requests_that_it_serves() -> None:
-    async with calling() as (caller, version):
-        first, second = parent(), parent()
-        caller.running = RunningBatch(4, [first, second])
-        caller.send(batch=4)
-        caller.send(batch=4, member=1, number=8)
-        _request, whole = await until_called(version)
-        _request, single = await until_called(version, 2)
-        second.completion.abandon()
-        caller.connection.abandon()
-        assert (await caller.reply())["error"][0] == protocol.CANCELLED
-        assert isinstance(single.outcome, Cancelled)
-        assert whole.outcome is None
-        first.completion.abandon()
-        caller.connection.abandon()
-        assert (await caller.reply())["error"] == [
-            protocol.CANCELLED,
-            "the request that made the call is cancelled or past its deadline",
-        ]
-        assert isinstance(whole.outcome, Cancelled)
-        caller.send(batch=4, number=9)  # a later call of the same batch
-        assert (await caller.reply())["error"][0] == protocol.CANCELLED
-        assert len(version.requests) == 2
-        assert version.failures == ["Cancelled", "Cancelled"]
-
-
-async def test_the_process_cancels_a_call_by_its_number() -> None:
-    async with calling() as (caller, version):
-        caller.send()
-        _request, completion = await until_called(version)
-        caller.frames.send(protocol.CANCEL, 0, 99, 0, b"")  # an unknown number: the reply has been sent
-        caller.frames.send(protocol.CANCEL, 0, 7, 0, b"")
-        assert (await caller.reply())["error"][0] == protocol.CANCELLED
-        assert isinstance(completion.outcome, Cancelled)
 
 
 async def test_inputs_of_a_call_are_copied_for_a_response_cache() -> None:

@@ -118,21 +118,6 @@ async def test_a_missing_model_is_named_with_the_line_of_its_step(tmp_path: Path
         assert (await infer(registry, "m")).shape == (1, 4)
 
 
-async def test_an_unloaded_model_makes_its_ensembles_unavailable_until_it_is_back(tmp_path: Path) -> None:
-    add_all(tmp_path, outer=True)
-
-    async with running(tmp_path) as (reconciler, registry):
-        await reconciler.unload("rank", False)
-        for name, needed in (("m", "rank"), ("a_outer", "m")):
-            assert reason(registry, name) == ("UNAVAILABLE", f"it needs model '{needed}', which is not served")
-            with pytest.raises(Unavailable, match=r"step 'rank'|model 'rank'|step 'm'"):
-                await infer(registry, name)
-        assert registry.ready()  # the unload was on purpose: the other models serve
-        await reconciler.load("rank", None, {})
-        assert (reason(registry), reason(registry, "a_outer")) == (("READY", ""), ("READY", ""))
-        assert (await infer(registry, "m")).shape == (1, 4)
-
-
 async def test_a_new_version_that_does_not_fit_stops_the_ensemble_and_not_the_model(tmp_path: Path) -> None:
     add_all(tmp_path)
 
@@ -184,14 +169,6 @@ async def test_ensembles_that_call_each_other_are_refused(tmp_path: Path) -> Non
         texts = [text for state, text in index(registry).values() if state == "UNAVAILABLE"]
         assert len(texts) == 2
         assert any("it calls itself: m -> other -> m" in text for text in texts), texts
-
-
-async def test_a_broken_ensemble_is_refused_with_file_and_line(tmp_path: Path) -> None:
-    add_all(tmp_path)
-    add_pipeline(tmp_path, "m", config("max_batch_size: 8\ninstance_group { count: 2 }"))
-
-    async with running(tmp_path) as (_, registry):
-        assert "m/config.pbtxt:3: error: instance_group is not for an ensemble" in index(registry)["m", "1"][1]
 
 
 async def test_requests_in_flight_end_before_an_ensemble_and_its_models_are_closed(tmp_path: Path) -> None:

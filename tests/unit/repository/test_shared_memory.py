@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from headrace.core.errors import BadRequest, Conflict, Forbidden, HeadraceError, NotFound, TooLarge, Unsupported
+from headrace.core.errors import BadRequest, HeadraceError, NotFound, TooLarge, Unsupported
 from headrace.core.tensor import Region
 from headrace.inference.services import Regions
-from headrace.repository.shared_memory import CUDA, RESERVED, SYSTEM, SharedMemoryRegions
+from headrace.repository.shared_memory import SYSTEM, SharedMemoryRegions
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,43 +98,6 @@ def test_a_key_needs_no_slash(regions: SharedMemoryRegions, make: Make) -> None:
     regions.register_system("with", key, 0, 4)
     regions.register_system("without", key.removeprefix("/"), 0, 4)
     assert regions.find("without").read(1, 2).tobytes() == regions.find("with").read(1, 2).tobytes() == b"bc"
-
-
-def test_off_unless_allowed(make: Make) -> None:
-    off = SharedMemoryRegions(allowed=False, cuda=lambda *_: pytest.fail("opened"))
-    key = make()
-    calls: list[Callable[[], object]] = [
-        lambda: off.find("r"),
-        lambda: off.register_system("r", key, 0, 1),
-        lambda: off.register_cuda("r", bytes(64), 0, 1),
-        lambda: off.unregister(SYSTEM, "r"),
-        lambda: off.unregister(CUDA, ""),
-    ]
-    for call in calls:
-        with pytest.raises(Forbidden, match="--allow-client-shm"):
-            call()
-    assert list(off.status(SYSTEM, "")) == []
-    assert list(off.status(CUDA, "r")) == []
-
-
-def test_the_status_is_tritons(regions: SharedMemoryRegions, make: Make) -> None:
-    key = make()
-    regions.register_system("one", key, 16, 32)
-    regions.register_system("two", key, 0, 256)
-    one = {"name": "one", "key": key, "offset": 16, "byte_size": 32}
-    assert list(regions.status(SYSTEM, "one")) == [one]
-    assert list(regions.status(SYSTEM, "")) == [one, {"name": "two", "key": key, "offset": 0, "byte_size": 256}]
-    assert list(regions.status(CUDA, "")) == []
-    for kind, name in ((SYSTEM, "three"), (CUDA, "one")):
-        with pytest.raises(NotFound, match=name):
-            regions.status(kind, name)
-
-
-def test_a_registered_name_cannot_be_replaced(regions: SharedMemoryRegions, make: Make) -> None:
-    regions.register_system("r", make(b"mine"), 0, 4)
-    with pytest.raises(Conflict, match="unregister"):
-        regions.register_system("r", make(b"theirs"), 0, 4)
-    assert regions.find("r").read(0, 4).tobytes() == b"mine"
 
 
 def test_a_region_in_use_outlives_its_name_and_then_closes(regions: SharedMemoryRegions, make: Make) -> None:
@@ -225,14 +188,6 @@ def test_short_reads_and_writes_continue(
 def test_keys_that_are_no_name_of_shared_memory(regions: SharedMemoryRegions, key: str) -> None:
     with pytest.raises(BadRequest, match="shared memory key"):
         regions.register_system("r", key, 0, 1)
-
-
-@pytest.mark.parametrize("prefix", RESERVED)
-def test_keys_of_servers_are_refused(regions: SharedMemoryRegions, make: Make, prefix: str) -> None:
-    key = make(name=f"{prefix}{uuid.uuid4().hex}")
-    for spelled in (key, key.removeprefix("/")):
-        with pytest.raises(Forbidden, match="reserved"):
-            regions.register_system("r", spelled, 0, 1)
 
 
 def test_only_regular_files_are_opened_and_the_error_hides_the_type(regions: SharedMemoryRegions) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Sequence
@@ -297,28 +296,6 @@ def test_the_command_shows_the_spread_and_the_suggested_fields(
     assert (path / "config.pbtxt").read_text() == before
     assert main(["tune", str(path), *CALL, "--slo-ms", "0.000001"]) == 0
     assert "No setting meets 1e-06 ms" in capsys.readouterr().out
-
-
-def test_apply_writes_the_change_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = add_model(tmp_path, "m", affine(), config=WHOLE + "metric_tags { key: 'a' value: 'b' }\n")
-    measured_as(monkeypatch, FASTER)
-    assert main(["tune", str(path), *CALL, "--apply"]) == 0
-    assert (path / "config.pbtxt").read_text() == (
-        WHOLE + "metric_tags { key: 'a' value: 'b' }\ndynamic_batching { }\ninstance_group [ { count: 2 } ]\n"
-    )
-    printed = capsys.readouterr().out
-    assert f"Written to {path / 'config.pbtxt'}." in printed
-    assert "curl -X POST http://127.0.0.1:8000/v2/repository/models/m/load" in printed
-    assert main(["validate", str(tmp_path)]) == 0
-    capsys.readouterr()
-    measured_as(monkeypatch, FASTER)
-    assert main(["tune", str(path), *CALL, "--apply", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["advice"] == {"change": False, "reason": "the configuration has the best setting"}
-    assert [(each["instances"], each["rows"]) for each in document["points"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
-    assert (document["best"]["low_hz"], document["best"]["high_hz"]) == (290, 310)
 
 
 def test_on_a_cpu_the_bound_of_its_own_is_written(

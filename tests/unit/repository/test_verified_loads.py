@@ -88,22 +88,6 @@ async def test_only_signed_models_are_served_with_keys(signed: Signed) -> None:
         assert {state for state, _ in index(registry).values()} == {"READY"}
 
 
-async def test_a_changed_file_is_refused_at_start_and_served_once_it_is_right(signed: Signed) -> None:
-    put(signed.repository, 2)
-
-    policy = ControlPolicy("explicit")
-    async with running(signed.repository, policy, frozenset({"m"}), verifier=signed.verifier()) as (
-        reconciler,
-        registry,
-    ):
-        assert "UNAVAILABLE: m/1/model.onnx: error: has SHA-256" in refusal(registry)
-        assert LISTED in refusal(registry)
-        assert signed.copies() == []
-        signed.sign()
-        await reconciler.load("m", None, {})
-        assert same(await infer_values(registry), 2)
-
-
 @pytest.mark.parametrize("keys", [True, False])
 async def test_the_good_version_serves_on_while_a_load_is_refused(signed: Signed, keys: bool) -> None:
     async with running(signed.repository, verifier=signed.verifier(keys=keys)) as (reconciler, registry):

@@ -203,11 +203,6 @@ def test_credentials_of_a_profile_are_those_of_boto3(
     assert all("Credential=AKIAOFAPROFILE/" in header for header in headers)
 
 
-def test_a_missing_bucket_is_named(bucket: Bucket) -> None:
-    with pytest.raises(StoreError, match="s3://no-such-bucket/models does not exist"):
-        store("s3://no-such-bucket/models").list_objects(threading.Event())
-
-
 @pytest.mark.parametrize("status", [401, 403])
 def test_refused_access_names_the_credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     body = b"<Error><Code>AccessDenied</Code></Error>"

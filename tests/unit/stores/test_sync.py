@@ -25,7 +25,7 @@ from headrace.stores.sync import RepositoryStores
 
 from tests.support.memory_store import MemoryStore
 from tests.support.models import affine
-from tests.support.waiting import more, record_calls, until, until_async
+from tests.support.waiting import until
 
 
 def model(seed: int) -> bytes:
@@ -159,26 +159,6 @@ def reconciled(
 
 def versions(registry: Registry) -> set[tuple[str, str]]:
     return {(name, number) for name, number, _ in registry.sources()}
-
-
-async def test_polling_loads_new_versions_and_unloads_removed_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listings = record_calls(monkeypatch, MemoryStore, "list_objects")
-    scans = record_calls(monkeypatch, Reconciler, "_rescan")
-    store = MemoryStore()
-    store.objects = {"a/1/model.onnx": model(1), "b/1/model.onnx": model(2)}
-    control = ControlPolicy("poll", poll_interval_s=0.05, settle_s=0.05)
-
-    with reconciled(tmp_path, store, control, None, asyncio.get_running_loop()) as (registry, _):
-        await asyncio.to_thread(until, lambda: versions(registry) == {("a", "1"), ("b", "1")})
-        store.objects["a/2/model.onnx"] = model(3)
-        del store.objects["b/1/model.onnx"]
-        await asyncio.to_thread(until, lambda: versions(registry) == {("a", "2")})
-        store.error = StoreError("away")
-        for calls in (listings, scans):
-            await until_async(more(calls, 4))
-        assert versions(registry) == {("a", "2")}
 
 
 async def test_a_load_request_reads_the_store_or_says_why_not(tmp_path: Path) -> None:
