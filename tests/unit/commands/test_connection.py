@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -24,7 +23,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from tests.support.certificates import Certificates, Pair
 from tests.support.serving import run_headrace
-from tests.unit.commands.conftest import Abort, ScriptedGrpcServer
+from tests.unit.commands.conftest import ScriptedGrpcServer
 from tests.unit.commands.test_health import Peer, running_peer
 
 KEY = "hr_" + "k3y-" * 10 + "end"
@@ -147,17 +146,6 @@ def test_ca_and_the_certificate_itself_are_trusted(certificates: Certificates) -
         assert explain(url, "--ca", str(certificates.server.certificate)) == (0, "")
 
 
-def test_a_certificate_that_is_not_trusted(certificates: Certificates) -> None:
-    with https(certificates.server) as url:
-        for words in ((), ("--ca", str(certificates.stranger.certificate))):
-            status, error = explain(url, *words)
-            assert status == 1
-            assert (
-                "the server's certificate is not trusted (unable to get local issuer certificate): name the CA" in error
-            )
-            assert "with --ca FILE" in error
-
-
 def test_a_certificate_for_another_name(certificates: Certificates) -> None:
     with https(certificates.client) as url:
         status, error = explain(url, "--ca", str(certificates.authority))
@@ -213,17 +201,6 @@ def test_a_private_key_needs_its_certificate() -> None:
 # --- gRPC --------------------------------------------------------------------------------------------------------------
 
 
-class KeyedServer(ScriptedGrpcServer):
-    """Answers ServerLive to the key only."""
-
-    def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802 - the protocol's name
-        sent = dict(context.invocation_metadata()).get("authorization", "")
-        if sent != f"Bearer {KEY}":
-            code = grpc.StatusCode.PERMISSION_DENIED if sent else grpc.StatusCode.UNAUTHENTICATED
-            context.abort(code, "no")
-        return super().ServerLive(request, context)
-
-
 @contextmanager
 def grpcs(pair: Pair, client_ca: bytes | None = None, server: ScriptedGrpcServer | None = None) -> Iterator[str]:
     credentials = grpc.ssl_server_credentials(
@@ -266,19 +243,6 @@ def test_grpc_with_tls_and_client_certificates(certificates: Certificates) -> No
         assert "does not trust the client certificate: send" in failure(address, stranger)
         with InferClient(address, 5, client):
             pass
-
-
-def test_grpc_sends_the_key(certificates: Certificates, grpc_server: ScriptedGrpcServer) -> None:
-    ca = str(certificates.authority)
-    with grpcs(certificates.server, server=KeyedServer()) as address:
-        with InferClient(address, 5, ConnectionOptions(ca=ca, api_key=KEY, api_key_source="k")):
-            pass
-        assert "the server needs an API key: name one with --api-key-file" in failure(address, ConnectionOptions(ca=ca))
-        other = ConnectionOptions(ca=ca, api_key="hr_other", api_key_source="k")
-        assert "the API key of k does not allow it" in failure(address, other)
-    grpc_server.live_error = Abort(grpc.StatusCode.UNAUTHENTICATED, "no")
-    plain = failure(grpc_server.address, ConnectionOptions(api_key=KEY, api_key_source="k"))
-    assert plain.startswith("the server returned UNAUTHENTICATED: no; the server does not accept the API key of k")
 
 
 @pytest.mark.parametrize("details", ["Socket closed", "ipv4:127.0.0.1:1: recvmsg:Connection reset by peer (104)"])

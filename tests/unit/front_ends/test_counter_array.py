@@ -25,8 +25,6 @@ from headrace.front_ends.counter_array import (
 from headrace.inference.load_report import ENDED, FAILED
 from headrace.observability.counters import Recorder
 from headrace.observability.labelled_counter import LabelledCounter
-from headrace.observability.metrics import MetricsPage
-from headrace.observability.metrics_server import ServerFacts
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -41,19 +39,6 @@ FRONT_ENDS = 3
 @pytest.fixture
 def arrays() -> list[CounterArray]:
     return [CounterArray.create() for _ in range(FRONT_ENDS + 1)]
-
-
-def test_connections_are_limited_for_all_processes_together(arrays: list[CounterArray]) -> None:
-    limits = Limits(max_connections=5)
-    views = [CounterArrays(arrays, number) for number in range(1, FRONT_ENDS + 1)]
-    http = [view.client_limits(limits, "http", view.body_memory(limits)) for view in views]
-    assert [http[index % 3].enter() for index in range(7)] == [True] * 5 + [False] * 2
-    assert [each.connections for each in http] == [3, 2, 2]
-    http[1].leave()
-    http[0].leave()
-    assert (http[2].all_connections, http[2].enter()) == (5, False)
-    assert [each.hits["max_connections"] for each in http] == [1, 0, 2]
-    assert CounterArrays(arrays, 0).summed_limits(limits)[0].hits["max_connections"] == 3
 
 
 def test_body_memory_is_limited_for_all_processes_together(arrays: list[CounterArray]) -> None:
@@ -184,38 +169,6 @@ def test_every_error_has_a_counter() -> None:
         return own.union(*[reasons(each) for each in kind.__subclasses__()])
 
     assert reasons(HeadraceError) <= set(REASONS)
-
-
-def test_the_page_of_metrics_has_the_sums(arrays: list[CounterArray]) -> None:
-    limits = Limits()
-    for number in (1, 2):
-        view = CounterArrays(arrays, number)
-        http = view.client_limits(limits, "http", bodies := view.body_memory(limits))
-        http.enter()
-        http.hit("max_body_bytes")
-        http.reserve().grow(100)
-        bodies.cells[bodies.UNREAD] = 7
-        lag = view.loop_lag()
-        lag._histogram.observe([2_000_000])
-        lag._cells[0] = lag._histogram.sum_ns
-    engine = CounterArrays(arrays, 0)
-
-    class States:
-        def states(self) -> list[tuple[str, str, str]]:
-            return []
-
-        def ready(self) -> bool:
-            return True
-
-    facts = ServerFacts(States(), "1", engine, engine.summed_limits(limits, ("http", "grpc")))
-    text = MetricsPage(list, facts=facts).render()[1].decode()
-    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert lines['headrace_connections{protocol="http"}'] == "2.0"
-    assert 'headrace_connections{protocol="grpc"}' not in lines, "its engine reports none"
-    assert lines['headrace_limit_hits_total{limit="max_body_bytes",protocol="http"}'] == "2.0"
-    assert (lines["headrace_body_bytes"], lines["headrace_unread_bytes"]) == ("200.0", "14.0")
-    assert lines["headrace_event_loop_lag_seconds_count"] == "2.0"
-    assert float(lines["headrace_event_loop_lag_seconds_sum"]) == pytest.approx(0.004)
 
 
 def test_requests_are_summed_over_all_processes(arrays: list[CounterArray]) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from google.protobuf import duration_pb2
-from headrace.core.access import OpenAccess, Principal
-from headrace.core.errors import BadRequest, Forbidden, HeadraceError, Overloaded, Unavailable
+from headrace.core.access import OpenAccess
+from headrace.core.errors import BadRequest, HeadraceError, Overloaded, Unavailable
 from headrace.grpc import load_service
-from headrace.grpc.load_service import LOAD_SERVICE, LoadService
+from headrace.grpc.load_service import LoadService
 from headrace.inference.load_report import LoadReports, ServerFigures
 
 from tests.support.orca import orca_message
@@ -104,28 +104,3 @@ async def test_streams_are_bounded_and_end_with_their_callers(monkeypatch: pytes
     await asyncio.gather(*tasks, return_exceptions=True)
     assert loads._streams == 0
     await loads.stream(Call(None))  # type: ignore[arg-type]  # a client that has closed without a message
-
-
-def test_a_caller_without_the_scope_gets_no_report() -> None:
-    class Access:
-        has_keys = True
-        anonymous = Principal()
-
-    class Refused(Principal):
-        def require(self, scope: object) -> None:
-            raise Forbidden("no scope")
-
-    call = Call(request())
-    call.options = type("Options", (), {"principal": Refused()})()  # type: ignore[attr-defined]  # as a call has it
-    loads = LoadService(LoadReports("always", lambda _now_ns: FIGURES), Access())  # type: ignore[arg-type]  # a part of it
-    with pytest.raises(Forbidden, match="no scope"):
-        asyncio.run(loads.stream(call))  # type: ignore[arg-type]  # as above
-    assert not call.reports
-
-
-def test_reflection_finds_the_service_and_its_messages() -> None:
-    found = service().pool.FindServiceByName(LOAD_SERVICE).methods_by_name["StreamCoreMetrics"]
-    assert found.output_type.full_name == "xds.data.orca.v3.OrcaLoadReport"
-    numbers = {field.name: field.number for field in found.output_type.fields}
-    theirs = {field.name: field.number for field in orca_message().DESCRIPTOR.fields}
-    assert theirs.items() <= numbers.items()

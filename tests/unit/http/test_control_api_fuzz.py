@@ -214,35 +214,6 @@ def test_bodies_are_bounded(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        "/v2/models/a%2Fb",
-        "/v2/models/a%2fconfig",
-        "/v2/models/..%2f..%2fetc%2fpasswd/config",
-        "/v2/models/a%5Cb/ready",
-        "/v2/models/a%00b",
-        "/v2/models/a%0ab/stats",
-        "/v2/systemsharedmemory/region/a%7fb/status",
-        "/v2//models/a",
-        "/v2/models/a/",
-        "/V2/models/a",
-        "/v2/models/../health/live",
-    ],
-)
-def test_paths_with_encoded_separators(path: str) -> None:
-    refused(call(path, method="GET"), "no such path", status=400 if "%" in path else 404)
-
-
-@pytest.mark.parametrize("name", ["..", ".hidden", "a b c\u200b", "x" * 129, "\U0001f680", "-", "$(id)", "a;b"])
-@pytest.mark.parametrize("action", ["status", "register", "unregister"])
-def test_names_that_no_region_can_have(name: str, action: str) -> None:
-    method = "GET" if action == "status" else "POST"
-    body = json.dumps(GOOD).encode()
-    path = f"/v2/systemsharedmemory/region/{quote(name)}/{action}"
-    refused(call(path, body, method=method), "name of a region")
-
-
-@pytest.mark.parametrize(
     ("path", "allow"), [("/v2/logging", "GET, HEAD, POST"), ("/v2/repository/index", "POST"), ("/v2", "GET, HEAD")]
 )
 def test_refused_methods(path: str, allow: str) -> None:

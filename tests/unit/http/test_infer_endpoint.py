@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
@@ -155,36 +153,12 @@ def request(columns: int = 2) -> bytes:
 ANSWER = b'{"model_name":"twice","model_version":"1","outputs":[{"name":"Y","datatype":"FP32","shape":[1,2],"data":[1.0,1.0]}]}'
 
 
-def binary_request(columns: int = 2) -> tuple[bytes, tuple[bytes, bytes]]:
-    tensor = {"name": "X", "datatype": "FP32", "shape": [1, columns], "parameters": {"binary_data_size": 4 * columns}}
-    header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    data = np.full(columns, 0.5, "<f4").tobytes()
-    return header + data, (b"inference-header-content-length", str(len(header)).encode())
-
-
 def test_a_json_request() -> None:
     assert call(Handle(), request()) == (
         200,
         {"content-type": "application/json", "content-length": str(len(ANSWER)), **BUSY},
         ANSWER,
     )
-
-
-def test_a_binary_request_is_answered_in_binary() -> None:
-    body, header = binary_request()
-    answer = call(Handle(), body, headers=[header])
-    assert answer is not None
-    status, headers, content = answer
-    size = int(headers["inference-header-content-length"])
-    assert (status, headers["content-type"]) == (200, "application/octet-stream")
-    assert json.loads(content[:size])["outputs"][0]["parameters"] == {"binary_data_size": 8}
-    assert content[size:] == np.array([1, 1], "<f4").tobytes()
-
-
-def test_a_small_answer_is_not_packed() -> None:
-    answer = call(Handle(), request(), headers=[(b"accept-encoding", b"gzip, deflate")])
-    assert answer is not None
-    assert "content-encoding" not in answer[1]
 
 
 @pytest.mark.parametrize(
@@ -330,34 +304,6 @@ def test_a_request_interrupted_by_the_shutdown_gets_an_error() -> None:
     assert "shutting down" in json.loads(sent[1]["body"])["error"]
     assert [failure.reason for failure in handle.failures] == ["unavailable"]
     assert handle.leases == 0
-
-
-@pytest.mark.parametrize(
-    ("bodies", "headers"),
-    [
-        ([bytes(LIMIT + 1)], []),
-        ([bytes(LIMIT), b"x"], []),
-        ([], [(b"content-length", str(LIMIT + 1).encode())]),
-        ([], [(b"content-length", b"9" * 20)]),
-        ([gzip.compress(bytes(LIMIT + 1))], [(b"content-encoding", b"gzip")]),
-    ],
-    ids=["one piece", "two pieces", "declared", "declared beyond reason", "unpacked"],
-)
-def test_bodies_that_are_too_large(bodies: list[bytes], headers: list[tuple[bytes, bytes]]) -> None:
-    handle = Handle()
-    answer = call(handle, *bodies, headers=headers)
-    assert answer is not None
-    assert answer[0] == 413
-    assert str(LIMIT) in json.loads(answer[2])["error"]
-    assert not handle.requests
-
-
-@pytest.mark.parametrize("value", [b"-1", b"+5", b"1e3", b"0x10", b"1_0", b"five", b"", "١٢".encode(), b"9" * 21])
-def test_header_lengths_that_are_none(value: bytes) -> None:
-    answer = call(Handle(), request(), headers=[(b"inference-header-content-length", value)])
-    assert answer is not None
-    assert answer[0] == 400
-    assert "inference-header-content-length" in json.loads(answer[2])["error"]
 
 
 @pytest.mark.parametrize("kind", [DeadlineExceeded, Cancelled, ModelFailed])

@@ -5,29 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from headrace.core.clock import NS_PER_MS, monotonic_ns
+from headrace.core.clock import NS_PER_MS
 from headrace.core.errors import QuotaExceeded, WouldMiss
-from headrace.http import infer_endpoint
 from headrace.inference.load_report import FRESH_NS, LoadHeaders, LoadReports
 
 from tests.unit.http.test_infer_endpoint import BUSY, Handle, call, request
-
-
-@pytest.fixture(autouse=True)
-def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop the endpoint's clock: the deadline counts from the first bytes of a request, `received_ns` from the last."""
-    now_ns = monotonic_ns()
-    monkeypatch.setattr(infer_endpoint, "monotonic_ns", lambda: now_ns)
-
-
-def test_client_and_deadline_are_read_from_headers() -> None:
-    handle = Handle()
-    assert call(handle, request(), headers=[(b"x-headrace-client", b"shop"), (b"x-request-timeout-ms", b"250")])
-    (decoded,) = handle.requests
-    assert decoded.client == "shop"
-    assert decoded.deadline_ns - decoded.received_ns == 250 * NS_PER_MS
-    assert call(handle, request())
-    assert (handle.requests[1].client, handle.requests[1].deadline_ns) == ("", 0)
 
 
 def test_the_earlier_of_header_and_parameter_counts() -> None:
@@ -55,32 +37,6 @@ def test_invalid_header_values_are_refused(header: bytes, value: bytes) -> None:
     assert answer[0] == 400
     assert header.decode() in json.loads(answer[2])["error"]
     assert not handle.requests
-
-
-def test_timing_is_sent_on_request() -> None:
-    body = json.loads(request())
-    pending = json.dumps({**body, "parameters": {"headrace_timing": True}}).encode()
-    parts = ("decode_us", "queue_us", "assemble_us", "compute_us", "split_us", "encode_us")
-    for sent, headers in ((request(), [(b"headrace-timing", b"1")]), (pending, [])):
-        answer = call(Handle(timed=True), sent, headers=headers)
-        assert answer is not None
-        status, named, content = answer
-        parameters = json.loads(content)["parameters"]
-        assert (status, parameters["headrace_batch_rows"], parameters["headrace_batch_closed"]) == (200, 3, "full")
-        assert parameters["headrace_compute_us"] == 2
-        assert abs(sum(parameters[f"headrace_{part}"] for part in parts) - parameters["headrace_total_us"]) <= len(
-            parts
-        )
-        listed = dict(part.split("=") for part in named["headrace-timing"].split(", "))
-        assert {f"headrace_{name}": value for name, value in listed.items()} == {
-            name: str(value) for name, value in parameters.items()
-        }
-        assert "compute;dur=0.002" in named["server-timing"].split(", ")
-        assert named["server-timing"].endswith(', batch;desc="3 rows, full"')
-    unasked = call(Handle(timed=True), request(), headers=[(b"headrace-timing", b"0")])
-    assert unasked is not None
-    assert "parameters" not in json.loads(unasked[2])
-    assert not {"headrace-timing", "server-timing"} & set(unasked[1])
 
 
 def test_a_split_request_reports_only_its_total_time() -> None:

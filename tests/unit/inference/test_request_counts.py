@@ -80,19 +80,6 @@ def break_encode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.grpc.codec.GrpcCodec.encode", encode)
 
 
-async def test_a_response_that_cannot_be_encoded(
-    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, model: FakeModel
-) -> None:
-    served = handle(mailbox, model)
-    inference = GrpcInference(services(served), 1 << 20)
-    await inference.infer(message(), Call())
-    break_encode(monkeypatch)
-    with pytest.raises(ModelFailed):
-        await inference.infer(message(), Call())
-    wait_counted(served, 2)
-    assert counts(served) == (1, {"model_failed": 1})
-
-
 async def test_a_call_that_is_cancelled_once_its_request_is_answered(mailbox: Mailbox, model: FakeModel) -> None:
     served = handle(mailbox, model)
     model.gate.clear()

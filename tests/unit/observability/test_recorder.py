@@ -11,7 +11,7 @@ from headrace.backends.base import ProcessStatus
 from headrace.core.clock import NS_PER_S
 from headrace.core.request import BatchTimes, LevelLoad, ModelLoad
 from headrace.core.tensor import ModelSpec
-from headrace.observability.counters import BatchRecord, Recorder, to_triton
+from headrace.observability.counters import BatchRecord, Recorder
 from headrace.observability.histograms import BUCKETS_S, Histogram
 from headrace.observability.metrics import MetricsPage
 from hypothesis import given
@@ -125,34 +125,6 @@ def test_every_phase_has_the_histogram_of_its_durations(
     for phase, histogram in recorder.totals().phases.items():
         assert histogram.sum_ns == expected[phase].sum_ns, phase
         assert histogram.fine.tolist() == expected[phase].fine.tolist(), phase
-
-
-def test_statistics_have_triton_s_shape() -> None:
-    recorder = Recorder()
-    recorder.record_batch(BatchRecord(3, 3, "full", _times(), [10, 20], [150, 160]))
-    recorder.failed_batch("idle")
-    recorder.failure("model_failed", 9)
-    shown = to_triton("m", "1", recorder.totals())
-    assert shown["inference_count"] == 3
-    assert shown["execution_count"] == 2
-    assert shown["inference_stats"] == {
-        "success": {"count": 2, "ns": 310},
-        "fail": {"count": 1, "ns": 9},
-        "queue": {"count": 2, "ns": 30},
-        "compute_input": {"count": 2, "ns": 60},
-        "compute_infer": {"count": 2, "ns": 200},
-        "compute_output": {"count": 2, "ns": 10},
-        "cache_hit": {"count": 0, "ns": 0},
-        "cache_miss": {"count": 0, "ns": 0},
-    }
-    assert shown["batch_stats"] == [
-        {
-            "batch_size": 3,
-            "compute_input": {"count": 1, "ns": 30},
-            "compute_infer": {"count": 1, "ns": 100},
-            "compute_output": {"count": 1, "ns": 5},
-        }
-    ]
 
 
 ENGINE = {"engine.file": "model.0123456789ab.onnx", "engine.precision": "int8", "engine.below_accuracy_bar": True}

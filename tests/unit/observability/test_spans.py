@@ -13,7 +13,7 @@ pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed
 
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Forbidden
-from headrace.core.request import BatchTimes, PipelineStepTimes
+from headrace.core.request import BatchTimes
 from headrace.core.telemetry import TraceContext
 from headrace.observability import tracing
 from headrace.observability.access_log import AccessRecord, phases
@@ -107,29 +107,6 @@ def test_a_request_that_was_cut_has_no_batch() -> None:
     assert [span.name for span in exporter_stub.spans] == ["decode", "queue_to_split", "encode", "infer m"]
 
 
-def test_the_steps_of_a_pipeline_are_spans_within_the_request() -> None:
-    steps = (
-        PipelineStepTimes("decode", "reader", "1", NOW + 20, NOW + 40, times(), 2, "ok"),
-        PipelineStepTimes("classify", "net", "3", NOW + 40, NOW + 70, None, 0, "skipped"),
-    )
-    exporter_stub = written(account(None)._replace(steps=steps))
-    (request,) = exporter_stub.named("infer m")
-    (first,), (second,) = exporter_stub.named("step decode"), exporter_stub.named("step classify")
-    assert {first.parent.span_id, second.parent.span_id} == {request.context.span_id}
-    assert (first.end_time - first.start_time, second.end_time - second.start_time) == (20, 30)
-    assert dict(first.attributes) == {
-        "headrace.model": "reader", "headrace.version": "1", "headrace.step.outcome": "ok", "headrace.batch.rows": 2
-    }  # fmt: skip
-    assert (second.attributes["headrace.step.outcome"], second.attributes["headrace.batch.rows"]) == ("skipped", 0)
-
-
-def test_the_tracestate_and_id_of_the_caller_are_preserved() -> None:
-    exporter_stub = written(account(None, context=TraceContext(TRACE, "b" * 16, True, "v=1")))
-    (span,) = exporter_stub.named("infer m")
-    assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, "b" * 16)
-    assert span.context.trace_state.get("v") == "1"
-
-
 @pytest.mark.parametrize("hostile", ["\ud800", "\x00", "x" * 100_000, "token=abc"])
 def test_what_clients_send_can_be_encoded(hostile: str) -> None:
     from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -194,18 +171,6 @@ class Sink:
 
 
 SAMPLED, NOT_SAMPLED = TraceContext(TRACE, "b" * 16, True), TraceContext(TRACE, "b" * 16, False)
-
-
-def test_callers_are_followed_and_the_rest_is_sampled() -> None:
-    tracer = Tracer("", spans=Sink(), rate=3)
-    assert tracer.active
-    assert tracer.select("m", SAMPLED) == TraceSelection(TRACE)
-    assert tracer.select("m", NOT_SAMPLED) is None
-    picks = [tracer.select("m", None) for _ in range(9)]
-    assert [pick is not None for pick in picks] == [False, False, True] * 3
-    chosen = {pick.trace_id for pick in picks if pick is not None}
-    assert len(chosen) == 3
-    assert all(len(trace_id) == 32 and int(trace_id, 16) for trace_id in chosen)
 
 
 def test_rate_0_and_an_exhausted_count_still_follow_the_caller_s_decision() -> None:

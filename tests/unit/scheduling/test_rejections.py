@@ -11,12 +11,11 @@ import pytest
 from headrace.core.clock import NS_PER_MS as MS
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import Mailbox
-from headrace.core.errors import DeadlineExceeded, Overloaded, QueueTimeout, QuotaExceeded, WouldMiss
-from headrace.core.quota import Quota
+from headrace.core.errors import DeadlineExceeded, Overloaded, QueueTimeout, WouldMiss
 from headrace.core.request import InferRequest
 from headrace.scheduling.admission import WaitForecast
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits, RateLimits
+from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits
 
 from tests.support.fakes import FakeModel, handle, infer_request, wait_started
 
@@ -143,23 +142,6 @@ async def test_no_request_is_rejected_as_late_while_the_model_is_evicted(mailbox
     assert await asyncio.to_thread(served.restore, again)
     for completion in waiting:
         await completion  # late, but answered
-
-
-async def test_a_client_over_its_quota_is_refused_and_others_are_not(mailbox: Mailbox, model: FakeModel) -> None:
-    limits = RateLimits({"shop": Quota(0.01, 3)}, Quota(0.01, 1))
-    served = handle(mailbox, model, rate_limits=limits)
-    for value in range(2):
-        assert await served.infer(now(value, client="shop"))
-    assert await asyncio.to_thread(served.infer_blocking, now(2, client="shop"))
-    with pytest.raises(QuotaExceeded, match="client 'shop'"):
-        served.infer(now(3, client="shop"))
-    with pytest.raises(QuotaExceeded):
-        await asyncio.to_thread(served.infer_blocking, now(3, client="shop"))
-    assert await served.infer(now(4, client="another"))
-    assert await served.infer(now(5))
-    with pytest.raises(QuotaExceeded, match="without a name"):
-        served.infer(now(6))
-    assert served.depth == 0
 
 
 async def test_levels_have_separate_timeouts_and_bounds(mailbox: Mailbox, model: FakeModel) -> None:

@@ -38,7 +38,6 @@ from tests.support.completions import responses_of
 from tests.support.decoupled_models import (
     ACTIONS,
     REPEAT,
-    SQUARE,
     decoupled_handle,
     decoupled_spec,
     open_decoupled,
@@ -132,21 +131,6 @@ def counted(number: int) -> Answers:
     return [[element] for element in range(number)]
 
 
-async def test_square_and_its_empty_stream(tmp_path: Path) -> None:
-    async with serving(tmp_path, SQUARE) as client:
-        results = await asyncio.gather(*[client.ask(number) for number in (0, 1, 5, 0, 130)])
-        for number, (answers, end) in zip((0, 1, 5, 0, 130), results, strict=True):
-            assert answers == [[number]] * number
-            assert isinstance(end, InferResponse)
-            assert end.outputs == {}
-            assert end.times is not None
-        await until_async(lambda: client.handle.recorder.totals().successes == 5)
-        totals = client.handle.recorder.totals()
-        assert (totals.first_response.count, totals.inter_response.count) == (3, 133)
-        assert totals.rows == 5
-        assert totals.executions == 5
-
-
 async def test_requests_interleave_and_keep_their_order(tmp_path: Path) -> None:
     spec = decoupled_spec({"IN": "INT32", "DELAY": "UINT32", "WAIT": "UINT32"})
     spec.outputs["IDX"] = decoupled_spec({"IDX": "UINT32"}).inputs["IDX"]
@@ -163,17 +147,6 @@ async def test_requests_interleave_and_keep_their_order(tmp_path: Path) -> None:
             assert [response.outputs["OUT"].tolist() for response in responses] == [[element] for element in values]
             assert [response.outputs["IDX"].tolist() for response in responses] == counted(len(values))
             await completion
-
-
-async def test_the_final_flag_may_come_with_a_response(tmp_path: Path) -> None:
-    async with serving(tmp_path) as client:
-        completion, stream = client.start(2, 3)
-        responses: list[Any] = [response async for response in responses_of(stream, completion)]
-        assert [response.parameters for response in responses] == [None, None, {"last": True}]
-        assert [response.final for response in responses] == [False, False, True]
-        assert isinstance(await ended(completion), InferResponse)
-        # Also while `execute` runs.
-        assert (await client.ask(22, 3))[0] == counted(3)
 
 
 async def test_responses_may_follow_an_error(tmp_path: Path) -> None:
@@ -402,12 +375,6 @@ async def test_open_requests_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
         assert not waiting[0].is_settled
         waiting[0].abandon()
         kept[1][0].abandon()
-
-
-async def test_an_ended_request_makes_room_for_the_next(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_open=1) as client:
-        results = await asyncio.gather(*[client.ask(1, 3) for _ in range(20)])
-        assert all(answers == counted(3) for answers, _end in results)
 
 
 async def test_closing_waits_for_open_requests(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from tests.support.fake_tensorrt import affine, fake_tensorrt
 from tests.support.tensorrt_case import ORDER, X, Y, batches, build
 
 ten = pytest.mark.parametrize("trt_version", ["10.6.0"])
-eleven = pytest.mark.parametrize("trt_version", ["11.4.0.106"])
 
 
 def test_a_missing_gpu_or_tensorrt_is_reported(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, tmp_path: Path) -> None:
