@@ -123,12 +123,6 @@ def test_decode_and_encode_phases_are_measured_over_grpc(
         assert 0 < value(after, f"{name}_sum") - value(before, f"{name}_sum") < 60
 
 
-def test_gauges(counted: list[Sample]) -> None:
-    assert value(counted, "headrace_queue_depth") == 0
-    assert value(counted, "headrace_in_flight") == 0
-    assert value(counted, "headrace_instances") == 1
-
-
 def test_the_page_agrees_with_the_statistics(server: Server, counted: list[Sample]) -> None:
     with triton.InferenceServerClient(server.address) as client:
         (stats,) = client.get_inference_statistics(MODEL)["model_stats"]
@@ -173,9 +167,3 @@ def test_errors_are_counted_by_protocol(grpc_server: Server, grpc_client: triton
         grpc_client.get_model_metadata("nobody")
     assert grpc_server.request("GET", "/v2/models/nobody")[0] == 404
     assert errors() == {protocol: before.get(protocol, 0) + 1 for protocol in ("grpc", "http")}
-
-
-def test_the_process_is_measured_too(server: Server) -> None:
-    page = server.request("GET", "/metrics")[2].decode()
-    names = {family.name for family in read_page(page)}
-    assert {"process_resident_memory_bytes", "process_cpu_seconds"} <= names

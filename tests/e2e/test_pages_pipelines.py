@@ -35,7 +35,6 @@ pipeline:
     again: {{model: copy, inputs: {{X: "{HOSTILE}"}}, outputs: {{Y: features}}}}
 """
 STEPS = 100
-VIEW = "document.querySelector('#view')"
 BOXES = "[...document.querySelectorAll('#view .graph .step')]"
 
 

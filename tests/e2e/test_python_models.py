@@ -162,18 +162,6 @@ def test_requests_share_a_batch_and_get_their_own_rows(server: Server) -> None:
     assert max(sizes) > 1, "no requests were merged"
 
 
-def test_requests_over_grpc(server: Server) -> None:
-    a, b = np.arange(8, dtype=np.float32).reshape(2, 4), np.ones((2, 4), np.float32)
-    tensors = [
-        triton_grpc.InferInput(name, [2, 4], "FP32").set_data_from_numpy(array)
-        for name, array in (("INPUT0", a), ("INPUT1", b))
-    ]
-    with triton_grpc.InferenceServerClient(server.grpc_address) as client:
-        result = client.infer("plain", tensors, outputs=[triton_grpc.InferRequestedOutput("OUTPUT0")])
-        np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), a + b)
-        assert result.as_numpy("OUTPUT1") is None
-
-
 def test_inputs_and_outputs_may_be_reshaped(server: Server) -> None:
     def ask(value: int) -> list[float]:
         tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [value, 1, 2, 3]}

@@ -49,13 +49,6 @@ def test_a_deadline_in_a_header_of_http(client: triton.InferenceServerClient) ->
     assert client.infer("affine", http_inputs(X), headers={"X-Request-Timeout-Ms": "20000"}) is not None
 
 
-@pytest.mark.parametrize("value", ["-1", "1.5", "soon", str(10**21)])
-def test_a_deadline_that_is_none(client: triton.InferenceServerClient, value: str) -> None:
-    with pytest.raises(InferenceServerException, match="x-request-timeout-ms") as caught:
-        client.infer("affine", http_inputs(X), headers={"X-Request-Timeout-Ms": value})
-    assert caught.value.status() == "400"
-
-
 def test_a_deadline_in_the_metadata_of_grpc(grpc_client: triton_grpc.InferenceServerClient) -> None:
     slow = [tensor("STEPS", np.array([STEPS_PER_S], np.int64), "INT64")]
     with pytest.raises(InferenceServerException, match="deadline") as caught:

@@ -281,9 +281,9 @@ def test_timeout_and_cancel_in_the_backlog_end_the_sequence(grpc: triton_grpc.In
     assert send(grpc, 4, 53, start=True, end=True, model="one_slot") == 4
 
 
-def test_an_idle_sequence_gives_its_slot_away(client: Any) -> None:
+def test_an_idle_sequence_gives_its_slot_away(grpc: triton_grpc.InferenceServerClient) -> None:
     for sequence_id in range(60, 64):  # each waits until the one before it has expired
-        assert send(client, sequence_id, sequence_id, start=True, model="short") == sequence_id
+        assert send(grpc, sequence_id, sequence_id, start=True, model="short") == sequence_id
 
 
 def test_a_failing_request_leaves_its_sequence_alive(client: Any) -> None:
@@ -295,24 +295,24 @@ def test_a_failing_request_leaves_its_sequence_alive(client: Any) -> None:
     assert send(client, 2, 71, end=True) == 3
 
 
-def test_a_crash_ends_the_sequences_of_the_instance(client: Any) -> None:
+def test_a_crash_ends_the_sequences_of_the_instance(grpc: triton_grpc.InferenceServerClient) -> None:
     model = "crashing"
-    assert send(client, 1, 81, start=True, model=model) == 1
-    assert send(client, 1, 82, start=True, model=model) == 1
+    assert send(grpc, 1, 81, start=True, model=model) == 1
+    assert send(grpc, 1, 82, start=True, model=model) == 1
     with pytest.raises(InferenceServerException, match="died"):
-        send(client, 1000, 81, model=model)
+        send(grpc, 1000, 81, model=model)
     for sequence_id in (81, 82):
         with pytest.raises(InferenceServerException, match=r"died|START flag"):
-            send(client, 5, sequence_id, model=model)
+            send(grpc, 5, sequence_id, model=model)
 
     def restarts() -> bool:
         try:
-            return send(client, 5, 82, start=True, model=model) == 5
+            return send(grpc, 5, 82, start=True, model=model) == 5
         except InferenceServerException:
             return False
 
     until(restarts)
-    assert send(client, 5, 82, end=True, model=model) == 10
+    assert send(grpc, 5, 82, end=True, model=model) == 10
 
 
 def process(client: Any, sequence_id: int, model: str, start: bool = False, end: bool = False) -> tuple[int, int]:
@@ -320,29 +320,31 @@ def process(client: Any, sequence_id: int, model: str, start: bool = False, end:
     return int(result.as_numpy("OUTPUT")[0, 0]), int(result.as_numpy("PROCESS")[0, 0])
 
 
-def test_a_process_that_dies_between_requests_takes_its_sequences_along(client: Any) -> None:
+def test_a_process_that_dies_between_requests_takes_its_sequences_along(
+    grpc: triton_grpc.InferenceServerClient,
+) -> None:
     model = "crashing"
 
     def begin() -> int:
         try:
-            return process(client, 85, model, start=True)[1]
+            return process(grpc, 85, model, start=True)[1]
         except InferenceServerException:  # the process of the test before is being replaced
             return 0
 
     until(begin)
-    os.kill(process(client, 85, model)[1], signal.SIGKILL)
+    os.kill(process(grpc, 85, model)[1], signal.SIGKILL)
     refusals = []
 
     def is_refused() -> bool:
         with pytest.raises(InferenceServerException) as refused:
-            process(client, 85, model)
+            process(grpc, 85, model)
         refusals.append(str(refused.value))
         return "START flag" in refusals[-1]
 
     until(is_refused)
     assert "the instance that has its state died" in refusals[-1]
     until(begin)
-    assert process(client, 85, model, end=True)[0] == 2
+    assert process(grpc, 85, model, end=True)[0] == 2
 
 
 def test_reload_with_a_live_sequence(client: Any, repository: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,27 @@ def infer(server: Server, model: str = "affine", headers: dict[str, str] | None 
     return server.request("POST", f"/v2/models/{model}/infer", body(**more), headers)[0]
 
 
-@pytest.fixture(scope="module", params=["grpc", "http"])
-def traced(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Receiver]]:
-    folder = tmp_path_factory.mktemp("traced")
-    protocol: str = request.param
+@contextmanager
+def tracing(folder: Path, protocol: str) -> Iterator[tuple[Server, Receiver]]:
+    """A server that sends spans, and their receiver over a protocol of OTLP."""
     with receiving(protocol) as receiver:
         options = ("--otlp-endpoint", receiver.endpoint, "--otlp-protocol", protocol, "--trace-rate", "0")
         with serving(repository(folder), folder, *options) as server:
             yield server, receiver
             assert "Traceback" not in server.text
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Receiver]]:
+    with tracing(tmp_path_factory.mktemp("traced"), "grpc") as both:
+        yield both
+
+
+def test_spans_arrive_over_the_other_protocol_of_otlp(tmp_path: Path) -> None:
+    with tracing(tmp_path, "http") as (server, receiver):
+        assert infer(server, headers=SAMPLED) == 200
+        (span,) = receiver.wait("infer affine")
+        check(span, receiver)
 
 
 @pytest.fixture

@@ -270,27 +270,6 @@ def test_answers_that_no_grpc_client_reads(impatient: Attacked) -> None:
 # Connections and streams.
 
 
-def test_connections_beyond_the_limit(impatient: Attacked) -> None:
-    """While none is idle they are refused, with a time to come back; the others are served, and places are given back."""
-    until(lambda: sum(impatient.samples("headrace_connections", protocol="http")) <= 1)
-    body = http_body()
-    before = impatient.reached("max_connections")
-    with ExitStack() as stack:
-        wires = [stack.enter_context(impatient.connect()) for _ in range(40)]
-        for wire in wires:
-            wire.pour([head(INFER_PATH, f"Content-Length: {len(body)}") + body[:-1]])
-        for _ in range(10):
-            with impatient.connect() as refused:
-                refused.pour([head(INFER_PATH, f"Content-Length: {len(body)}") + body])
-                status, text = refused.answer()
-                assert (status, "40 connections" in text) == (503, True)
-        for wire in wires:
-            wire.pour([body[-1:]])
-            assert wire.answer() == (200, "")
-    until(lambda: impatient.infer(http_body())[0] == 200)
-    assert impatient.reached("max_connections") - before >= 10
-
-
 def test_grpc_connections_beyond_the_limit(impatient: Attacked) -> None:
     with ExitStack() as stack:
         for _ in range(40):

@@ -145,14 +145,6 @@ def test_a_lost_connection_ends_its_calls(server: EchoServer) -> None:
     assert call.cancelled() or call.exception() is not None
 
 
-@pytest.mark.parametrize("kind", [grpc.Compression.Gzip, grpc.Compression.Deflate, grpc.Compression.NoCompression])
-def test_compressed_requests_are_unpacked(channel: grpc.Channel, kind: grpc.Compression) -> None:
-    for message in (b"x" * 100_000, os.urandom(5000), b""):
-        assert channel.unary_unary("/test.Echo/Echo")(message, timeout=10, compression=kind) == message
-        chat = channel.stream_stream("/test.Echo/Chat")
-        assert list(chat(iter([message] * 3), timeout=10, compression=kind)) == [message] * 3
-
-
 def test_a_message_beyond_the_limit_fails_alone(channel: grpc.Channel) -> None:
     with echo_server(max_message_bytes=10_000) as small, grpc.insecure_channel(small.target, OPTIONS) as connected:
         echo = connected.unary_unary("/test.Echo/Echo")
@@ -195,15 +187,6 @@ def test_a_long_error_still_fits_into_the_trailers(channel: grpc.Channel) -> Non
     error = _refused(channel.unary_unary("/test.Echo/Refuse"), ("ä" * 20_000).encode())
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert error.details().startswith("ää")
-
-
-def test_an_unknown_method_is_unimplemented(channel: grpc.Channel) -> None:
-    assert _refused(channel.unary_unary("/test.Echo/None"), b"x").code() == grpc.StatusCode.UNIMPLEMENTED
-    assert _refused(channel.unary_unary("/test.Echo/None"), bytes(3 << 20)).code() == grpc.StatusCode.UNIMPLEMENTED
-    chat = channel.stream_stream("/test.Other/Chat")(iter([b"x"]), timeout=10)
-    with pytest.raises(grpc.RpcError) as caught:
-        list(chat)
-    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_a_unary_method_requires_exactly_one_message(channel: grpc.Channel) -> None:

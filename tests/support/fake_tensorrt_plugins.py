@@ -85,11 +85,6 @@ def add_plugins(trt: Any) -> None:
     trt.get_plugin_registry = lambda: registry
 
 
-def has_plugins(trt: Any, model: onnx.ModelProto) -> bool:
-    """True if the model has nodes of a registered plug-in."""
-    return any(_creator(trt, node.op_type) is not None for node in model.graph.node)
-
-
 def serialize_plugins(trt: Any, model: onnx.ModelProto, logger: Any) -> dict[str, dict[str, Any]] | None:
     """Create the plug-ins of a model's nodes as the builder does, and return their fields; None if one is refused."""
     plugins: dict[str, dict[str, Any]] = {}
