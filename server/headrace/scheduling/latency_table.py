@@ -8,8 +8,9 @@ and others, OSDI 2020) also uses a window of recent times for each model and bat
 
 A window alone is slow after a lasting change: its median follows once half of it is new. A run rule, as in control charts
 (Western Electric, Statistical Quality Control Handbook, 1956), detects the change: eight times in a row beyond the same
-quartile happen by chance once in 4^8 = 65,536. Then the times before the run are dropped. If the run spans several numbers of
-rows, the machine has changed, and numbers of rows that are not run are scaled with those that are.
+quartile happen by chance once in 4^8 = 65,536. Then the times before the run are dropped. The quartiles are those of the times
+before the latest eight, since those of a whole window move with the change before all eight are measured. If the run spans
+several numbers of rows, the machine has changed, and numbers of rows that are not run are scaled with those that are.
 
 Between measured numbers of rows the estimate is linear. Above the largest it grows in proportion, below the smallest it is
 constant: it overestimates rather than underestimates. If a larger batch measures faster than a smaller one, both get their mean,
@@ -102,21 +103,35 @@ class Window:
         self.replace_times([max(round(time_ns * ratio), 1) for time_ns in self.last(RUN)])
 
     def sort(self) -> None:
-        """Update the statistics."""
+        """Update the statistics, and count the run again."""
         ordered = sorted(self.times_ns)
         count = len(ordered)
-        if not self.run:  # a run is compared with the quartiles from before it
-            self.low_ns = ordered[count // 4]
-            self.high_ns = ordered[count - 1 - count // 4]
         self.median_ns = (ordered[(count - 1) // 2] + ordered[count // 2]) // 2
         self.p95_ns = ordered[int(_PROMISED * count)]
         self.fresh = 0
+        if count > RUN:
+            self._set_quartiles(sorted(list(self.times_ns)[:-RUN]), RUN)
+            self._count_run()
+        elif not self.run:
+            self._set_quartiles(ordered)
 
-    def drop_older(self) -> None:
-        """Remove times from before the run, and those of the run that are closer to them: its start may be chance."""
-        times_ns = self.last(RUN)
-        now_ns = sorted(times_ns)[RUN // 2]
-        self.replace_times([time_ns for time_ns in times_ns if abs(time_ns - now_ns) <= abs(time_ns - self.median_ns)])
+    def _set_quartiles(self, ordered: list[int], min_count: int = 0) -> None:
+        """Store the quartiles, or the shortest and longest of fewer than `min_count` times, whose quartiles vary much."""
+        count = len(ordered)
+        beyond = count // 4 if count >= min_count else 0
+        self.low_ns, self.high_ns = ordered[beyond], ordered[count - 1 - beyond]
+
+    def _count_run(self) -> None:
+        self.run = 0
+        for time_ns in reversed(self.last(RUN)):
+            side = self.side(time_ns)
+            if not side or self.run * side < 0:
+                break
+            self.run += side
+
+    def side(self, time_ns: int) -> int:
+        """Return 1 for a time above the upper quartile, -1 for one below the lower quartile, and else 0."""
+        return (time_ns > self.high_ns) - (time_ns < self.low_ns)
 
     def last(self, count: int) -> list[int]:
         """Return the latest `count` times, the newest last."""
@@ -138,7 +153,7 @@ class LatencyWindows:
         self.windows: dict[int, Window] = {}
         self.curve: LatencyCurve | None = LatencyCurve([], [], [])  # None: rebuilt on the next read
         self._run: list[int] = []  # rows of the last times beyond the same quartiles
-        self._above = False  # True if that run is above the upper quartiles
+        self._side = 0  # 1: that run is above the upper quartiles; -1: below the lower ones
         self._sorted = 0  # windows sorted since the curve was built
         self._batches = 0
         self._pace = 1.0
@@ -185,25 +200,32 @@ class LatencyWindows:
         elif not self._seeded:  # the first times of requests are the only reference
             self._update_anchor(window, time_ns)
         window.seen, window.pace = self._batches, self._pace
-        if window.run and (time_ns < window.low_ns if window.run > 0 else time_ns > window.high_ns):
-            window.run = 0  # the direction changed, so this is no run: compare with new quartiles
-            window.sort()
+        side = (time_ns > window.high_ns) - (time_ns < window.low_ns)
+        if window.run * side < 0:
+            window.run = 0
+            if len(window.times_ns) <= RUN:  # no run, so the quartiles need not be from before it
+                window.sort()
+                side = window.side(time_ns)
         window.times_ns.append(time_ns)
         window.observations += 1
         window.fresh += 1
-        if window.low_ns <= time_ns <= window.high_ns:
-            window.run = 0
-            if self._run:
-                self._run = []
-        else:
-            self._extend_run(window, rows, time_ns)
-        if not self._batches % _LATELY:
-            self._follow(_LATELY)
-        if window.fresh * _SORT >= len(window.times_ns):
+        window.run = window.run + side if side else 0
+        count = len(window.times_ns)
+        # With one time more than a run the quartiles are of times before it for the first time.
+        if window.fresh * _SORT >= count or count == RUN + 1:
             window.sort()
             self._sorted += 1
             if self._sorted * _REDRAW >= len(self.windows):  # the cost of a rebuild grows with the windows
                 self.curve = None
+        if abs(window.run) >= RUN:
+            window.replace_times(window.last(RUN))
+            self._run, self.curve = [], None
+        elif side:
+            self._extend_run(rows, side)
+        elif self._run:
+            self._run = []
+        if not self._batches % _LATELY:
+            self._follow(_LATELY)
 
     def _update_anchor(self, window: Window, time_ns: int) -> None:
         if window.observations >= RUN:
@@ -251,17 +273,12 @@ class LatencyWindows:
         self.curve = curve = LatencyCurve([rows for rows, _ in windows], medians_ns, promises_ns)
         return curve
 
-    def _extend_run(self, window: Window, rows: int, time_ns: int) -> None:
-        """Record a time beyond a quartile, and react if it completes a run."""
-        above = time_ns > window.high_ns
-        if above != self._above:
-            self._above, self._run = above, []
-        window.run += 1 if above else -1
+    def _extend_run(self, rows: int, side: int) -> None:
+        """Record a time beyond a quartile, and react if it completes a run over several numbers of rows."""
+        if side != self._side:
+            self._side, self._run = side, []
         self._run.append(rows)
-        if abs(window.run) >= RUN:
-            window.drop_older()
-            self._run, self.curve = [], None
-        elif len(self._run) >= RUN:
+        if len(self._run) >= RUN:
             self._restart_windows()
 
     def _restart_windows(self) -> None:

@@ -99,6 +99,9 @@ def test_outliers_do_not_move_the_median_and_few_not_the_promise(seed: int, fact
 
 
 @given(st.integers(0, 2**32), st.sampled_from([0.25, 0.5, 2.0, 10.0]), st.integers(1, 3 * WINDOW))
+@example(1628318423, 0.5, 3)  # the last of the times before the change began a run by chance
+@example(1311774754, 10.0, 7)  # a run of seven before the change
+@example(4191987201, 0.25, 16)  # runs by chance before the change and over its start
 def test_a_lasting_change_is_followed_within_eight_batches(seed: int, factor: float, before: int) -> None:
     profile = LatencyTable()
     observe_all(profile, 16, in_turn(seed, before))
