@@ -43,14 +43,20 @@ class FakeModel:
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         x = inputs["x"]
         values = [float(row[0]) for row in x]  # type: ignore[index,attr-defined]
+        gate = self.gate
         self.batches.append(values)
         self.started.release()
-        assert self.gate.wait(20), "the test forgot to open the gate"
+        assert gate.wait(20), "the test forgot to open the gate"
         if DEATH in values:
             raise InstanceKilledError
         if POISON in values:
             raise RuntimeError("poisoned: /secret/path")
         return {"y": np.asarray(x) * 2}
+
+    def pass_one(self) -> None:
+        """Let the batches that have begun pass the gate, and hold later ones: after `set` and `clear` one could wait for both."""
+        gate, self.gate = self.gate, threading.Event()
+        gate.set()
 
     def close(self) -> None:
         self.closed = True

@@ -17,6 +17,12 @@ from loadtest.front_ends import EngineAlone, EngineFailed, EngineSample, Synthet
 from tests.support import models
 from tests.support.onnx_models import identity_model
 
+# On a slow machine a request of the bench may wait for more than the default of 1 s.
+CONFIG = """
+max_batch_size: 64
+parameters { key: "headrace.max_queue_wait_microseconds" value { string_value: "0" } }
+"""
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="front-end processes need Linux")
 
 
@@ -26,7 +32,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = identity_model(
         {"input": (TensorProto.FLOAT, ["batch", 16])}, {"output": (TensorProto.FLOAT, ["batch", 16])}
     )
-    models.add_model(folder, "tiny", model, config="max_batch_size: 64")
+    models.add_model(folder, "tiny", model, config=CONFIG)
     return folder
 
 

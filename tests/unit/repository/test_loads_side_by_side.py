@@ -101,6 +101,7 @@ async def test_an_unload_ends_the_loads_that_fill_the_queue(tmp_path: Path, monk
         reconciler,
         registry,
     ):
+        await until_async(lambda: not reconciler._waiting)  # those of the start
         commands = [
             asyncio.ensure_future(reconciler.load(name, None, {}))
             for name in ("hangs", "waits")

@@ -91,8 +91,7 @@ async def test_a_cancelled_request_in_a_batch_does_not_affect_the_others(
     first = served.infer(infer_request(9))
     await wait_started(model)
     waiting = [served.infer(infer_request(value)) for value in range(3)]
-    model.gate.set()
-    model.gate.clear()
+    model.pass_one()
     await wait_started(model)
     waiting[position].abandon()
     model.gate.set()

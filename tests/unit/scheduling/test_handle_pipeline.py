@@ -124,7 +124,10 @@ async def test_requests_without_an_optional_input_run_plainly_between_pipelined_
 
 
 @pytest.mark.parametrize("call", ["begin", "launch", "finish"])
-async def test_the_death_of_the_last_instance_fails_all_requests_and_readiness(call: str, mailbox: Mailbox) -> None:
+async def test_the_death_of_the_last_instance_fails_all_requests_and_readiness(
+    call: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.scheduling.instance.FIRST_PAUSE_S", 100)  # no restart within the test
     model = FakePipeline(manual=True)
     deaths: list[int] = []
     handle = served(mailbox, model, deaths.append, batch=BatchPolicy(1))
