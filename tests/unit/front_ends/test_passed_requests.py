@@ -39,28 +39,21 @@ from uvicorn.server import ServerState
 from tests.support.waiting import until_async
 
 TOKEN = b"t" * 16
-EVENTS = b"content-type", b"text/event-stream; charset=utf-8"
 
 
 class Application:
-    """Says what it has seen of a request; `/events` sends events until the client has gone, `/early` reads no body.
+    """Says what it has seen of a request; `/early` reads no body.
 
     Attributes:
         seen: client, certificate and headers of the last request.
-        disconnects: requests whose client has gone.
-        sent: events.
     """
 
     def __init__(self) -> None:
         self.seen: tuple[Any, ...] = ()
-        self.disconnects = self.sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond."""
         self.seen = scope["client"], scope["headrace.connection"].peer_names, scope["headers"]
-        if scope["path"] == "/events":
-            await self._send_events(receive, send)
-            return
         if scope["path"] == "/error":
             raise ValueError("of the application")
         body, more = b"", scope["path"] != "/early"
@@ -78,17 +71,6 @@ class Application:
         await send({"type": "http.response.start", "status": 418, "headers": headers})
         await send({"type": "http.response.body", "body": content[:9], "more_body": True})
         await send({"type": "http.response.body", "body": content[9:]})
-
-    async def _send_events(self, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [EVENTS]})
-        gone = asyncio.ensure_future(receive())
-        await gone  # the body
-        gone = asyncio.ensure_future(receive())
-        while not gone.done():
-            await send({"type": "http.response.body", "body": b"data: %b\n\n" % (b"x" * 10_000), "more_body": True})
-            self.sent += 1
-            await asyncio.sleep(0)
-        self.disconnects += 1
 
 
 class Servers:
@@ -258,30 +240,3 @@ async def test_a_process_that_is_no_child_of_the_supervisor_is_refused() -> None
         process = await asyncio.create_subprocess_exec(*words, stderr=asyncio.subprocess.DEVNULL)
         assert await process.wait() in (0, 1), "closed, before or after the child has sent its message"
         assert application.seen == ()
-
-
-async def test_events_wait_for_a_client_that_does_not_read_and_end_with_it() -> None:
-    async with opened() as (servers, application):
-        reader, writer = await asyncio.open_connection("127.0.0.1", servers.front_end, limit=1000)
-        writer.write(b"GET /events HTTP/1.1\r\n" + CLOSE)
-        assert await reader.read(100)
-        sent = -1
-        while sent != application.sent:
-            sent = application.sent
-            for _ in range(200):
-                await asyncio.sleep(0)
-        assert sent < 2000, "20 MB, more than all buffers on the way"
-        writer.transport.abort()
-        await until_async(lambda: application.disconnects == 1)
-
-
-async def test_the_end_of_the_engine_is_an_event_after_events() -> None:
-    async with opened() as (servers, _):
-        reader, writer = await asyncio.open_connection("127.0.0.1", servers.front_end)
-        writer.write(b"GET /events HTTP/1.1\r\n" + CLOSE)
-        assert await reader.read(100)
-        servers.peer.close()
-        async with asyncio.timeout(60):
-            rest = await reader.read()
-        assert b"retry later" in rest or not rest.endswith(b"0\r\n\r\n"), "the body ends too early, or with an error"
-        writer.close()

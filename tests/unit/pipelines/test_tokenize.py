@@ -33,14 +33,6 @@ def texts(*words: str | bytes) -> Array:
     return array
 
 
-def test_texts_become_ids_padded_to_the_longest(file: Path) -> None:
-    result = Tokenizer(file, TokenizeOptions()).tokenize(texts("the cat sat", "dog"))
-    assert result["input_ids"].tolist() == [[2, 4, 5, 6, 3], [2, 1, 3, 0, 0]]
-    assert result["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
-    assert result["token_type_ids"].tolist() == [[0] * 5] * 2
-    assert all(array.dtype == np.int64 for array in result.values())
-
-
 def test_the_length_is_padded_to_a_multiple_or_to_a_fixed_one(file: Path) -> None:
     assert Tokenizer(file, TokenizeOptions(multiple_of=8)).tokenize(texts("cat"))["input_ids"].shape == (1, 8)
     fixed = Tokenizer(file, TokenizeOptions(pad_to=6, pad_id=9)).tokenize(texts("cat"))

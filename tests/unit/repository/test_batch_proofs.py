@@ -116,16 +116,6 @@ async def test_requests_to_a_model_with_mixed_rows_run_alone_and_whole(
     assert [r for r in caplog.records if r.name == "headrace.proof" and reason in r.getMessage()]
 
 
-async def test_requests_that_share_batches_without_a_proof_change_each_other(repository: Path) -> None:
-    """The fault that the proof guards against."""
-    add_model(repository, "m", model_of(MIXED), config=BATCHES)
-    requests = inputs(1, 3, 2)
-    async with running(repository, ALL) as (_, registry):
-        answers = await infer(registry, *requests)
-    x = np.concatenate(requests)
-    np.testing.assert_allclose(np.concatenate(answers), x - x.mean(axis=0), atol=1e-6)
-
-
 async def test_a_larger_request_is_refused_instead_of_cut(repository: Path) -> None:
     add_model(repository, "m", model_of(MIXED), config=BATCHES + option("oversize", "split"))
     async with running(repository, ALL, proofs=BatchProofs(None)) as (_, registry):

@@ -5,27 +5,19 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from headrace.core.clock import NS_PER_S
 from headrace.core.completion import Mailbox
 from headrace.core.errors import (
-    BadRequest,
-    DeadlineExceeded,
     ModelFailed,
-    Overloaded,
-    QueueTimeout,
     Unavailable,
     Unsupported,
 )
-from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits
+from headrace.scheduling.policy import BatchPolicy, LevelPolicy
 from headrace.scheduling.scheduler import Scheduler
 
 from tests.support.fakes import DEATH, POISON, FakeModel, error_of, handle, infer_request, wait_started
-from tests.support.virtual_time import advance_timers
 from tests.support.waiting import record_calls, until_async
 
 
@@ -101,15 +93,6 @@ async def test_a_cancelled_request_in_a_batch_does_not_affect_the_others(
             assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
 
 
-async def test_oversized_requests_are_split_and_joined(mailbox: Mailbox, model: FakeModel) -> None:
-    served = handle(mailbox, model)
-    big = infer_request(3, rows=20)
-    big.inputs["x"] = np.arange(40, dtype=np.float32).reshape(20, 2)
-    result = (await served.infer(big)).outputs["y"]
-    assert result.tolist() == (np.arange(40).reshape(20, 2) * 2).tolist()
-    assert [len(batch) for batch in model.batches] == [8, 8, 4]
-
-
 async def test_an_oversized_request_with_a_poisoned_part_fails_as_a_whole(mailbox: Mailbox, model: FakeModel) -> None:
     served = handle(mailbox, model)
     big = infer_request(3, rows=20)
@@ -117,53 +100,6 @@ async def test_an_oversized_request_with_a_poisoned_part_fails_as_a_whole(mailbo
     assert isinstance(await error_of(served.infer(big)), ModelFailed)
     assert (await served.infer(infer_request(4))).outputs["y"].tolist() == [[8, 8]]
     assert served.depth == 0
-
-
-async def test_oversized_requests_can_be_refused(mailbox: Mailbox, model: FakeModel) -> None:
-    served = handle(mailbox, model, split_oversized=False)
-    with pytest.raises(BadRequest, match=r"20 rows.*at most 8"):
-        served.infer(infer_request(3, rows=20))
-
-
-async def test_a_full_queue_refuses_with_a_retry_time(mailbox: Mailbox, model: FakeModel) -> None:
-    served = handle(mailbox, model, limits=QueueLimits(max_count=2))
-    model.gate.clear()
-    running = served.infer(infer_request(0))
-    await wait_started(model)
-    waiting = [served.infer(infer_request(1)), served.infer(infer_request(2))]
-    with pytest.raises(Overloaded) as refused:
-        served.infer(infer_request(3))
-    assert refused.value.retry_after_s == 1, "nothing is known of the times of batches"
-    model.gate.set()
-    for completion in (running, *waiting):
-        await completion
-
-
-async def test_a_deadline_does_not_wait_for_a_stalled_backend(mailbox: Mailbox, model: FakeModel) -> None:
-    served = handle(mailbox, model)
-    model.gate.clear()
-    now_ns = time.monotonic_ns()
-    running = served.infer(infer_request(1, received_ns=now_ns, deadline_ns=now_ns + 30 * NS_PER_S))
-    await wait_started(model)
-    queued = served.infer(infer_request(2, received_ns=now_ns, deadline_ns=now_ns + 30 * NS_PER_S))
-    advance_timers(30)
-    assert isinstance(await error_of(running), DeadlineExceeded)
-    assert isinstance(await error_of(queued), DeadlineExceeded)
-    assert served.depth == 0, "the queued one gave its place back"
-    model.gate.set()
-    assert (await served.infer(infer_request(3))).outputs["y"].tolist() == [[6, 6]]
-
-
-async def test_the_queue_policy_s_timeout_is_not_the_deadline(mailbox: Mailbox, model: FakeModel) -> None:
-    served = handle(mailbox, model, queue_policy=LevelPolicy(queue_timeout_ns=30 * NS_PER_S))
-    model.gate.clear()
-    running = served.infer(infer_request(1))
-    await wait_started(model)
-    queued = served.infer(infer_request(2))
-    advance_timers(30)
-    assert isinstance(await error_of(queued), QueueTimeout)
-    model.gate.set()
-    assert (await running).outputs["y"].tolist() == [[2, 2]], "what runs is not touched by it"
 
 
 async def test_requests_delayed_by_the_queue_policy_are_served_last(
@@ -183,18 +119,6 @@ async def test_requests_delayed_by_the_queue_policy_are_served_last(
     for completion in (running, late, fresh):
         await completion
     assert model.batches == [[1], [3], [2]]
-
-
-async def test_higher_priorities_run_first(mailbox: Mailbox, model: FakeModel) -> None:
-    served = handle(mailbox, model, batch=BatchPolicy(2), levels=3, default_level=2)
-    model.gate.clear()
-    running = served.infer(infer_request(0))
-    await wait_started(model)
-    waiting = [served.infer(infer_request(value, priority=level)) for value, level in ((1, 3), (2, 0), (3, 1), (4, 99))]
-    model.gate.set()
-    for completion in (running, *waiting):
-        await completion
-    assert model.batches == [[0], [3, 2], [4, 1]], "99 is beyond the levels, so it means the default, 2"
 
 
 async def test_responses_have_arrival_order_over_several_instances(mailbox: Mailbox, model: FakeModel) -> None:

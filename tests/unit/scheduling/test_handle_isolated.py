@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +23,6 @@ from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 from tests.support import fragile_backend as fragile
 from tests.support.fakes import SPEC, infer_request
 from tests.support.processes import isolated_children_of_this_process
-from tests.support.waiting import until_async
 
 pytestmark = pytest.mark.slow
 
@@ -70,17 +67,6 @@ async def test_only_the_request_that_kills_the_process_gets_the_error(
         assert 2 <= handle.process_status.restarts <= 7  # type: ignore[union-attr]
 
 
-async def test_a_request_without_a_process_waits_for_the_next_one(tmp_path: Path) -> None:
-    async with serving(tmp_path, "pipelined") as handle:
-        assert y_of(await handle.infer(infer_request(1))) == 2
-        (child,) = isolated_children_of_this_process()
-        os.kill(child, signal.SIGKILL)
-        await until_async(lambda: handle.process_status is not None and not handle.process_status.up)
-        handle.admit()
-        assert handle.ready, "its instances live"
-        assert y_of(await handle.infer(infer_request(3))) == 6
-
-
 async def test_requests_are_rejected_during_long_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PAUSES_S", (600.0,))
 
@@ -94,13 +80,6 @@ async def test_requests_are_rejected_during_long_pauses(tmp_path: Path, monkeypa
         _type, page = MetricsPage(lambda: [("fake", "1", handle)]).render()
         assert b'headrace_model_process_up{model="fake",version="1"} 0.0' in page
         assert b'headrace_model_process_restarts_total{model="fake",version="1"} 1.0' in page
-
-
-async def test_a_hanging_model_does_not_affect_other_models(tmp_path: Path) -> None:
-    async with serving(tmp_path, "pipelined", limit_s=0.4) as handle:
-        with pytest.raises(ModelFailed, match=r"it gave no answer within 0\.4 s"):
-            await handle.infer(infer_request(fragile.HANG))
-        assert y_of(await handle.infer(infer_request(2))) == 4
 
 
 async def test_a_closed_handle_does_not_wait_for_a_slow_process_start(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -150,23 +149,6 @@ async def test_the_death_of_the_last_instance_fails_all_requests_and_readiness(
     assert model.log.count("close") == 2, "the execution's and the model's"
 
 
-async def test_closing_finishes_batches_in_flight_and_serves_the_queue(mailbox: Mailbox) -> None:
-    model = FakePipeline(manual=True)
-    handle = served(mailbox, model, batch=BatchPolicy(1))
-    waiting = [handle.infer(infer_request(value)) for value in range(4)]
-    await asyncio.to_thread(model.wait_for, "finishing 0", "launch 1")
-    closing = asyncio.create_task(asyncio.to_thread(handle.close, 10))
-    while handle.lease():
-        handle.release()
-        await asyncio.sleep(0)
-    model.land(4)
-    for value, completion in enumerate(waiting):
-        assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
-    assert await closing
-    assert model.log[-2:] == ["close", "close"]
-    assert not any(thread.name.startswith("fake/1") for thread in threading.enumerate())
-
-
 @pytest.mark.parametrize("call", ["begin", "launch", "finish"])
 async def test_closing_times_out_on_a_hanging_backend(call: str, mailbox: Mailbox) -> None:
     model = FakePipeline(manual=call != "finish")
@@ -184,29 +166,6 @@ async def test_closing_times_out_on_a_hanging_backend(call: str, mailbox: Mailbo
     assert "close" not in model.log, "its memory is still in use"
     model.let_go()
     assert await asyncio.to_thread(handle.close, 10)
-
-
-async def test_responses_have_arrival_order_over_several_pipelines(mailbox: Mailbox) -> None:
-    executions = [FakePipeline() for _ in range(3)]
-
-    class Model:
-        def execution(self, index: int) -> FakePipeline:
-            return executions[index]
-
-        def close(self) -> None:
-            pass
-
-    handle = served(mailbox, Model(), batch=BatchPolicy(2), instances=3, preserve_ordering=True)
-    answered: list[int] = []
-
-    async def wait(value: int) -> None:
-        await handle.infer(infer_request(value))
-        answered.append(value)
-
-    await asyncio.gather(*(wait(value) for value in range(100)))
-    assert answered == list(range(100))
-    assert await asyncio.to_thread(handle.close, 10)
-    assert not [violation for each in executions for violation in each.violations]
 
 
 async def test_behind_reshape_rows_are_written_into_the_model_s_own_memory(mailbox: Mailbox) -> None:

@@ -78,42 +78,6 @@ def test_no_request_starves_behind_a_flood_of_higher_priority(level: int, sizes:
         assert clock <= (level + 1) * AGING_NS * 5 // 4 + 2 * NS_PER_MS
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(st.lists(st.tuples(st.sampled_from([0.5, 1.0, 2.0, 5.0]), st.integers(1, 4)), min_size=2, max_size=4))
-def test_busy_clients_share_by_weight(clients: list[tuple[float, int]]) -> None:
-    weights = {f"c{number}": weight for number, (weight, _) in enumerate(clients)}
-    rows = {f"c{number}": rows for number, (_, rows) in enumerate(clients)}
-    queue = Queue(1, QueueOrder(0, Sharing(weights)))
-    got: Counter[str] = Counter()
-    waiting: Counter[str] = Counter()
-    for _ in range(600):
-        for client in weights:
-            while waiting[client] < 3:
-                queue.push(entry(client=client, rows=rows[client]))
-                waiting[client] += 1
-        for each in served(queue, 1):
-            got[each.client] += each.rows
-            waiting[each.client] -= 1
-    normalised = {client: got[client] / weight for client, weight in weights.items()}
-    # The bound of start-time fair queueing: one request of each of the two.
-    for one in weights:
-        for other in weights:
-            difference = abs(normalised[one] - normalised[other])
-            assert difference <= rows[one] / weights[one] + rows[other] / weights[other] + 1e-6
-
-
-def test_a_quiet_client_is_served_at_once_beside_a_flood() -> None:
-    queue = Queue(1, QueueOrder(0, Sharing()))
-    for number in range(1000):
-        queue.push(entry(number, client="flood"))
-    served(queue, 100)
-    calm = entry(2000, client="calm")
-    assert queue.rows_ahead(0, FAR_NS, 2000, "calm") <= 1
-    queue.push(calm)
-    assert calm in served(queue, 2)
-    assert queue.rows_ahead(0, FAR_NS, 2000, "flood") == queue.total_rows
-
-
 @pytest.mark.parametrize("small", [1, 2, 4])
 def test_rows_ahead_include_future_requests_of_busy_clients(small: int) -> None:
     queue = Queue(1, QueueOrder(0, Sharing(), credit_rows=8))

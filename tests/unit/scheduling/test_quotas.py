@@ -42,16 +42,6 @@ def test_named_clients_have_their_own_quota_and_others_none_without_a_default() 
         quotas.charge("", 0)
 
 
-def test_a_client_that_waits_for_the_retry_delay_is_served() -> None:
-    quotas = Quotas(RateLimits(default=Quota(3.0, burst=2)))
-    now_ns = 5
-    for _ in range(50):
-        wait_s = charge(quotas, "a", now_ns)
-        now_ns += round(wait_s * NS_PER_S)
-        if wait_s:
-            assert charge(quotas, "a", now_ns) == 0
-
-
 @given(
     st.lists(st.integers(0, NS_PER_S // 5), max_size=200),
     st.floats(0.5, 1000),

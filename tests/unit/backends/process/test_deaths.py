@@ -147,14 +147,6 @@ def test_the_other_instances_lose_nothing(load: Load, tmp_path: Path) -> None:
     assert results == {0: [10], 2: [14]}
 
 
-def test_an_idle_process_that_is_killed_is_replaced(load: Load) -> None:
-    model = load()
-    execution = model.execution(0)
-    os.kill(pid(execution.run(x_of(1))), signal.SIGKILL)
-    until(lambda: model.process_status.restarts == 1 and model.process_status.up)
-    assert values(execution.run(x_of(2))) == [4]
-
-
 def test_restart_pauses_grow_and_batches_are_then_refused_at_once(
     load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -37,17 +37,6 @@ def imported(tmp_path: Path, *words: str, model: onnx.ModelProto | None = None) 
     return output.getvalue()
 
 
-def test_a_freed_model_is_batched(tmp_path: Path) -> None:
-    text = imported(tmp_path, "--dynamic-batch")
-    assert "Reshape node 'flat': [1, 64] is [-1, 64] now." in text
-    assert "Batches of 1, 2, 3, 4 rows have the values of single runs of the original" in text
-    assert "max_batch_size 8" in text
-    config = read_model_folder(tmp_path / "models" / "my_net", tmp_path / "models").config
-    assert (config.max_batch_size, config.dynamic_batching is not None) == (8, True)
-    assert config.input[0].dims == (3, 4, 4)
-    assert [path.name for path in (tmp_path / "models").iterdir()] == ["my_net"]
-
-
 def test_a_file_is_copied_as_it_is(tmp_path: Path) -> None:
     assert "without batching" in imported(tmp_path, "--name", "net")
     folder = tmp_path / "models" / "net"
