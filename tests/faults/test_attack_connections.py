@@ -10,7 +10,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.support.attacks import SERVICE, Attacked, Wire, attack, build, grpc_r
 from tests.support.http2_peer import HELLO, RawPeer, data, grpc_head, message, request
 from tests.support.processes import processor_s
 from tests.support.serving import COMMAND, HOST, ROOT, Server
-from tests.support.waiting import at_rest, until
+from tests.support.waiting import until
 
 pb: Any = service_pb2
 health_pb: Any = health_pb2
@@ -82,6 +82,18 @@ def get(path: str, port: int) -> tuple[int, str]:
         connection.close()
 
 
+def until_held(metrics_port: int, size_bytes: int) -> None:
+    """Wait until the server holds so many bytes of bodies; a request for metrics on its HTTP port would take a connection."""
+
+    def held_bytes() -> float:
+        with closing(http.client.HTTPConnection(HOST, metrics_port, timeout=10)) as connection:
+            connection.request("GET", "/metrics")
+            lines = connection.getresponse().read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("headrace_body_bytes"))
+
+    until(lambda: held_bytes() == size_bytes)
+
+
 def let_others_send(number: int) -> None:
     """Pause now and then: a connection gives way to so many later ones, and the probe's thread must send its request before."""
     if number % (MAX_CONNECTIONS // 4) == 0:
@@ -112,7 +124,7 @@ def test_a_reserve_serves_health_and_metrics(small: Attacked, metrics_port: int)
         wires = [stack.enter_context(small.connect()) for _ in range(MAX_CONNECTIONS)]
         for wire in wires:
             wire.pour([infer_head(body) + body[:-1]])
-        at_rest(small.descriptors)
+        until_held(metrics_port, MAX_CONNECTIONS * len(body[:-1]))
         for path in ("/v2/health/live", "/v2/health/ready"):
             assert get(path, small.server.port) == (200, "close")
         assert get("/metrics", metrics_port)[0] == 200
@@ -127,14 +139,14 @@ def test_a_reserve_serves_health_and_metrics(small: Attacked, metrics_port: int)
     small.still_serves()
 
 
-def test_connections_over_the_limit_get_a_response(small: Attacked) -> None:
+def test_connections_over_the_limit_get_a_response(small: Attacked, metrics_port: int) -> None:
     """Many times the limit connect before any of them sends its request: none is closed without a response."""
     body = http_body()
     with ExitStack() as stack:
         busy = [stack.enter_context(small.connect()) for _ in range(MAX_CONNECTIONS)]
         for wire in busy:
             wire.pour([infer_head(body) + body[:-1]])
-        at_rest(small.descriptors)
+        until_held(metrics_port, MAX_CONNECTIONS * len(body[:-1]))
         refused = [stack.enter_context(small.connect()) for _ in range(5 * MAX_CONNECTIONS)]
         for wire in refused:
             with suppress(OSError):  # it is closed already, behind its response
@@ -292,7 +304,7 @@ def test_a_reserve_serves_health_checks_of_grpc(small: Attacked) -> None:
         peers = [stack.enter_context(RawPeer(small.server.grpc_port)) for _ in range(MAX_CONNECTIONS)]
         for peer in peers:
             peer.send(request(1, end=False, fields=grpc_head(SERVICE + "ModelInfer")), data(1, call[:-1]))
-        at_rest(small.descriptors)
+            peer.wait_until_read()
         before = small.descriptors()
         assert_healthy(small)
         until(lambda: small.descriptors() <= before)  # the connection of a health check is closed

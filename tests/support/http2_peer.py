@@ -298,6 +298,12 @@ class RawPeer:
                 return frame
         raise AssertionError("the server has closed")
 
+    def wait_until_read(self) -> None:
+        """Wait until the server has read all that was sent: it acknowledges a PING behind it."""
+        self.send(frames.ping(b"the last", ack=False))
+        while not self.until(frames.PING).flags & frames.ACK:
+            pass
+
     def trailers(self, stream_id: int) -> dict[str, str]:
         """All header fields of an answer; fails if the server resets the stream, or closes."""
         fields: dict[str, str] = {}
