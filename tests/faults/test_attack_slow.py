@@ -8,9 +8,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,11 +63,12 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
         yield server
 
 
-def drip(sock: socket.socket, parts: Iterator[bytes], every_s: float = 0.1, most_s: float = SOON_S) -> float:
-    """Send part after part until the server closes; how long it let us."""
+def drip(connect: Callable[[], socket.socket], parts: Iterator[bytes]) -> float:
+    """Connect, and send part after part until the server closes; return the seconds since before the connection."""
     start_s = time.monotonic()
-    sock.settimeout(every_s)
-    while time.monotonic() - start_s < most_s:
+    sock = connect()
+    sock.settimeout(0.1)
+    while time.monotonic() - start_s < SOON_S:
         try:
             sock.sendall(next(parts))
             if not sock.recv(65536):
@@ -90,7 +92,7 @@ def http_socket(server: Attacked) -> socket.socket:
 )
 def test_headers_in_crumbs(impatient: Attacked, start: bytes, crumb: bytes) -> None:
     with impatient.reaches("header_timeout_s"):
-        took_s = drip(http_socket(impatient), itertools.chain([start + crumb], itertools.repeat(crumb)))
+        took_s = drip(partial(http_socket, impatient), itertools.chain([start + crumb], itertools.repeat(crumb)))
         assert HEADER_S * 0.9 <= took_s < SOON_S
     impatient.still_serves()
 
@@ -124,7 +126,7 @@ def test_empty_lines_between_requests_do_not_extend_the_timeout_forever(impatien
 def test_bodies_in_crumbs(impatient: Attacked, path: str, header: str) -> None:
     crumb = b"1\r\nx\r\n" if "chunked" in header else b"x"
     with impatient.reaches("body_timeout_s"):
-        took_s = drip(http_socket(impatient), itertools.chain([head(path, header)], itertools.repeat(crumb)))
+        took_s = drip(partial(http_socket, impatient), itertools.chain([head(path, header)], itertools.repeat(crumb)))
         assert BODY_S * 0.9 <= took_s < SOON_S
     impatient.still_serves()
 
@@ -164,7 +166,8 @@ def test_unread_responses_are_bounded_and_dropped(impatient: Attacked) -> None:
     start, body = many_columns(2 << 20)
     impatient.still_serves()
     with ExitStack() as stack, impatient.flat_memory(20 * 40 << 20):
-        before = impatient.reached("stall_timeout_s"), impatient.reached("body_timeout_s")
+        limits = ("stall_timeout_s", "body_timeout_s", "header_timeout_s")
+        before = [impatient.reached(limit) for limit in limits]
         sockets = []
         for _ in range(20):
             sock = stack.enter_context(http_socket(impatient))
@@ -173,11 +176,11 @@ def test_unread_responses_are_bounded_and_dropped(impatient: Attacked) -> None:
             sockets.append(sock)
         with ThreadPoolExecutor(20) as pool:
             list(pool.map(lambda sock: flood(sock, start + body), sockets))
-        until(lambda: sum(impatient.samples("headrace_connections", protocol="http")) <= 1, timeout_s=20)
-        stalls = impatient.reached("stall_timeout_s") - before[0]
-        # Whose next request was cut short by their own time-out may be ended for that.
-        assert stalls + impatient.reached("body_timeout_s") - before[1] >= 20
-        assert stalls > 0
+        until(lambda: sum(impatient.samples("headrace_connections", protocol="http")) <= 1)
+        ends = [impatient.reached(limit) - count for limit, count in zip(limits, before, strict=True)]
+        # A client may be ended for a request that its own time-out cut short, and on a busy machine before it sends any.
+        assert sum(ends) >= 20
+        assert ends[0] > 0
     until(lambda: is_idle(impatient, "row_sums"))
     impatient.still_serves()
 
@@ -220,10 +223,10 @@ def test_a_missing_preface(impatient: Attacked) -> None:
 
 def test_a_header_block_in_crumbs(impatient: Attacked) -> None:
     block = request(1, fields=grpc_head(INFER, (b"x", b"y" * 5_000)))
+    parts = (block[index : index + 1] for index in range(40, len(block)))
     with impatient.reaches("header_timeout_s", "grpc"):
-        sock = socket.create_connection((HOST, impatient.server.grpc_port))
-        sock.sendall(HELLO + block[:40])
-        took_s = drip(sock, (block[index : index + 1] for index in range(40, len(block))))
+        connect = partial(socket.create_connection, (HOST, impatient.server.grpc_port))
+        took_s = drip(connect, itertools.chain([HELLO + block[:40]], parts))
         assert HEADER_S * 0.8 <= took_s < SOON_S
     impatient.still_serves()
 
