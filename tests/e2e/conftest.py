@@ -27,8 +27,8 @@ max_batch_size: 8
 input { name: "X" data_type: TYPE_FP32 dims: 16 }
 output { name: "Y" data_type: TYPE_FP32 dims: 4 }
 """
-DELAYED = COUNTED + "dynamic_batching { max_queue_delay_microseconds: 5000 }\n"
-PATIENT = COUNTED + "dynamic_batching { preferred_batch_size: 2 max_queue_delay_microseconds: 2000000 }\n"
+DELAYED = COUNTED + "dynamic_batching { max_queue_delay_microseconds: 5000 }\n" + UNBOUNDED_WAITS
+PATIENT = COUNTED + "dynamic_batching { preferred_batch_size: 2 max_queue_delay_microseconds: 60000000 }\n"
 REJECTING = COUNTED + 'parameters { key: "headrace.oversize" value { string_value: "reject" } }\n'
 VERSIONED = COUNTED + "version_policy { all {} }\n"
 RESHAPED = """

@@ -18,6 +18,7 @@ from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from tests.support import models
+from tests.support.attacks import UNBOUNDED_WAITS
 from tests.support.models import add_model, add_pipeline
 from tests.support.serving import Server, serving
 from tests.support.triton_clients import infer
@@ -74,7 +75,7 @@ pipeline: {steps: {describe: {model: affine, each: rows, inputs: {X: rows}, outp
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("steps") / "repository"
     delay = "dynamic_batching { max_queue_delay_microseconds: 100000 }"
-    add_model(folder, "affine", models.affine(4, 3), config=f"max_batch_size: 8 {delay}")
+    add_model(folder, "affine", models.affine(4, 3), config=f"max_batch_size: 8 {delay} {UNBOUNDED_WAITS}")
     pipelines = {"texts": TEXTS, "pixels": PIXELS, "ranked": RANKED, "rows": ROWS}
     for name, text in pipelines.items():
         add_pipeline(folder, name, "", files={"config.yaml": text})

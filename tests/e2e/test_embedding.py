@@ -20,6 +20,7 @@ from headrace.core.tensor import Array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.attacks import UNBOUNDED_WAITS
 from tests.support.chains import write_chain
 from tests.support.models import add_model, affine, identity, sum_difference, unbatched
 from tests.support.serving import ROOT
@@ -29,7 +30,7 @@ from tests.support.waiting import until
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    add_model(folder, "affine", affine(), config="max_batch_size: 8\ndynamic_batching {}\n")
+    add_model(folder, "affine", affine(), config="max_batch_size: 8\ndynamic_batching {}\n" + UNBOUNDED_WAITS)
     add_model(folder, "sums", sum_difference(), config="max_batch_size: 8\ndynamic_batching {}\n")
     add_model(folder, "text", identity("BYTES"), config="max_batch_size: 8\n")
     add_model(folder, "plain", unbatched())

@@ -88,11 +88,11 @@ def load_again(server: Server, model: str) -> None:
 @PROTOCOLS
 @pytest.mark.parametrize("model", ["detector", "detector_of_rows", "running_sum"])
 def test_without_a_configuration_every_request_runs_alone(server: Server, protocol: str, model: str) -> None:
-    """The request of issue 15: 6 rows, with four callers at once."""
+    """The request of issue 15: 6 rows, with three callers at once: one runs, and two may always wait."""
     assert batch_size(server, model) == (0, False)
     requests = [np.eye(rows, 4, k=shift, dtype=np.float32) for rows in (6, 1, 3, 2) for shift in (0, 1)]
     expected = [x.cumsum(0) if model == "running_sum" else np.transpose(np.nonzero(x)) for x in requests]
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda x: send(server, protocol, model, x), requests * 5))
     for answer, right in zip(answers, expected * 5, strict=True):
         assert np.array_equal(answer, right)
@@ -120,7 +120,7 @@ def test_a_wrong_number_of_rows_is_an_error_of_the_model(server: Server, protoco
     with pytest.raises(InferenceServerException, match="no longer split") as caught:
         send(server, protocol, "detector_batched", one_each)
     assert caught.value.status() == STATUS[protocol]
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         answers = list(
             pool.map(lambda row: send(server, protocol, "detector_batched", one_each[row : row + 1]).tolist(), range(4))
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.attacks import UNBOUNDED_WAITS
 from tests.support.models import add_model, affine, busy, row_sums, table_lookup
 from tests.support.python_models import GATE_BODY, Gate
 from tests.support.serving import HOST, Server, accepts, look_quick, serving
@@ -42,7 +43,7 @@ def server(repository: Path, gates: dict[str, Gate]) -> Iterator[Server]:
     add_model(repository, "busy", busy())
     add_model(repository, "lookup", table_lookup(), config=BATCHING)
     add_model(repository, "affine", affine(), config="max_batch_size: 64\ndynamic_batching { }")
-    add_model(repository, "wide", row_sums(), config="max_batch_size: 8\ndynamic_batching { }")
+    add_model(repository, "wide", row_sums(), config="max_batch_size: 8\ndynamic_batching { }\n" + UNBOUNDED_WAITS)
     with serving(repository, repository.parent) as running:
         yield running
 

@@ -131,4 +131,5 @@ PADDED_CONFIG = """
 max_batch_size: 16
 dynamic_batching: {max_queue_delay_microseconds: 100000}
 pad: {ids: 0, mask: 0, multiple_of: 16}
+max_queue_wait_microseconds: 0
 """
