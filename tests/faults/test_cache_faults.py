@@ -315,9 +315,7 @@ def test_an_answer_that_is_not_redis_is_not_served(garbage: str) -> None:
                     break
                 await asyncio.sleep(0.01)
             assert caches._redis.is_up or value > 1
-            begun = time.monotonic()
             response = await asyncio.wait_for(served.infer(infer_request(value)), 10)
-            assert time.monotonic() - begun < 2
             assert (response.outputs["y"].tolist(), response.cached) == ([[2 * value] * 2], False)
             if value == 2 and not caches._redis.is_up:
                 break  # it is not used any more, and tried again later
