@@ -94,12 +94,21 @@ def test_responses_expire_in_redis_and_here(tmp_path: Path, redis: RedisServer) 
         wait_up(server)
         post(server, "m", body(1))
         wait_for(redis.values)
-        assert 0 < redis.client.pttl(next(iter(redis.values()))) <= 500  # type: ignore[operator]
-        post(server, "m", body(1))
-        assert statistics(server, "m")["cache_hit"] == 1
+        assert max(map(redis.client.pttl, redis.values()), default=0) <= 500  # type: ignore[type-var]
+
+        def hits() -> int:
+            post(server, "m", body(1))
+            return int(statistics(server, "m")["cache_hit"])
+
+        wait_for(hits)  # it may have expired on a busy machine
+        executions = statistics(server, "m")["execution_count"]
         wait_for(lambda: not redis.values())
-        post(server, "m", body(1))
-        assert statistics(server, "m")["execution_count"] == 2
+
+        def more_executions() -> int:
+            post(server, "m", body(1))
+            return int(statistics(server, "m")["execution_count"] - executions)
+
+        wait_for(more_executions)
 
 
 def test_users_passwords_and_databases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
