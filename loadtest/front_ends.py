@@ -34,17 +34,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import uvloop
 from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.tensor import ModelSpec
 from headrace.front_ends import frames
-from headrace.front_ends.arena import Arena
 from headrace.front_ends.channel import Ports, Start, SupervisorChannel, close_all, send_start
 from headrace.front_ends.control_state import create_control_state
 from headrace.front_ends.counter_array import CounterArray
 from headrace.front_ends.meeting import Hello, connect, engine_listener
-from headrace.front_ends.request_groups import MIN_SLOT_BYTES
 from headrace.front_ends.table import VersionRow, decode_table
 from headrace.front_ends.tensors import TensorReader, TensorWriter
 from headrace.settings import Settings
@@ -52,7 +49,6 @@ from headrace.settings import Settings
 from loadtest.bench.report import markdown_table
 from loadtest.bench.results import Spread, differences
 from loadtest.load import bench_point, url_of
-from loadtest.onnx_models import onnx_model
 from loadtest.protocol import Array
 from loadtest.servers import HOST, ROOT, headrace, pinned, running
 
@@ -118,7 +114,6 @@ class SyntheticFrontEnd:
         inputs: arrays by name with one row for each member of a group.
         groups: in flight.
         expected: outputs of those rows, with which every 64th answer is compared; None compares nothing.
-        arena: of the stream; receives rows of 32 KiB and more, which all groups name.
 
     Attributes:
         answered: members with an answer.
@@ -133,15 +128,15 @@ class SyntheticFrontEnd:
         inputs: Mapping[str, Array],
         groups: int,
         expected: Mapping[str, Array] | None = None,
-        arena: Arena | None = None,
     ) -> None:
         self._sock = sock
         self._expected = expected
         self._groups = groups
         spec, members = row.spec, len(next(iter(inputs.values())))
         self._reader = TensorReader(spec.outputs)
-        self._memory: list[Array] = []  # the slots of the rows
-        self._frame = bytearray(self._request(row, inputs, arena))
+        block, content, size = TensorWriter(spec.inputs).write((inputs,), 0)
+        arrival, rows = [0] * members, [1] * members
+        self._frame = bytearray(b"".join(frames.requests_frame(0, row.number, arrival, rows, block, content, size)))
         self._times = np.frombuffer(self._frame, "<i8", members, _TIMES_OFFSET)
         self._group = np.frombuffer(self._frame, "<u8", 1, _GROUP_OFFSET)
         self._counts = frames.message_frame(frames.COUNTS, struct.pack("<q", 20_000) * 2 * _COUNTED, row.number)
@@ -154,35 +149,6 @@ class SyntheticFrontEnd:
         self.outputs: dict[str, Array] = {}
         self.answered = self._frames = 0
         self.batches = 0.0
-
-    def _request(self, row: VersionRow, inputs: Mapping[str, Array], arena: Arena | None) -> bytes:
-        """Encode a group of a row for each member: in slots if the rows are large, as `RemoteModels` does."""
-        members = len(next(iter(inputs.values())))
-        arrival, rows, writer = [0] * members, [1] * members, TensorWriter(row.spec.inputs)
-        if arena is None or min(array.nbytes for array in inputs.values()) < members * MIN_SLOT_BYTES:
-            block, data, size = writer.write((inputs,), 0)
-            return b"".join(frames.requests_frame(0, row.number, arrival, rows, block, data, size))
-        slots = {name: [self._slot(arena, array[index]) for index in range(members)] for name, array in inputs.items()}
-        if members == 1:
-            places = [writer.place(name, inputs[name], *each[0]) for name, each in slots.items()]
-            block = frames.tensor_block(places)
-            return b"".join(frames.requests_frame(0, row.number, arrival, rows, block, (), 0))
-        block = frames.tensor_block([writer.place(name, inputs[name][:1], 0, 0, 0) for name in slots])
-        content = frames.slots_data([slot for each in slots.values() for slot in each])
-        parts = frames.requests_frame(0, row.number, arrival, rows, block, (content,), len(content), is_scattered=True)
-        return b"".join(parts)
-
-    def _slot(self, arena: Arena, array: Array) -> frames.Slot:
-        """Copy a row into a slot, which this front end never frees."""
-        memory = arena.allocate(array.nbytes)
-        slot = None if memory is None else arena.find(memory)
-        if memory is None or slot is None:
-            raise EngineFailed(
-                f"the arena of {arena.size_bytes} bytes has no room: send groups of fewer or smaller rows"
-            )
-        memory[:] = array.reshape(-1).view(np.uint8)
-        self._memory.append(memory)
-        return slot
 
     @property
     def is_idle(self) -> bool:
@@ -297,7 +263,6 @@ class EngineAlone:
         )  # fmt: skip
         self._model, self._front_ends, self._cpus = model, front_ends, cpus
         self._sockets: list[socket.socket] = []
-        self._arenas: list[Arena] = []
         self._row: VersionRow | None = None
 
     @property
@@ -354,8 +319,6 @@ class EngineAlone:
         for sock in self._sockets:
             self._loop.remove_reader(sock)
             sock.close()
-        for arena in self._arenas:
-            arena.close()
         self._channel.send("stop")
         try:
             self._process.wait(_SILENCE_S)
@@ -371,9 +334,8 @@ class EngineAlone:
         self._messages.put_nowait(name)
 
     async def _connect(self, number: int) -> None:
-        self._arenas.append(Arena())
         hello = Hello(self._start.token, "stream", number)
-        sock, _, descriptors = await connect(self._start.engine, hello, [self._arenas[-1].fd])
+        sock, _, descriptors = await connect(self._start.engine, hello)
         close_all(descriptors)
         self._sockets.append(sock)
         data, name = b"", ""
@@ -407,8 +369,7 @@ class EngineAlone:
         inputs = prepared_rows(row.spec, members)
         expected = await self._outputs(row, inputs, members)
         front_ends = [
-            SyntheticFrontEnd(sock, row, inputs, max(callers // members, 1), expected, arena)
-            for sock, arena in zip(self._sockets, self._arenas, strict=True)
+            SyntheticFrontEnd(sock, row, inputs, max(callers // members, 1), expected) for sock in self._sockets
         ]
         with self._reading(front_ends) as failure:
             await _until(failure, seconds / 2)
@@ -661,20 +622,15 @@ def _lone(options: argparse.Namespace) -> None:
 
 async def _engine(options: argparse.Namespace) -> None:
     rows: list[Sequence[str]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        repository, model = options.repository, options.model
-        if options.row_bytes:
-            repository, model = Path(folder), _LARGE
-            _write_large_model(repository, options.row_bytes)
-        for front_ends in options.front_ends:
-            async with EngineAlone(repository, model, front_ends, _cpus(options)) as engine:
-                for members in options.members:
-                    samples = await engine.drive(members, options.callers, options.seconds, options.rounds)
-                    best = min(samples, key=lambda sample: sample.total_us)
-                    median = statistics.median(sample.total_us for sample in samples)
-                    figures = (best.total_us, best.loop_us, best.other_us, median)
-                    cells = (*(f"{figure:.2f}" for figure in figures), f"{best.batch_rows:.0f}")
-                    rows.append((str(front_ends), str(members), *cells))
+    for front_ends in options.front_ends:
+        async with EngineAlone(options.repository, options.model, front_ends, _cpus(options)) as engine:
+            for members in options.members:
+                samples = await engine.drive(members, options.callers, options.seconds, options.rounds)
+                best = min(samples, key=lambda sample: sample.total_us)
+                median = statistics.median(sample.total_us for sample in samples)
+                figures = (best.total_us, best.loop_us, best.other_us, median)
+                cells = (*(f"{figure:.2f}" for figure in figures), f"{best.batch_rows:.0f}")
+                rows.append((str(front_ends), str(members), *cells))
     head = (
         "front ends",
         "members of a group",
@@ -685,24 +641,6 @@ async def _engine(options: argparse.Namespace) -> None:
         "rows of a batch",
     )
     print("\n".join(markdown_table(head, rows)))
-
-
-_LARGE = "first_bytes"
-
-
-def _write_large_model(repository: Path, row_bytes: int) -> None:
-    """Write a model that returns the first four bytes of each row as FP32, so that nearly all its time is that of the server."""
-    constants = {"start": np.array([0]), "end": np.array([4]), "axis": np.array([1])}
-    nodes = [
-        onnx.helper.make_node("Slice", ["x", "start", "end", "axis"], ["first"]),
-        onnx.helper.make_node("Cast", ["first"], ["y"], to=onnx.TensorProto.FLOAT),
-    ]
-    inputs = {"x": (onnx.TensorProto.UINT8, ("batch", row_bytes))}
-    model = onnx_model(nodes, inputs, {"y": (onnx.TensorProto.FLOAT, ("batch", 4))}, constants)
-    folder = repository / _LARGE / "1"
-    folder.mkdir(parents=True)
-    (folder / "model.onnx").write_bytes(model.SerializeToString())
-    (folder.parent / "config.yaml").write_text("max_batch_size: 64\n")
 
 
 def _cpus(options: argparse.Namespace) -> tuple[int, ...] | None:
@@ -727,7 +665,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lone.add_argument("--protocol", choices=("http", "grpc"), default="http")
     add = engine.add_argument
     add("--front-ends", type=int, nargs="+", default=[1, 6], help="numbers (default: %(default)s)")
-    add("--row-bytes", type=int, default=0, help="size of a row of a model for this run, in place of --model")
     add("--callers", type=int, default=64, help="of each front end (default: %(default)s)")
     add("--members", type=int, nargs="+", default=[1, 4, 16, 64], help="(default: %(default)s)")
     options = parser.parse_args(arguments)

@@ -37,11 +37,8 @@ from loadtest.onnx_models import encoder_layer
 from loadtest.protocol import Array
 
 LAYOUTS: dict[str, tuple[int, int]] = {"two": (0, 1), "one": (0, 0)}
-BOUNDED = "bounded"
 RESNET, TRANSFORMER = "resnet50", "transformer"
 _PARTS, _SLACK = 2, 0.03
-# The whole transformer is larger than this share of its weights, a half is smaller.
-_BUDGET_SHARE = 0.85
 _NOISE = 1 << 22
 
 
@@ -71,7 +68,7 @@ class Preparation:
         self._cache = options.work / f"{self._name}.timing"
 
     def run(self) -> None:
-        """Do everything; the plan of the whole transformer comes last, since only one figure needs it."""
+        """Do everything."""
         project = self._write_whole()
         self._say(f"written, {weight_bytes(onnx.load_model(project.source, load_external_data=False)) / 1e9:.2f} GB")
         plan = project.version_folder / "model.plan"
@@ -84,13 +81,6 @@ class Preparation:
                 pass
         for number in range(1, _PARTS + 1):
             self._build_part(f"{self._name}_part{number}")
-        if self._on_gpu and self._name == TRANSFORMER:
-            self._move_budget()
-        (self._options.work / f"{self._name}.ready").touch()
-        if self._on_gpu and self._name == TRANSFORMER:
-            self._build(read_onnx(project.source), project, plan)
-        if self._on_gpu:
-            _use_plan(project.folder.path)
         self._say("done")
 
     def _write_whole(self) -> Project:
@@ -101,8 +91,7 @@ class Preparation:
         if self._name == RESNET:
             onnx.save(_resnet50(small=not self._on_gpu), folder / "1" / SOURCE)
         else:
-            size_bytes = write_transformer(folder / "1" / SOURCE, options.layers, options.width, options.length)
-            config["gpu_memory_budget"] = int(_BUDGET_SHARE * size_bytes)
+            write_transformer(folder / "1" / SOURCE, options.layers, options.width, options.length)
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         project = open_project(str(folder), folder.parent)
         # A plan is served by the tensors in its configuration.
@@ -159,18 +148,6 @@ class Preparation:
         os.link(plan, work / "one" / name / "1" / "model.plan")
         for layout in LAYOUTS:
             _use_plan(work / layout / name)
-
-    def _move_budget(self) -> None:
-        """Copy the parts with their memory budget to the layout BOUNDED, and take it from those that are measured."""
-        work = self._options.work
-        for name in [f"{self._name}_part{number}" for number in range(1, _PARTS + 1)] + [f"{self._name}_split"]:
-            shutil.copytree(work / "two" / name, work / BOUNDED / name, copy_function=os.link)
-            for layout in LAYOUTS:
-                file = work / layout / name / "config.yaml"
-                config = yaml.safe_load(file.read_text())
-                config.pop("gpu_memory_budget", None)
-                file.unlink()  # the copy shares its content
-                file.write_text(yaml.safe_dump(config, sort_keys=False))
 
     def _build(self, model: onnx.ModelProto, project: Project, plan: Path) -> None:
         rows = self._options.rows
@@ -284,10 +261,8 @@ class _Noise(np.random.Generator):
 
 def clear(work: Path) -> None:
     """Remove the models of an earlier run."""
-    for name in ("whole", BOUNDED, *LAYOUTS):
+    for name in ("whole", *LAYOUTS):
         shutil.rmtree(work / name, ignore_errors=True)
-    for file in work.glob("*.ready"):
-        file.unlink()
 
 
 if __name__ == "__main__":

@@ -58,8 +58,8 @@ def test_the_engine_answers_groups_of_synthetic_front_ends(repository: Path) -> 
 def test_a_wrong_answer_ends_the_run(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     init = SyntheticFrontEnd.__init__
 
-    def expects_other(self, sock, row, inputs, groups, expected=None, arena=None):  # type: ignore[no-untyped-def]
-        init(self, sock, row, inputs, groups, None if expected is None else {"output": expected["output"] + 1}, arena)
+    def expects_other(self, sock, row, inputs, groups, expected=None):  # type: ignore[no-untyped-def]
+        init(self, sock, row, inputs, groups, None if expected is None else {"output": expected["output"] + 1})
 
     monkeypatch.setattr(SyntheticFrontEnd, "__init__", expects_other)
     with pytest.raises(EngineFailed, match="output 'output' of members from 0 differs"):
@@ -73,13 +73,6 @@ def test_table_of_the_engine_alone(repository: Path, capsys: pytest.CaptureFixtu
     assert [cells[:2] for cells in lines[2:]] == [["1", "1"], ["1", "8"]]
     for cells in lines[2:]:
         assert float(cells[2]) == pytest.approx(float(cells[3]) + float(cells[4]), abs=0.02)
-
-
-def test_the_engine_answers_groups_whose_rows_are_in_slots(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["engine", "--row-bytes", "40000", "--front-ends", "2", "--members", "1", "4"]
-    assert front_ends.main([*words, "--seconds", "0.1", "--rounds", "1", "--callers", "8"]) == 0
-    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
-    assert [cells[:2] for cells in lines[2:]] == [["2", "1"], ["2", "4"]]
 
 
 def test_a_round_trip_takes_time() -> None:

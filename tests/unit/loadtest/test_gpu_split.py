@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 
-from loadtest.gpu.split import FigureLog, _Session
+from loadtest.gpu.report import PartFindings, missed
+from loadtest.gpu.split import compare_within_bound
 from loadtest.gpu.split_models import write_transformer
 
 
@@ -29,25 +27,34 @@ def test_the_transformer_is_valid_and_its_rows_are_independent(tmp_path: Path) -
     np.testing.assert_allclose(pooled[1:2].astype(np.float32), alone.astype(np.float32), atol=5e-3)
 
 
-@pytest.mark.parametrize(("two_gpus_rate", "is_met"), [(190.0, True), (170.0, False)])
-def test_both_layouts_are_compared_within_the_bound_of_one_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_gpus_rate: float, is_met: bool
-) -> None:
-    points: dict[str, list[dict[str, Any]]] = {
+@pytest.mark.parametrize(("two_gpus_rate", "verdict"), [(190.0, "PASS"), (170.0, "MISS")])
+def test_both_layouts_are_compared_within_the_bound_of_one_gpu(two_gpus_rate: float, verdict: str) -> None:
+    findings = PartFindings("resnet50", "64 rows a batch")
+    points = {
         # 99 of 100 with two callers: the bound is 8 ms, not the 20 ms of the best rate.
-        "one": [
-            {"rows_per_s": 60.0, "p99_ms": 4.0},
-            {"rows_per_s": 99.0, "p99_ms": 8.0},
-            {"rows_per_s": 100.0, "p99_ms": 20.0},
-        ],
-        "two": [{"rows_per_s": two_gpus_rate, "p99_ms": 7.0}, {"rows_per_s": 220.0, "p99_ms": 9.0}],
+        "one, 1 in flight": (60.0, 4.0),
+        "one, 2 in flight": (99.0, 8.0),
+        "one, 3 in flight": (100.0, 20.0),
+        "small requests, one": (300.0, 1.0),
+        "two, 1 in flight": (two_gpus_rate, 7.0),
+        "two, 2 in flight": (220.0, 9.0),
     }
-    session = _Session(argparse.Namespace(), FigureLog(tmp_path / "split.jsonl"))
-    monkeypatch.setattr(session, "_process", lambda name, layout, limit_s: points[layout])
-    session._compare("resnet50")
-    (line,) = (tmp_path / "split.jsonl").read_text().splitlines()
-    figures = json.loads(line)
-    assert figures["latency_bound_ms"] == 8.0
-    assert (figures["one_gpu_rows_per_s"], figures["two_gpus_rows_per_s"]) == (99.0, two_gpus_rate)
-    assert figures["ratio"] == round(two_gpus_rate / 99, 3)
-    assert (figures["met"], session._missed) == (is_met, not is_met)
+    for what, (rate, p99_ms) in points.items():
+        findings.take("sample", {"what": what, "unit": "rows/s", "value": rate})
+        findings.take("sample", {"what": what, "unit": "p99 ms", "value": p99_ms})
+    compare_within_bound(findings)
+    within, best = (comparison for _, comparison in findings.compared())
+    assert within.label == "two GPUs / one within 8 ms"
+    assert within.spread.median == pytest.approx(two_gpus_rate / 99)
+    assert within.verdict == verdict
+    assert best.spread.median == pytest.approx(2.2)
+    assert missed([findings]) == (verdict == "MISS")
+
+
+def test_no_load_of_two_gpus_within_the_bound_is_a_failure() -> None:
+    findings = PartFindings("resnet50", "64 rows a batch")
+    for what, p99_ms in (("one, 1 in flight", 4.0), ("two, 1 in flight", 7.0)):
+        findings.take("sample", {"what": what, "unit": "rows/s", "value": 60.0})
+        findings.take("sample", {"what": what, "unit": "p99 ms", "value": p99_ms})
+    compare_within_bound(findings)
+    assert findings.failure == "two GPUs exceed the latency bound of 4 ms at every load"
