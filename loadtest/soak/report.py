@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 
 import numpy as np
-from headrace.core.svg_plot import HEIGHT, WIDTH, PlotCurve, nth_colour, short, svg, text_element, ticks
+from headrace.core.svg_plot import HEIGHT, WIDTH, Panel, PlotCurve, curve_picture, svg
 from headrace_engines.report import page, table
 
 from loadtest.soak.judge import Run, Verdict, phase_p99s
@@ -44,9 +43,7 @@ def to_html(run: Run, verdicts: Sequence[Verdict], title: str, about: Sequence[s
     parts.append("</ul>")
     if run.details:
         parts.append(f"<h2>What went wrong first</h2><pre>{escape(chr(10).join(run.details))}</pre>")
-    parts.append(
-        "<h2>Over time</h2><p class='soft'>Ticks along the bottom: what was done to the server. Gaps: it was quiet.</p>"
-    )
+    parts.append("<h2>Over time</h2>")
     parts.append(f'<div class="plots">{"".join(plots(run))}</div>')
     parts.append("<h2>Phases</h2>" + _phases(run) + "<h2>Requests</h2>" + _requests(run.lines))
     return page(title, "\n".join(parts), _CSS)
@@ -77,12 +74,11 @@ def to_json(run: Run, verdicts: Sequence[Verdict], about: Sequence[str]) -> str:
 
 
 def plots(run: Run) -> list[str]:
-    """Each a picture of its own."""
+    """Draw all plots, the time on their x axis in seconds since the first phase."""
     if not run.phases or not run.samples:
         return []
     start_s, end_s = run.phases[0].start_s, run.phases[-1].end_s
     length_s = end_s - start_s
-    events = [(event.at_s - start_s, event.name) for event in run.events]
     at_s = [sample.at_s - start_s for sample in run.samples]
 
     def held(name: str, values: Sequence[float]) -> list[PlotCurve]:
@@ -90,14 +86,16 @@ def plots(run: Run) -> list[str]:
 
     quiet = ([phase.held.at_s - start_s for phase in run.phases], [p.held.memory_bytes / _MIB for p in run.phases])
     memory = [*held("at work", [sample.memory_bytes / _MIB for sample in run.samples]), PlotCurve("quiet", *quiet)]
-    return [
-        time_plot("latency of undisturbed models", "ms", _latencies(run, start_s, length_s), length_s, events),
-        time_plot("answers", "1/s", _rates(run, start_s, length_s), length_s, events),
-        time_plot("resident memory", "MiB", memory, length_s, events),
-        time_plot("descriptors", "open", held("all", [s.descriptors for s in run.samples]), length_s, events),
-        time_plot("threads", "number", held("all", [s.threads for s in run.samples]), length_s, events),
-        time_plot("processor of the server", "cores", _cores(run, start_s), length_s, events),
-    ]
+    drawn = {
+        "Latency of undisturbed models": (_latencies(run, start_s, length_s), "ms"),
+        "Answers": (_rates(run, start_s, length_s), "1/s"),
+        "Resident memory": (memory, "MiB"),
+        "Descriptors": (held("all", [sample.descriptors for sample in run.samples]), "open"),
+        "Threads": (held("all", [sample.threads for sample in run.samples]), "number"),
+        "Processor of the server": (_cores(run, start_s), "cores"),
+        "Done to the server": (_events(run, start_s), "times"),
+    }
+    return [curve_picture([Panel("", curves, "s", unit)], title) for title, (curves, unit) in drawn.items()]
 
 
 def picture(run: Run, title: str) -> str:
@@ -126,8 +124,9 @@ def _latencies(run: Run, start_s: float, length_s: float) -> list[PlotCurve]:
             middles, values = [], []
             for low_s, high_s in _spans(length_s):
                 times = times_between(lines, start_s + low_s, start_s + high_s)
-                middles.append((low_s + high_s) / 2)
-                values.append(float(np.percentile(times, quantile)) * 1e3 if len(times) else float("nan"))
+                if len(times):
+                    middles.append((low_s + high_s) / 2)
+                    values.append(float(np.percentile(times, quantile)) * 1e3)
             curves.append(PlotCurve(f"{way} p{quantile}", middles, values))
     return curves
 
@@ -151,6 +150,13 @@ def _cores(run: Run, start_s: float) -> list[PlotCurve]:
             [(last.cpu_s - first.cpu_s) / (last.at_s - first.at_s) for first, last in pairs],
         )
     ]
+
+
+def _events(run: Run, start_s: float) -> list[PlotCurve]:
+    times: dict[str, list[float]] = {}
+    for event in run.events:
+        times.setdefault(event.name, []).append(event.at_s - start_s)
+    return [PlotCurve(name, at_s, range(1, len(at_s) + 1), step=True) for name, at_s in times.items()]
 
 
 def _spans(length_s: float) -> list[tuple[float, float]]:
@@ -189,71 +195,3 @@ def _percentiles_ms(lines: Sequence[Line]) -> list[float]:
     if not len(times) or not times.any():
         return []
     return [float(value) * 1e3 for value in (*np.percentile(times, (50, 99)), times.max())]
-
-
-# Figures over time as SVG: lines without markers, and a tick for everything that was done to the server.
-
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 52, 46
-_EVENT_HEIGHT = 6
-
-
-def time_plot(
-    title: str, unit: str, curves: Sequence[PlotCurve], end_s: float, events: Sequence[tuple[float, str]] = ()
-) -> str:
-    """A whole picture.
-
-    Args:
-        title: above it.
-        unit: of the values.
-        curves: from 0 to end_s.
-        end_s: where the axis of time ends, in seconds.
-        events: when, and what was done; ticks along the bottom.
-    """
-    highest = max((value for curve in curves for value in curve.ys if math.isfinite(value)), default=0.0)
-    up = ticks(highest)
-    parts = [text_element(f"{title}, {unit}", _LEFT, 18, "t"), _legend(curves)]
-    for tick in up:
-        y = _y(tick, up[-1])
-        parts.append(f'<path d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}" stroke="var(--line)"/>')
-        parts.append(text_element(short(tick), _LEFT - 6, y + 4, "s", "end"))
-    seconds = [tick for tick in ticks(end_s) if tick <= end_s]
-    parts += [text_element(short(tick), _x(tick, end_s), HEIGHT - _BOTTOM + 18, "s", "middle") for tick in seconds]
-    parts.append(text_element("s", WIDTH - _RIGHT, HEIGHT - _BOTTOM + 34, "s", "end"))
-    for at_s, name in events:
-        x = _x(at_s, end_s)
-        mark = f'<path d="M{x:.1f} {HEIGHT - _BOTTOM}v-{_EVENT_HEIGHT}" stroke="var(--soft)" stroke-width="1.5"/>'
-        parts.append(f"<g><title>{escape(name)}, {at_s:.1f} s</title>{mark}</g>")
-    for number, curve in enumerate(curves):
-        path = _path(curve, end_s, up[-1])
-        parts.append(f'<path d="{path}" fill="none" stroke="{nth_colour(number)}" stroke-width="1.6"/>')
-    label = f"{title}, {unit}, over {end_s:.0f} s: {', '.join(curve.name for curve in curves)}"
-    return svg("".join(parts), WIDTH, HEIGHT, label)
-
-
-def _path(curve: PlotCurve, end_s: float, top: float) -> str:
-    """Interrupted where there is no value."""
-    words, draws = [], False
-    for at_s, value in zip(curve.xs, curve.ys, strict=True):
-        if not math.isfinite(value):
-            draws = False
-            continue
-        words.append(f"{'L' if draws else 'M'}{_x(at_s, end_s):.1f} {_y(value, top):.1f}")
-        draws = True
-    return "".join(words)
-
-
-def _legend(curves: Sequence[PlotCurve]) -> str:
-    parts, x = [], float(_LEFT)
-    for number, curve in enumerate(curves):
-        parts.append(f'<path d="M{x:.0f} 36h16" stroke="{nth_colour(number)}" stroke-width="3"/>')
-        parts.append(text_element(curve.name, x + 21, 40))
-        x += 38 + 6.6 * len(curve.name)
-    return "".join(parts)
-
-
-def _x(at_s: float, end_s: float) -> float:
-    return _LEFT + (WIDTH - _LEFT - _RIGHT) * at_s / max(end_s, 1e-9)
-
-
-def _y(value: float, top: float) -> float:
-    return HEIGHT - _BOTTOM - (HEIGHT - _BOTTOM - _TOP) * value / top

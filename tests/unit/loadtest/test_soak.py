@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from headrace.core.svg_plot import PlotCurve
 
 from loadtest.soak.judge import Bounds, Run, phase_p99s, verdicts
 from loadtest.soak.ledger import Event, Ledger, Line, Outcome, times_between, total
 from loadtest.soak.models import APART, MODELS, PICTURES, SLOW, STEADY, SWAPPED, Case, Repository
 from loadtest.soak.operations import Operator
-from loadtest.soak.report import picture, plots, time_plot, to_html, to_json
+from loadtest.soak.report import picture, plots, to_html, to_json
 from loadtest.soak.spoilers import grpc_calls, http_requests
 from loadtest.soak.watch import Counted, Held, Quiet
 
@@ -174,24 +173,15 @@ def test_bad_requests_are_distinguished() -> None:
         assert len({request.name for request in bad}) == len(bad) > 5
 
 
-def test_a_plot_has_gaps_for_missing_values() -> None:
-    nan = float("nan")
-    picture = time_plot(
-        "a <title>", "ms", [PlotCurve("HTTP & p99", [0, 1, 2, 3], [1.0, nan, 2.0, 3.0])], 4.0, [(1.0, "kill")]
-    )
-    ElementTree.fromstring(picture)
-    assert "<title>kill, 1.0 s</title>" in picture
-    curve = next(part for part in picture.split("<path") if 'stroke-width="1.6"' in part)
-    assert curve.count("M") == 2
-
-
 def test_the_report_shows_everything(tmp_path: Path) -> None:
     run = replace(counting(good(), Outcome.LOST), details=["HTTP, <steady>, lost: no answer"])
     result = verdicts(run, Bounds())
     page = to_html(run, result, "Headrace: soak", ["a machine"])
     assert page.count('<b class="fail">FAIL</b>') == 1
     assert "&lt;steady&gt;" in page
-    assert len(plots(run)) == page.count("<svg") == 6
+    assert len(plots(run)) == page.count("<svg") == 7
+    for event in run.events:
+        assert f">{event.name}</text>" in page
     ElementTree.fromstring(picture(run, "a <soak>"))
     whole = json.loads(to_json(run, result, ["a machine"]))
     assert not whole["passed"]
