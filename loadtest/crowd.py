@@ -5,39 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-
-def _steady(time: float) -> float:
-    del time
-    return 1.0
-
-
-def _ramp(time: float) -> float:
-    """Ever more for three quarters of the time, then all of them."""
-    return min(time / 0.75, 1.0)
-
-
-def _steps(time: float) -> float:
-    """Four levels, as long as each other: where the server cannot follow is seen at a glance."""
-    return (math.floor(min(time, 0.999) * 4) + 1) / 4
-
-
-def _spike(time: float) -> float:
-    """A fifth of the users, and all of them at once for a fifth of the time in the middle."""
-    return 1.0 if 0.4 <= time < 0.6 else 0.2
-
-
-def _wave(time: float) -> float:
-    """Two days with their nights."""
-    return 0.55 - 0.45 * math.cos(4 * math.pi * time)
-
-
 # From the share of the time that is over to the share of the users that are there.
 SHAPES: Mapping[str, Callable[[float], float]] = {
-    "steady": _steady,
-    "ramp": _ramp,
-    "steps": _steps,
-    "spike": _spike,
-    "wave": _wave,
+    "steady": lambda time: 1.0,
+    # Ever more for three quarters of the time, then all of them.
+    "ramp": lambda time: min(time / 0.75, 1.0),
+    # Four levels, as long as each other: where the server cannot follow is seen at a glance.
+    "steps": lambda time: (math.floor(min(time, 0.999) * 4) + 1) / 4,
+    # A fifth of the users, and all of them at once for a fifth of the time in the middle.
+    "spike": lambda time: 1.0 if 0.4 <= time < 0.6 else 0.2,
+    # Two days with their nights.
+    "wave": lambda time: 0.55 - 0.45 * math.cos(4 * math.pi * time),
 }
 
 

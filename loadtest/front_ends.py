@@ -565,56 +565,31 @@ async def _echo(sock: socket.socket, sizes: tuple[int, int]) -> None:
     await ended
 
 
-@dataclass(frozen=True, slots=True)
-class LoneLatencies:
-    """Medians of the rounds, in microseconds.
-
-    Attributes:
-        one_process, front_end, ping_pong: p50 of each round.
-    """
-
-    one_process: list[float]
-    front_end: list[float]
-    ping_pong: list[float]
-
-    @property
-    def added(self) -> list[float]:
-        """Latency that the second process adds, round by round."""
-        return [front_end - alone for front_end, alone in zip(self.front_end, self.one_process, strict=True)]
-
-
-def measure_lone(options: argparse.Namespace, scratch: Path) -> LoneLatencies:
-    """Measure one caller of the model with and without a front end, and the ping-pong, in turn."""
+def _lone(options: argparse.Namespace) -> None:
+    """Measure one caller of the model with and without a front end, and the ping-pong, in turn; print p50 of the rounds."""
     cpus = _cpus(options)
-    result = LoneLatencies([], [], [])
+    one_process, front_end, ping_pong = list[float](), list[float](), list[float]()
     with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = []
         for front_ends in (0, 1):
             name, count = f"{front_ends} front ends", ("--front-ends", str(front_ends))
             command = headrace(options.repository, name=name, models=(options.model,), options=count, cpus=cpus)
-            servers.append(stack.enter_context(running(command, scratch)))
+            servers.append(stack.enter_context(running(command, folder)))
         words = ("--concurrency", "1", "--processes", "1", "--warm-up", "0.3")
         for _ in range(options.rounds):
-            for server, medians in zip(servers, (result.one_process, result.front_end), strict=True):
+            for server, medians_us in zip(servers, (one_process, front_end), strict=True):
                 point = bench_point(url_of(server, options.protocol), options.model, *words, seconds=options.seconds)
-                medians.append(point["latency_ms"]["p50"] * 1e3)
-            result.ping_pong.append(ping_pong_us(options.seconds / 2, cpus or tuple(os.sched_getaffinity(0))))
-    return result
-
-
-def _lone(options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        result = measure_lone(options, Path(folder))
-    rows: list[Sequence[str]] = []
-    for name, values in (
-        ("one process", result.one_process),
-        ("one front end", result.front_end),
-        ("ping-pong of two processes", result.ping_pong),
-    ):
-        rows.append((name, f"{min(values):.0f}", f"{statistics.median(values):.0f}"))
+                medians_us.append(point["latency_ms"]["p50"] * 1e3)
+            ping_pong.append(ping_pong_us(options.seconds / 2, cpus or tuple(os.sched_getaffinity(0))))
+    measured = {"one process": one_process, "one front end": front_end, "ping-pong of two processes": ping_pong}
+    rows = [(name, f"{min(us):.0f}", f"{statistics.median(us):.0f}") for name, us in measured.items()]
     print("\n".join(markdown_table(("p50 of one caller", "us, best round", "median round"), rows)))
-    beyond = differences(result.added, result.ping_pong)
-    for name, spread in (("added by the front end", Spread.of(result.added)), ("beyond the ping-pong", beyond)):
+    added = [end - alone for end, alone in zip(front_end, one_process, strict=True)]
+    for name, spread in (
+        ("added by the front end", Spread.of(added)),
+        ("beyond the ping-pong", differences(added, ping_pong)),
+    ):
         print(
             f"{name}: {spread.median:.0f} us (median of {spread.rounds} rounds; {spread.low:.0f} to {spread.high:.0f})"
         )

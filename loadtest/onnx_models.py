@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,25 @@ def onnx_model(
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION)
     onnx.checker.check_model(model)
     return model
+
+
+def mlp(output: str = "output") -> onnx.ModelProto:
+    """input (rows, 784) -> output (rows, 10) FP32: 784-1024-1024-10 with ReLU and seeded weights.
+
+    About 100 us alone on one core, 40 us a row in a batch of 64.
+    """
+    random, sizes = np.random.default_rng(0), (784, 1024, 1024, 10)
+    nodes: list[onnx.NodeProto] = []
+    weights: dict[str, Array] = {}
+    state = "input"
+    for layer, (rows, columns) in enumerate(pairwise(sizes)):
+        weights[f"w{layer}"] = random.standard_normal((rows, columns), np.float32) * np.float32((2 / rows) ** 0.5)
+        is_last = layer == len(sizes) - 2
+        nodes.append(helper.make_node("MatMul", [state, f"w{layer}"], [output if is_last else f"sums{layer}"]))
+        if not is_last:
+            nodes.append(helper.make_node("Relu", [f"sums{layer}"], [state := f"state{layer}"]))
+    kind = TensorProto.FLOAT
+    return onnx_model(nodes, {"input": (kind, ("rows", sizes[0]))}, {output: (kind, ("rows", sizes[-1]))}, weights)
 
 
 def busy(width: int = 128) -> onnx.ModelProto:

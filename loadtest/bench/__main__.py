@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from headrace.core.command_line import positive_count
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             quick=options.quick,
             cores=cores,
             scratch=Path(scratch),
-            progress=lambda step, seconds: None,
+            progress=lambda step: None,
         )
         results = _run_all(cases, bench, progress)
     report = measured("loadtest.bench", words, machine.describe(cores, busy), results)
@@ -116,32 +115,15 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, refresh_per_second=1, transient=True)
 
 
-class Steps:
-    """The progress bar of a run: a step's seconds count once the next step begins."""
-
-    def __init__(self, progress: Progress, total_s: float) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=total_s)
-        self._running_s = 0.0
-
-    def begin(self, case: str, step: str, seconds: float) -> None:
-        """A step of a case that takes `seconds`."""
-        self._progress.update(self._task, description=f"{case}: {step}", advance=self._running_s)
-        self._running_s = seconds
-
-    def finish(self, done_s: float) -> None:
-        """A case ended: set the progress to what was planned up to here."""
-        self._progress.update(self._task, completed=done_s)
-        self._running_s = 0.0
-
-
 def _run_all(cases: Sequence[Case], bench: Bench, progress: Progress) -> list[CaseResult]:
-    steps = Steps(progress, sum(case.planned_s(bench) for case in cases))
-    results, planned_s = [], 0.0
+    results, task = [], progress.add_task("", total=len(cases))
     for case in cases:
-        results.append(_run(case, replace(bench, progress=partial(steps.begin, case.name))))
-        planned_s += case.planned_s(bench)
-        steps.finish(planned_s)
+
+        def begin(step: str, name: str = case.name) -> None:
+            progress.update(task, description=f"{name}: {step}")
+
+        results.append(_run(case, replace(bench, progress=begin)))
+        progress.advance(task)
     return results
 
 

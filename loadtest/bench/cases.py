@@ -112,8 +112,6 @@ class OverHttp(Paired):
     to_naive: Target | None = None
     extra_p50_us: Target | None = None
 
-    contenders = 4
-
     @property
     def title(self) -> str:
         """One-line description of the measurement."""
@@ -233,8 +231,6 @@ def _checked_size(server: Running, question: Question) -> int:
 class InProcess(Paired):
     """Callers of `headrace.Server` in one process, without a network."""
 
-    contenders = 1
-
     @property
     def title(self) -> str:
         """One-line description of the measurement."""
@@ -255,7 +251,7 @@ class InProcess(Paired):
         command += ["--callers", str(self.callers), "--seconds", str(bench.seconds(self.sample_s))]
 
         def measure() -> Sample:
-            bench.progress(name, bench.seconds(self.sample_s))
+            bench.progress(name)
             finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
             return Sample(**json.loads(finished.stdout))
 
@@ -285,10 +281,6 @@ class ModelThroughput(Case):
     def title(self) -> str:
         """One-line description of the measurement."""
         return f"{self.model}, binary bodies, {self.callers} connections, everything on the same cores"
-
-    def planned_s(self, bench: Bench) -> float:
-        """The sweep, then two contenders a round."""
-        return len(self._batches(bench)) * bench.seconds(6) + Case.planned_s(self, bench)
 
     def run(self, bench: Bench) -> CaseResult:
         """Find the best batch size in process, then measure in interleaved rounds."""
@@ -325,7 +317,7 @@ class ModelThroughput(Case):
 
     def _alone(self, bench: Bench, batch: int, seconds: int) -> float:
         """Images a second of ONNX Runtime alone."""
-        bench.progress(f"{self.model} in process, batches of {batch}", seconds)
+        bench.progress(f"{self.model} in process, batches of {batch}")
         cpus = bench.cores.both
         return rows_per_s_in_fresh_process(bench.model_path(self.model), batch, len(cpus), seconds, cpus)
 

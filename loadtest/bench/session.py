@@ -76,7 +76,7 @@ class Bench:
         quick: short samples, to see that all works; the figures mean little.
         cores: where servers and clients run.
         scratch: a folder for logs, scripts and bodies.
-        progress: called with each step that begins and its duration in seconds.
+        progress: called with each step that begins.
     """
 
     repository: Path
@@ -87,7 +87,7 @@ class Bench:
     quick: bool
     cores: Cores
     scratch: Path
-    progress: Callable[[str, float], None]
+    progress: Callable[[str], None]
 
     def seconds(self, full: int) -> int:
         """The length of a sample that takes `full` seconds in an unhurried run; wrk wants whole seconds."""
@@ -143,7 +143,7 @@ class Bench:
     @contextmanager
     def start(self, command: ServerCommand) -> Iterator[Running]:
         """Any server, with its log in the scratch folder."""
-        self.progress(f"start {command.name}", 0.0)
+        self.progress(f"start {command.name}")
         with servers.running(command, self.scratch) as server:
             yield server
 
@@ -166,16 +166,16 @@ class Bench:
         """Put a load on a server for one sample, which has the processor time of the server too."""
         before_s = tree_cpu_s(server.pid)
         if isinstance(load, Load):
-            self.progress(server.name, load.seconds)
+            self.progress(server.name)
             sample = run_http(server.url, load, self.scratch)
         else:
-            self.progress(server.name, 0.0)
+            self.progress(server.name)
             sample = run_grpc(server.grpc_port or server.port, load, self.scratch)
         return replace(sample, server_us=(tree_cpu_s(server.pid) - before_s) * 1e6 / sample.requests)
 
     def contender(self, server: Running, load: Load | CallLoad, seconds: int) -> Callable[[], Sample]:
         """Warm a server up; return a function that takes one sample. Calls get the number that fills so many seconds."""
-        self.progress(f"warm up {server.name}", 0.0)
+        self.progress(f"warm up {server.name}")
         if isinstance(load, Load):
             run_http(server.url, replace(load, seconds=self.seconds(2)), self.scratch)
             return partial(self.measure, server, replace(load, seconds=seconds))
@@ -216,14 +216,12 @@ class Case(ABC):
     Attributes:
         name: as `--only` takes it.
         callers: requests in flight.
-        contenders: number of samples a round.
         sample_s: length of a sample in seconds.
     """
 
     name: str
     callers: int
 
-    contenders: ClassVar[int] = 2
     sample_s: ClassVar[int] = 4
 
     @property
@@ -234,10 +232,6 @@ class Case(ABC):
     @abstractmethod
     def run(self, bench: Bench) -> CaseResult:
         """Check all answers, then measure."""
-
-    def planned_s(self, bench: Bench) -> float:
-        """The seconds that the samples take, for the progress bar."""
-        return float(self.contenders * bench.rounds * bench.seconds(self.sample_s))
 
     def load(self, bench: Bench, request: HttpRequest) -> Load:
         """The load of one sample over HTTP."""

@@ -16,14 +16,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from headrace.config.model_folder import read_model_folder
+from onnx import TensorProto, helper
 
 from loadtest.gpu.setup import CLASSES, Setup
+from loadtest.onnx_models import mlp, onnx_model
 from loadtest.protocol import Array
 from loadtest.servers import ROOT
 
@@ -36,7 +38,6 @@ _SMALL_CLASSES = 10
 _PICTURES_OF_OURS = 48
 _LEAST_AGREEMENT = 0.7
 _PLAIN_BUILD_S = 150.0
-_MLP_SIZES = (784, 1024, 1024, _SMALL_CLASSES)
 
 
 class NotBuilt(RuntimeError):
@@ -94,12 +95,12 @@ def prepare(setup: Setup, limit_s: float, environment: Mapping[str, str] | None 
     folder = setup.repository / base_name(setup)
     (folder / VERSION).mkdir(parents=True, exist_ok=True)
     demo = Path(setup.work) / "demo"
-    if setup.small:
-        _save_small(setup, folder / VERSION / "model.onnx")
-    elif setup.model == "mlp":
-        _save_mlp(folder / VERSION / "model.onnx")
+    file = folder / VERSION / "model.onnx"
+    if setup.small or setup.model == "mlp":
+        file.unlink(missing_ok=True)  # variants of an earlier run share its content
+        onnx.save(_small(setup.side) if setup.small else mlp(LOGITS), file)
     else:
-        _link(demo / "resnet50" / VERSION / "model.onnx", folder / VERSION / "model.onnx")
+        _link(demo / "resnet50" / VERSION / "model.onnx", file)
     if not setup.on_gpu:
         _write(folder, _config(setup, base_name(setup), Variant(setup.instances)))
         return
@@ -221,42 +222,18 @@ def _random_samples(setup: Setup, name: str, folder: Path) -> str:
     return f"{name}.npz"
 
 
-def _save_small(setup: Setup, path: Path) -> None:
+def _small(side: int) -> onnx.ModelProto:
     """A model with the inputs and outputs of the real one that computes next to nothing."""
-    from onnx import TensorProto, helper, numpy_helper, save
-
     weights = np.random.default_rng(0).standard_normal((3 * 4 * 4, _SMALL_CLASSES)).astype(np.float32)
-    size = setup.side // 4
+    size = side // 4
     nodes = [
         helper.make_node("AveragePool", [INPUT], ["pooled"], kernel_shape=[size, size], strides=[size, size]),
         helper.make_node("Flatten", ["pooled"], ["flat"]),
         helper.make_node("MatMul", ["flat", "weights"], [LOGITS]),
     ]
-    image = helper.make_tensor_value_info(INPUT, TensorProto.FLOAT, ["rows", 3, setup.side, setup.side])
-    logits = helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, ["rows", _SMALL_CLASSES])
-    graph = helper.make_graph(nodes, "pictures", [image], [logits], [numpy_helper.from_array(weights, "weights")])
-    path.unlink(missing_ok=True)  # variants of an earlier run share its content
-    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
-
-
-def _save_mlp(path: Path) -> None:
-    """784-1024-1024-10 with ReLU between the layers, random weights."""
-    from onnx import TensorProto, helper, save
-
-    from loadtest.onnx_models import onnx_model
-
-    random, nodes, state = np.random.default_rng(0), [], INPUT
-    weights: dict[str, Array] = {}
-    for layer, (rows, columns) in enumerate(pairwise(_MLP_SIZES)):
-        weights[f"w{layer}"] = random.standard_normal((rows, columns), np.float32) * np.float32((2 / rows) ** 0.5)
-        is_last = layer == len(_MLP_SIZES) - 2
-        nodes.append(helper.make_node("MatMul", [state, f"w{layer}"], [LOGITS if is_last else f"sums{layer}"]))
-        if not is_last:
-            nodes.append(helper.make_node("Relu", [f"sums{layer}"], [state := f"state{layer}"]))
-    inputs = {INPUT: (TensorProto.FLOAT, ("rows", _MLP_SIZES[0]))}
-    outputs = {LOGITS: (TensorProto.FLOAT, ("rows", _MLP_SIZES[-1]))}
-    path.unlink(missing_ok=True)
-    save(onnx_model(nodes, inputs, outputs, weights), path)
+    kind = TensorProto.FLOAT
+    outputs = {LOGITS: (kind, ("rows", _SMALL_CLASSES))}
+    return onnx_model(nodes, {INPUT: (kind, ("rows", 3, side, side))}, outputs, {"weights": weights})
 
 
 def _link(source: str | Path, target: str | Path) -> None:

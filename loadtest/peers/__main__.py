@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +37,7 @@ from loadtest.bench.report import markdown_table, number, replace_block
 from loadtest.bench.results import Spread
 from loadtest.bench.session import Cores, cores_of
 from loadtest.load import LoadFailed
-from loadtest.onnx_models import onnx_model
+from loadtest.onnx_models import mlp, onnx_model
 from loadtest.protocol import Array, HttpRequest, binary_request, decode_answer, json_request, send
 from loadtest.servers import HOST, ROOT, Running, ServerCommand
 
@@ -171,23 +170,6 @@ def _first_answer(server: Running, request: HttpRequest, timeout_s: float = 120.
             return headers, body
         time.sleep(0.2)
     raise WrongAnswer(f"{server.name} answered {status} to {request.path}: {body[:300]!r}")
-
-
-def mlp() -> onnx.ModelProto:
-    """784-1024-1024-10 with ReLU, seeded: about 100 us alone, 40 us a row in a batch of 64."""
-    rng = np.random.default_rng(0)
-    sizes = (784, 1024, 1024, 10)
-    nodes, constants, name = [], {}, "input"
-    for layer, (rows, columns) in enumerate(pairwise(sizes)):
-        constants[f"w{layer}"] = (rng.standard_normal((rows, columns)) / np.sqrt(rows)).astype(np.float32)
-        last = layer == len(sizes) - 2
-        product = "output" if last else f"product{layer}"
-        nodes.append(helper.make_node("MatMul", [name, f"w{layer}"], [product]))
-        if not last:
-            name = f"hidden{layer}"
-            nodes.append(helper.make_node("Relu", [product], [name]))
-    kind = TensorProto.FLOAT
-    return onnx_model(nodes, {"input": (kind, ("N", sizes[0]))}, {"output": (kind, ("N", sizes[-1]))}, constants)
 
 
 def prepare_identity(folder: Path) -> dict[str, Path]:

@@ -12,6 +12,7 @@ import pytest
 
 from loadtest.bench import clients, machine
 from loadtest.load import LoadFailed
+from loadtest.onnx_models import mlp
 from loadtest.peers import __main__ as peers
 from tests.support.serving import ROOT
 
@@ -77,7 +78,7 @@ def test_every_script_has_pinned_requirements() -> None:
 
 
 def test_mlp_has_784_input_features(tmp_path: Path) -> None:
-    onnx.save(peers.mlp(), tmp_path / "mlp.onnx")
+    onnx.save(mlp(), tmp_path / "mlp.onnx")
     session = ort.InferenceSession(str(tmp_path / "mlp.onnx"), providers=["CPUExecutionProvider"])
     [output] = session.run(None, {"input": np.ones((3, 784), np.float32)})
     assert output.shape == (3, 10)
