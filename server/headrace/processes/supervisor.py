@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from headrace.backends.base import ExecutionLost
@@ -145,6 +146,7 @@ def load_error(name: str, message: str) -> ConfigError:
     return ConfigError([Finding(name, None, message, "the server's log has more")])
 
 
+@dataclass(eq=False, repr=False)
 class ProcessSupervisor(ABC, Generic[C]):
     """Runs the processes of a model or an instance one after the other, on a thread of its own.
 
@@ -152,7 +154,7 @@ class ProcessSupervisor(ABC, Generic[C]):
 
     Ownership: `_lock` guards `_current` against `begin_close`; all else belongs to the supervisor's thread.
 
-    Args:
+    Attributes:
         name: of the model or the instance, for logs.
         model: name of the model, for errors of a load.
         subject: the model, in errors of requests.
@@ -161,34 +163,22 @@ class ProcessSupervisor(ABC, Generic[C]):
         memory_bytes: maximum memory of a process without shared memory; 0 for no limit.
         gate: has the process that serves.
         logger: of the model's processes.
-
-    Attributes:
-        name, model, gate: see above.
         restarts: number of processes that died while they served.
         on_change: called on the supervisor's thread after a process began or stopped to serve.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: str,
-        subject: str,
-        command: Sequence[str],
-        order: Mapping[str, object],
-        memory_bytes: int,
-        gate: ProcessGate[C],
-        logger: logging.Logger,
-    ) -> None:
-        self.name = name
-        self.model = model
-        self.gate = gate
+    name: str
+    model: str
+    subject: str
+    command: Sequence[str]
+    order: Mapping[str, object]
+    memory_bytes: int
+    gate: ProcessGate[C]
+    logger: logging.Logger
+
+    def __post_init__(self) -> None:
         self.restarts = 0
         self.on_change: Callable[[], None] = lambda: None
-        self._subject = subject
-        self._command = tuple(command)
-        self._order = order
-        self._memory_bytes = memory_bytes
-        self._logger = logger
         self._lock = threading.Lock()
         self._current: C | None = None  # the process that is loading or serving
         self._closing = threading.Event()  # set once no process may be started
@@ -231,7 +221,7 @@ class ProcessSupervisor(ABC, Generic[C]):
             return
         self._thread.join(CLOSE_GRACE_S if current is not None else None)
         if self._thread.is_alive() and current is not None:
-            self._logger.warning("the process of %s does not end by itself and is killed", self.name)
+            self.logger.warning("the process of %s does not end by itself and is killed", self.name)
             current.child.kill("it did not end by itself")
         self._thread.join()
 
@@ -269,7 +259,7 @@ class ProcessSupervisor(ABC, Generic[C]):
                 if self._loaded.exception() is not None:
                     return
         except BaseException as error:  # log any error that ends this thread
-            self._logger.exception("the process of %s is no longer supervised", self.name)
+            self.logger.exception("the process of %s is no longer supervised", self.name)
             self._fail()
             if not self._loaded.done():
                 self._loaded.set_exception(error)
@@ -298,7 +288,7 @@ class ProcessSupervisor(ABC, Generic[C]):
         with self._lock:
             if self._closing.is_set():
                 return None
-            self._current = connection = self._connect(*start_process(self._command, self._kinds()))
+            self._current = connection = self._connect(*start_process(self.command, self._kinds()))
             return connection
 
     def _start_error(self, error: OSError) -> ConfigError:
@@ -314,7 +304,7 @@ class ProcessSupervisor(ABC, Generic[C]):
     def _request_load(self, child: ChildProcess, reader: ProcessReader) -> tuple[ConfigError | None, Message]:
         """Send the load request; return the error of the process, or its answer."""
         try:
-            child.control.send(dict(self._order))
+            child.control.send(dict(self.order))
             answer = reader.listen(LOAD_LIMIT_S)
         except TimeoutError:
             child.kill(f"it did not load the model within {LOAD_LIMIT_S:g} s")
@@ -335,7 +325,7 @@ class ProcessSupervisor(ABC, Generic[C]):
         self.gate.open(connection)
         self.on_change()
         if self._loaded.done():
-            self._logger.warning("%s has a new process, %d", self.name, connection.child.process.pid)
+            self.logger.warning("%s has a new process, %d", self.name, connection.child.process.pid)
         else:
             self._loaded.set_result(None)
 
@@ -346,8 +336,8 @@ class ProcessSupervisor(ABC, Generic[C]):
         if not self._closing.is_set():  # else it closes the model; `close` kills it if that takes too long
             child.signal(signal.SIGKILL)
         cause = child.reap()
-        if self._memory_bytes and child.process.returncode != 0 and not child.blame:
-            cause += f", which also happens at its isolation_memory_limit ({format_bytes(self._memory_bytes)})"
+        if self.memory_bytes and child.process.returncode != 0 and not child.blame:
+            cause += f", which also happens at its isolation_memory_limit ({format_bytes(self.memory_bytes)})"
         child.cause = cause
 
     def _record_end(self, connection: C | None, failure: ConfigError | None) -> float:
@@ -364,7 +354,7 @@ class ProcessSupervisor(ABC, Generic[C]):
         waits = failure is None and pause_s <= MAX_QUEUE_PAUSE_S
         with self._lock:
             closing, self._current = self._closing.is_set(), None
-        inside = self.gate.shut("" if waits else f"the process of {self._subject} has died and is being started again")
+        inside = self.gate.shut("" if waits else f"the process of {self.subject} has died and is being started again")
         self.restarts += failure is None and not closing
         self.on_change()
         if failure is not None and not self._loaded.done():
@@ -379,7 +369,7 @@ class ProcessSupervisor(ABC, Generic[C]):
     def _log_end(self, cause: str, pause_s: float, child: ChildProcess | None) -> None:
         """Log an end that was not expected, with the last lines of output."""
         lines = "".join(f"\n  {line}" for line in child.last_lines) if child is not None else ""
-        self._logger.error("the process of %s has died: %s; the next in %g s%s", self.name, cause, pause_s, lines)
+        self.logger.error("the process of %s has died: %s; the next in %g s%s", self.name, cause, pause_s, lines)
 
     def _fail(self) -> None:
         """End the process and start no other one, after an error of this thread."""

@@ -54,6 +54,7 @@ class BuildOrder:
     digest: str
 
 
+@dataclass(eq=False, repr=False)
 class EngineBuilds:
     """Queue of requested engine builds and their outcomes.
 
@@ -61,21 +62,17 @@ class EngineBuilds:
 
     Ownership: `_lock` guards everything. `on_end` is called without it, on the build thread.
 
-    Args:
+    Attributes:
         command: builder command; the model's folder, version and target are appended.
         on_end: called with an order and its error ("" if it succeeded); not called for cancelled orders.
         on_progress: called with an order when its build begins and when its progress changes.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        on_end: Callable[[BuildOrder, str], None],
-        on_progress: Callable[[BuildOrder], None] = lambda _order: None,
-    ) -> None:
-        self._command = tuple(command)
-        self._on_end = on_end
-        self._on_progress = on_progress
+    command: Sequence[str]
+    on_end: Callable[[BuildOrder, str], None]
+    on_progress: Callable[[BuildOrder], None] = lambda _order: None
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiting: list[BuildOrder] = []
@@ -208,7 +205,7 @@ class EngineBuilds:
                 return  # cancelled
             self._current = None
             self._outcomes[order] = failure
-        self._on_end(order, failure)
+        self.on_end(order, failure)
 
     def _abort(self) -> None:
         with self._lock:
@@ -218,12 +215,12 @@ class EngineBuilds:
             self._cancel_current()
             self._outcomes |= dict.fromkeys(orders, _STOPPED)
         for order in orders:
-            self._on_end(order, _STOPPED)
+            self.on_end(order, _STOPPED)
 
     def _build(self, order: BuildOrder) -> str:
         """Run the builder; returns its error, "" if it succeeded."""
-        self._on_progress(order)
-        command = [*self._command, str(order.folder), "--version", order.version, "--target", order.target]
+        self.on_progress(order)
+        command = [*self.command, str(order.folder), "--version", order.version, "--target", order.target]
         try:
             with tempfile.TemporaryFile() as output:
                 # Its own process group, so that Ctrl-C reaches the server only. The same session: the scheduler applies
@@ -262,7 +259,7 @@ class EngineBuilds:
             changed, self._progress, self._share = progress != self._progress, progress, share
         if changed:
             logger.debug("model %s version %s: engine build at %s", order.name, order.version, progress)
-            self._on_progress(order)
+            self.on_progress(order)
 
 
 def _lower_priority(process: subprocess.Popen[bytes]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.config.manifest import is_artefact_name, read_layers
@@ -31,10 +32,11 @@ _FRESH_NS = 400 * NS_PER_MS
 _SHARE = 20
 
 
+@dataclass(eq=False, repr=False)
 class ServerOverview:
     """Status of all models for the server's own page; called on the event loop.
 
-    Args:
+    Attributes:
         registry: registry of the models.
         repositories: folders of models.
         clock: monotonic nanoseconds.
@@ -42,20 +44,14 @@ class ServerOverview:
         stores: returns the state of each repository that mirrors a store; None without any.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        repositories: Sequence[Path],
-        clock: Clock = monotonic_ns,
-        processes: Callable[[], Sequence[responses.ProcessFigures]] | None = None,
-        stores: Callable[[], Sequence[StoreStatus]] | None = None,
-    ) -> None:
-        self._processes = processes
-        self._stores = stores
-        self._registry = registry
-        self._repositories = repositories
-        self._clock = clock
-        self._started_ns = clock()
+    registry: Registry
+    repositories: Sequence[Path]
+    clock: Clock = monotonic_ns
+    processes: Callable[[], Sequence[responses.ProcessFigures]] | None = None
+    stores: Callable[[], Sequence[StoreStatus]] | None = None
+
+    def __post_init__(self) -> None:
+        self._started_ns = self.clock()
         self._stale_ns = self._started_ns
         self._status: responses.OverviewStatus  # set by the first refresh
         self._refresh_task: asyncio.Task[None] | None = None
@@ -80,11 +76,11 @@ class ServerOverview:
 
     def _sample_history(self) -> None:
         allow_pauses(REPORT_STEP_NS)
-        self._history.sample(self._registry.used_sources(), self._clock())
+        self._history.sample(self.registry.used_sources(), self.clock())
 
     async def status(self) -> responses.OverviewStatus:
         """Return time, readiness, and for every version its state and reason, and its counters and gauges if it serves."""
-        if self._refresh_task is None and self._clock() >= self._stale_ns:
+        if self._refresh_task is None and self.clock() >= self._stale_ns:
             self._refresh_task = asyncio.create_task(self._refresh())
         if self._refresh_task is not None:
             # Shared by all callers: the cancellation of one must not cancel it for the others.
@@ -102,12 +98,12 @@ class ServerOverview:
             NotFound, Unavailable: no such version, or it does not serve.
             NotFound: the layers of the served file have not been measured.
         """
-        handle = self._registry.lease(model, version)
+        handle = self.registry.lease(model, version)
         try:
             number, engine = handle.spec.version, str(handle.spec.parameters.get("engine.file", ""))
         finally:
             handle.release()
-        folder = find(self._repositories, model)
+        folder = find(self.repositories, model)
         cure = f"measure them with `headrace inspect {model} --version {number} --publish`"
         try:
             report = None if folder is None else await asyncio.to_thread(read_layers, folder.path / number)
@@ -122,32 +118,32 @@ class ServerOverview:
 
     async def _refresh(self) -> None:
         try:
-            now_ns = self._clock()
+            now_ns = self.clock()
             # Not on the event loop: a thousand models take a tenth of a second.
             self._status = await asyncio.to_thread(self._collect, now_ns)
-            self._stale_ns = now_ns + max(_FRESH_NS, _SHARE * (self._clock() - now_ns))
+            self._stale_ns = now_ns + max(_FRESH_NS, _SHARE * (self.clock() - now_ns))
         finally:
             self._refresh_task = None
 
     def _collect(self, now_ns: int) -> responses.OverviewStatus:
         allow_pauses(REPORT_STEP_NS)
-        handles = {(model, version): handle for model, version, handle in self._registry.sources()}
+        handles = {(model, version): handle for model, version, handle in self.registry.sources()}
         models: list[responses.VersionStatus] = []
-        for row in self._registry.index():
+        for row in self.registry.index():
             handle = handles.get((row["name"], row["version"]))
             models.append({**row, "serving": None if handle is None else self._serving(handle)})
             pause()
-        models_ready, models_expected = self._registry.model_counts()
+        models_ready, models_expected = self.registry.model_counts()
         return {
             "time_ns": now_ns,
             "uptime_ns": now_ns - self._started_ns,
-            "ready": self._registry.ready(),
+            "ready": self.registry.ready(),
             "models_ready": models_ready,
             "models_expected": models_expected,
             "buckets_per_doubling": 1 << SCHEMA,
             "history_period_ns": PERIOD_NS,
-            "processes": [] if self._processes is None else list(self._processes()),
-            "stores": [] if self._stores is None else [_store(each, now_ns) for each in self._stores()],
+            "processes": [] if self.processes is None else list(self.processes()),
+            "stores": [] if self.stores is None else [_store(each, now_ns) for each in self.stores()],
             "models": models,
         }
 
@@ -185,7 +181,7 @@ class ServerOverview:
             "latency": _by_bucket(totals.phases["total"].native),
             "pipeline": _pipeline(handle) if isinstance(handle, PipelineHandle) else None,
             "sequences": handle.sequence_figures,
-            "traffic": _version_traffic(self._registry.traffic_report(spec.name), spec.version),
+            "traffic": _version_traffic(self.registry.traffic_report(spec.name), spec.version),
             **self._history.rates(handle.recorder),
         }
 

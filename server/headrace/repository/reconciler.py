@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -162,6 +162,7 @@ class _Command:
     settles: bool = False  # the action settles the outcome later, unless it raises an error
 
 
+@dataclass(eq=False, repr=False)
 class Reconciler:
     """The control thread: starts loads at start, runs load and unload commands or watches folders, and closes all models at the
     end.
@@ -170,7 +171,7 @@ class Reconciler:
     and `_ended`; `requested` and `_pending` are changed within `Deployments.changing`; everything else belongs to the control
     thread.
 
-    Args:
+    Attributes:
         selection: the models to serve.
         loader: creates handles.
         registry: publishes handles.
@@ -180,39 +181,30 @@ class Reconciler:
         builder: command that builds engines, without the model's folder.
         stores: repositories that mirror a store; None without any.
         clock: returns monotonic nanoseconds, for scans and the settle time.
-
-    Attributes:
         requested: by model that a client has loaded or unloaded: its configuration in the request, None for its own, and whether
             it had files; None if it is unloaded. Set before `start`, it takes the place of such requests.
         on_requested: called after a change of `requested`, on the thread that has made it.
     """
 
-    def __init__(
-        self,
-        selection: ModelSelection,
-        loader: Loader,
-        registry: Registry,
-        on_loaded: Callable[[BaseException | None], None],
-        control: ControlPolicy | None = None,
-        builder: Sequence[str] = BUILDER,
-        stores: RepositoryStores | None = None,
-        clock: Clock = monotonic_ns,
-    ) -> None:
-        self._clock = clock
-        self._selection = selection
-        self._stores = stores
-        self._registry = registry
-        self._on_loaded = on_loaded
+    selection: ModelSelection
+    loader: Loader
+    registry: Registry
+    on_loaded: Callable[[BaseException | None], None]
+    control: InitVar[ControlPolicy | None] = None
+    builder: InitVar[Sequence[str]] = BUILDER
+    stores: RepositoryStores | None = None
+    clock: Clock = monotonic_ns
+
+    def __post_init__(self, control: ControlPolicy | None, builder: Sequence[str]) -> None:
         self._control = control or ControlPolicy()
-        self._loader = loader
-        self._gpu_model_cache = loader.gpu_model_cache
+        self._gpu_model_cache = self.loader.gpu_model_cache
         # After every command the thread calls `load_requested` of the GPU model cache.
         self._gpu_model_cache.on_request = self._wake
         self._gpu_model_cache.start_load = self._start_load_on_demand
-        loader.idle_tasks.on_added = self._wake
-        self._closer = VersionCloser(registry, self._gpu_model_cache.remove)
-        if loader.state is not None:
-            builder = (*builder, "--state-dir", str(loader.state))
+        self.loader.idle_tasks.on_added = self._wake
+        self._closer = VersionCloser(self.registry, self._gpu_model_cache.remove)
+        if self.loader.state is not None:
+            builder = (*builder, "--state-dir", str(self.loader.state))
         self._builds = EngineBuilds(
             builder,
             lambda order, failure: self._start_load(
@@ -220,9 +212,9 @@ class Reconciler:
             ),
             lambda order: self._post(lambda: self._deployments.update_progress(order)),
         )
-        self._deployments = Deployments(loader, registry, self._closer, self._builds)
-        end_helper = (lambda: "") if loader.trials is None else loader.trials.end_helper
-        self._loads = LoadQueue(self._control.load_threads, end_helper, clock)
+        self._deployments = Deployments(self.loader, self.registry, self._closer, self._builds)
+        end_helper = (lambda: "") if self.loader.trials is None else self.loader.trials.end_helper
+        self._loads = LoadQueue(self._control.load_threads, end_helper, self.clock)
         self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))
         self._repositories_unreadable = False
         self._skipped: set[folders.SkippedFolder] = set()
@@ -269,15 +261,15 @@ class Reconciler:
         self._stop.set()
         self._commands.put(None)
         self._builds.stop()
-        if self._loader.trials is not None:
-            self._loader.trials.stop()
-        if self._stores is not None:
-            self._stores.stop()
+        if self.loader.trials is not None:
+            self.loader.trials.stop()
+        if self.stores is not None:
+            self.stores.stop()
         # Its cancelled loads have timeouts, and so has the thread.
         self._thread.join(2 * timeout_s + 1)
         self._builds.join()
-        if self._stores is not None:
-            self._stores.join(min(timeout_s, _STORES_STOP_S))
+        if self.stores is not None:
+            self.stores.join(min(timeout_s, _STORES_STOP_S))
         return self._clean and not self._thread.is_alive()
 
     # On the event loop: the interface `Repository` of the front ends
@@ -307,7 +299,7 @@ class Reconciler:
             raise BadRequest(
                 "a load request with files needs the parameter 'config' too: send '{}' to complete it from the files"
             )
-        errors = await self._stores.refresh() if self._stores is not None and not files else {}
+        errors = await self.stores.refresh() if self.stores is not None and not files else {}
         while True:
             outcome: Future[None] = Future()
             action = partial(self._load, name, config, files, errors, partial(self._settle, outcome))
@@ -478,25 +470,25 @@ class Reconciler:
 
     def _main(self) -> None:
         try:
-            if self._stores is not None:
-                self._stores.load_initial()
+            if self.stores is not None:
+                self.stores.load_initial()
             self._load_initial()
             self._has_started = True
-            if self._stores is not None and self._control.mode != "none":
-                self._stores.start()
-            self._next_scan_ns = self._clock() + self._pause_ns()
+            if self.stores is not None and self._control.mode != "none":
+                self.stores.start()
+            self._next_scan_ns = self.clock() + self._pause_ns()
             self._complete(None)
             while self._serve_one():
                 self._loads.start_threads()
                 self._memory_ns = self._gpu_model_cache.load_requested()
-                self._idle_ns = self._loader.idle_tasks.look(self._registry, self._is_at_work)
+                self._idle_ns = self.loader.idle_tasks.look(self.registry, self._is_at_work)
         except BaseException as error:  # reported to the caller: no model is loaded after this
             self._refuse_commands()
-            self._on_loaded(error)
+            self.on_loaded(error)
             self._stop.wait()
         self._clean = False  # until all is closed
         self._refuse_commands()
-        self._registry.set_complete(False)
+        self.registry.set_complete(False)
         self._loads.stop(Unavailable(_STOPPING))
         are_loads_ended = self._loads.join(min(self._close_timeout_s, _LOADS_STOP_S))
         self._deployments.unload_all()
@@ -509,17 +501,17 @@ class Reconciler:
             return
         self._is_complete = True
         self._builds.start()
-        self._registry.set_complete(True)
-        self._on_loaded(None)
+        self.registry.set_complete(True)
+        self.on_loaded(None)
 
     def _serve_one(self) -> bool:
         """Wait for a command or the next scan; returns False when the thread must stop."""
         try:
             command = self._commands.get(timeout=self._wait_s())
         except queue.Empty:
-            if self._control.mode == "poll" and self._clock() >= self._next_scan_ns:
+            if self._control.mode == "poll" and self.clock() >= self._next_scan_ns:
                 self._rescan()
-                self._next_scan_ns = self._clock() + self._pause_ns()
+                self._next_scan_ns = self.clock() + self._pause_ns()
             return True
         if command is None:
             return False
@@ -546,7 +538,7 @@ class Reconciler:
 
     def _load_initial(self) -> None:
         models = self._scan()
-        names = self._selection.names
+        names = self.selection.names
         for model in models:
             if model.problem is not None:
                 logger.error("%s", model.problem)
@@ -559,19 +551,19 @@ class Reconciler:
         for name in sorted((names or frozenset()) - {model.name for model in selected}):
             reason = "the model repository has no folder of this name"
             logger.error("model %s is not served: %s", name, reason)
-            self._registry.mark(name, "", State.UNAVAILABLE, reason)
+            self.registry.mark(name, "", State.UNAVAILABLE, reason)
         selected = [model for model in selected if model.name not in self.requested]
         selected += [m for m in models if m.problem is None and self.requested.get(m.name) == [None, False]]
         ordered = in_load_order(selected, _served(models))
         for model in ordered:
-            self._registry.forget(model.name, "")
-            self._registry.mark(model.name, "", State.UNKNOWN)
+            self.registry.forget(model.name, "")
+            self.registry.mark(model.name, "", State.UNKNOWN)
         self._load_all(ordered)
         for name, request in sorted(self.requested.items()):
             if request is not None and request[1]:
                 reason = "it was loaded from the files of a request, which the engine process has lost: load it again"
                 logger.error("model %s is not served: %s", name, reason)
-                self._registry.mark(name, "", State.UNAVAILABLE, reason)
+                self.registry.mark(name, "", State.UNAVAILABLE, reason)
             elif request is not None and request[0] is not None:
                 self._load_again(name, request[0])
 
@@ -600,11 +592,11 @@ class Reconciler:
     def _scan(self) -> list[folders.RepositoryModel]:
         """Return the models of all repositories; each folder that cannot be a model is logged once."""
         skipped: set[folders.SkippedFolder] = set()
-        models = folders.scan(self._selection.repositories, self._registry.names(), skipped.add, self._scan_cache)
+        models = folders.scan(self.selection.repositories, self.registry.names(), skipped.add, self._scan_cache)
         for folder in sorted(skipped - self._skipped, key=lambda folder: folder.path):
             logger.log(logging.WARNING if folder.warn else logging.INFO, "%s", folder)
         self._skipped = skipped
-        return [model for model in models if self._selection.includes(model.repository, model.name)]
+        return [model for model in models if self.selection.includes(model.repository, model.name)]
 
     def _load_model(self, model: folders.RepositoryModel) -> None:
         """Load a model, on the thread of its load; again once its Python environment is installed."""
@@ -633,8 +625,8 @@ class Reconciler:
         store_errors: Mapping[Path, str],
         on_end: OnEnd,
     ) -> None:
-        if self._stores is not None:
-            self._stores.apply()
+        if self.stores is not None:
+            self.stores.apply()
         self._refresh_index()
         document = None if config is None else read_config_json(config)
         if document is not None and files:
@@ -642,13 +634,13 @@ class Reconciler:
             called = called_models(Path(), Path(), document)
             self._start_load(name, partial(self._load_files, name, files, document), on_end, called)
             return
-        model = folders.find(self._selection.repositories, name)
+        model = folders.find(self.selection.repositories, name)
         # The store may have a newer one, or the model that is missing here.
         if store_errors and (model is None or model.repository in store_errors):
             error = next(iter(store_errors.values())) if model is None else store_errors[model.repository]
             raise Unavailable(f"model '{name}' is not loaded: {error}")
-        if model is None or not self._selection.includes(model.repository, name):
-            raise NotFound(f"no model repository has a folder '{name}'{self._registry.suggestion(name)}")
+        if model is None or not self.selection.includes(model.repository, name):
+            raise NotFound(f"no model repository has a folder '{name}'{self.registry.suggestion(name)}")
         source = ModelSource(name, model.path, model.repository, document)
         called = self._load_called(source)
         self._start_load(name, partial(self._load_source, source, [config, False]), on_end, called)
@@ -678,13 +670,13 @@ class Reconciler:
         models = _served(self._scan()) if called else {}
         ordered = in_load_order([models[name] for name in sorted(called) if name in models], models)
         others = [each for each in ordered if each.name != source.name and not self._loads.has(each.name)]
-        self._load_all([each for each in others if self._registry.serving(each.name, "") is None])
+        self._load_all([each for each in others if self.registry.serving(each.name, "") is None])
         return called
 
     def _unload(self, name: str, dependents: bool) -> None:
         self._refresh_index()
-        if name not in self._registry.names() and not self._loads.has(name):
-            raise NotFound(f"model '{name}' is not found{self._registry.suggestion(name)}")
+        if name not in self.registry.names() and not self._loads.has(name):
+            raise NotFound(f"model '{name}' is not found{self.registry.suggestion(name)}")
         with self._deployments.changing():
             unused = self._deployments.dependencies.unused_without(name) if dependents else []
         for each in (name, *unused):
@@ -695,7 +687,7 @@ class Reconciler:
     def _unload_model(self, name: str) -> None:
         """Unload a model, and end its loads."""
         error = Aborted(f"model '{name}' was unloaded before its load had ended: load it again")
-        for key in (name, *(f"{name}{_ON_DEMAND}{version}" for version in self._registry.versions(name))):
+        for key in (name, *(f"{name}{_ON_DEMAND}{version}" for version in self.registry.versions(name))):
             self._loads.drop(key, error)
         with self._deployments.changing():
             self._pending.pop(name, None)
@@ -710,12 +702,12 @@ class Reconciler:
     def _update_index(self, models: Sequence[folders.RepositoryModel]) -> None:
         """Add the models to the index and remove all others."""
         names = {model.name for model in models}
-        indexed = self._registry.names()
+        indexed = self.registry.names()
         for name in indexed - names:
-            self._registry.prune(name)
+            self.registry.prune(name)
         for name in names - indexed:
             if name_problem(name) is None:
-                self._registry.mark(name, "", State.UNLOADED, _NOT_LOADED)
+                self.registry.mark(name, "", State.UNLOADED, _NOT_LOADED)
 
     # Polling
 
@@ -725,7 +717,7 @@ class Reconciler:
         times_ns = [time_ns for time_ns in times if time_ns is not None]
         if self._control.mode == "poll":
             times_ns.append(self._next_scan_ns)
-        return max(min(times_ns) - self._clock(), 0) / NS_PER_S if times_ns else None
+        return max(min(times_ns) - self.clock(), 0) / NS_PER_S if times_ns else None
 
     def _pause_ns(self) -> int:
         control, pause_s = self._control, self._control.poll_interval_s
@@ -742,8 +734,8 @@ class Reconciler:
 
     def _rescan(self) -> None:
         try:
-            if self._stores is not None:
-                self._stores.apply()
+            if self.stores is not None:
+                self.stores.apply()
             models = self._scan()
         except (HeadraceError, OSError) as error:
             # An unreadable repository, e.g. on a disconnected disk, must not unload every model.
@@ -762,9 +754,9 @@ class Reconciler:
             if (fingerprint := self._scan_cache.fingerprint(model.path)) != folders.ABSENT
         }
         self._scan_cache.keep({str(model.path) for model in models.values()})
-        for name in fingerprints.keys() - self._registry.names():
-            self._registry.mark(name, "", State.UNKNOWN)
-        due = self._watcher.update(fingerprints, self._clock())
+        for name in fingerprints.keys() - self.registry.names():
+            self.registry.mark(name, "", State.UNKNOWN)
+        due = self._watcher.update(fingerprints, self.clock())
         for name in due:
             if name not in fingerprints:
                 self._unload_model(name)
@@ -772,8 +764,8 @@ class Reconciler:
                 self._loads.drop(name, Aborted(f"the files of model '{name}' have changed since its load began"))
         # A pipeline that is due waits for the models that are due.
         self._load_all(in_load_order([models[name] for name in due if name in fingerprints], {}))
-        for name in self._registry.names() - self._watcher.names:
-            self._registry.prune(name)
+        for name in self.registry.names() - self._watcher.names:
+            self.registry.prune(name)
 
 
 def _log_failure(name: str, error: BaseException | None) -> None:

@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -322,37 +322,31 @@ def machine_of(runtime: str) -> Machine:
 _ABANDONED_S = 30.0  # instances stop waiting for another one whose batch takes longer
 
 
+@dataclass(eq=False, repr=False)
 class ConcurrentRuns:
     """Runs batches of one size on several instances at once, each on its own thread, one size after the other.
 
-    Args:
+    Attributes:
         instances: number of instances.
         sizes: rows of the batches, in order.
         feed: creates inputs of a number of rows.
         in_time: returns whether a batch of a number of rows may still start.
         clock: monotonic nanoseconds.
-
-    Attributes:
         times_ns: compute times of all instances, by rows.
     """
 
-    def __init__(
-        self,
-        instances: int,
-        sizes: Iterable[int],
-        feed: Callable[[int], dict[str, Array]],
-        in_time: Callable[[int], bool],
-        clock: Clock,
-    ) -> None:
-        self.instances = instances
+    instances: int
+    sizes: InitVar[Iterable[int]]
+    feed: Callable[[int], dict[str, Array]]
+    in_time: Callable[[int], bool]
+    clock: Clock
+
+    def __post_init__(self, sizes: Iterable[int]) -> None:
         self.times_ns: dict[int, list[int]] = {}
         self._sizes = iter(sizes)
-        self._feed = feed
-        self._in_time = in_time
-        self._clock = clock
         self._rows = 0  # rows of the next batch; 0 ends the run
-        self._size_chosen = threading.Barrier(instances, self._choose, _ABANDONED_S)
-        self._inputs_ready = threading.Barrier(instances, timeout=_ABANDONED_S)
+        self._size_chosen = threading.Barrier(self.instances, self._choose, _ABANDONED_S)
+        self._inputs_ready = threading.Barrier(self.instances, timeout=_ABANDONED_S)
 
     def run(self, execution: Execution) -> None:
         """Run all sizes on one instance, beside the others; returns early if another instance fails.
@@ -366,12 +360,12 @@ class ConcurrentRuns:
                 rows = self._rows
                 if not rows:
                     return
-                inputs = self._feed(rows)
+                inputs = self.feed(rows)
                 self._inputs_ready.wait()
-                begun_ns = self._clock()
+                begun_ns = self.clock()
                 execution.run(inputs)
                 # Thread-safe without a lock: setdefault and append are atomic in the interpreter.
-                self.times_ns.setdefault(rows, []).append(self._clock() - begun_ns)
+                self.times_ns.setdefault(rows, []).append(self.clock() - begun_ns)
         except threading.BrokenBarrierError:
             return
         except BaseException:
@@ -386,7 +380,7 @@ class ConcurrentRuns:
     def _choose(self) -> None:
         """Select the next size; called by one instance while the others wait at the barrier."""
         rows = next(self._sizes, 0)
-        self._rows = rows if rows and self._in_time(rows) else 0
+        self._rows = rows if rows and self.in_time(rows) else 0
 
 
 Feed = Callable[[int], dict[str, Array]]
@@ -405,13 +399,14 @@ _ACCEPTED_RATIO = 2.0
 _ARRIVAL_TIMEOUT_FACTOR = 4
 
 
+@dataclass(eq=False, repr=False)
 class LatencyMeasurement:
     """Fills an empty latency table; called by each instance on its own thread with its own execution, after the warm-up.
 
     The last instance measures alone while the others wait. Then 2, 4, 8 ... and all instances run at the same time. A
     model whose backend has measured itself is not run. An error of the model on random inputs does not prevent serving.
 
-    Args:
+    Attributes:
         config: complete configuration of the model.
         model: the loaded model.
         instances: number of instances that call.
@@ -419,32 +414,23 @@ class LatencyMeasurement:
         limit_ns: time limit in nanoseconds; no run starts that would probably end later.
         clock: monotonic nanoseconds.
         stored: times of an earlier process; accepted if the model is about as fast on load as it was then.
-
-    Attributes:
         idle_ns: compute time in nanoseconds of the smallest batch before the version served; 0 if unknown.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        model: LoadedModel,
-        instances: int,
-        latency_table: LatencyTable,
-        limit_ns: int,
-        clock: Clock = monotonic_ns,
-        stored: StoredLatencies = NO_LATENCIES,
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._instances = self._remaining = instances
-        self._latency_table = latency_table
-        self._limit_ns = limit_ns
-        self._clock = clock
-        self._stored = stored
+    config: ModelConfig
+    model: LoadedModel
+    instances: int
+    latency_table: LatencyTable
+    limit_ns: int
+    clock: Clock = monotonic_ns
+    stored: StoredLatencies = NO_LATENCIES
+
+    def __post_init__(self) -> None:
+        self._remaining = self.instances
         self.idle_ns = 0
-        self._problem = unmeasurable(config)
+        self._problem = unmeasurable(self.config)
         self._stages: Sequence[ConcurrentRuns] | None = None  # set when the last instance has arrived
-        self._joinable = instances - 1  # other instances that still wait
+        self._joinable = self.instances - 1  # other instances that still wait
         self._condition = threading.Condition()  # guards _awaited, _stages and _patient
 
     def __call__(self, execution: Execution) -> None:
@@ -459,11 +445,11 @@ class LatencyMeasurement:
         with self._condition:
             self._remaining -= 1
             position = self._remaining  # 0 for the last instance
-        if position < 0 or self._latency_table.entries():  # restarted, or loaded again after an eviction
+        if position < 0 or self.latency_table.entries():  # restarted, or loaded again after an eviction
             return
         # Compute times that the backend has measured itself; complete once the last instance is open.
-        buckets_us = getattr(find_inner(self._model, "buckets_us"), "buckets_us", {})
-        if self._problem or buckets_us or not self._limit_ns:
+        buckets_us = getattr(find_inner(self.model, "buckets_us"), "buckets_us", {})
+        if self._problem or buckets_us or not self.limit_ns:
             if position == 0:
                 self._skip_runs(buckets_us)
         elif position:
@@ -476,52 +462,52 @@ class LatencyMeasurement:
             with self._condition:
                 self._stages = ()  # earlier instances may wait
                 self._condition.notify_all()
-            self._latency_table.buckets = tuple(sorted(buckets_us))
+            self.latency_table.buckets = tuple(sorted(buckets_us))
             table_ns = bucket_times(buckets_us)
             self._accept_stored(table_ns[min(table_ns)])
-            self._latency_table.seed({rows: [time_ns] for rows, time_ns in table_ns.items()})
+            self.latency_table.seed({rows: [time_ns] for rows, time_ns in table_ns.items()})
             return
-        if self._problem and self._limit_ns:
-            logger.info("model %s is not measured before it serves: %s", self._config.name, self._problem)
+        if self._problem and self.limit_ns:
+            logger.info("model %s is not measured before it serves: %s", self.config.name, self._problem)
         self._accept_stored(0)
 
     def _measure_with_others(self, execution: Execution, position: int) -> None:
         """Wait until the last instance has measured alone, then take part in its stages."""
         with self._condition:
-            timeout_s = _ARRIVAL_TIMEOUT_FACTOR * self._limit_ns / NS_PER_S
+            timeout_s = _ARRIVAL_TIMEOUT_FACTOR * self.limit_ns / NS_PER_S
             if not self._condition.wait_for(lambda: self._stages is not None, timeout_s):
                 self._joinable -= 1
                 return
             stages = self._stages or ()
-        self._run_stages(execution, self._instances - position, stages)
+        self._run_stages(execution, self.instances - position, stages)
 
     def _measure_all(self, execution: Execution) -> None:
         """Measure on the last instance: alone first, then together with the others."""
-        begun_ns, several = self._clock(), self._instances > 1
-        end_ns = begun_ns + self._limit_ns
+        begun_ns, several = self.clock(), self.instances > 1
+        end_ns = begun_ns + self.limit_ns
         stages: list[ConcurrentRuns] = []
         try:
-            feed = feeds(self._config)
-            if self._stored.times_ns:
+            feed = feeds(self.config)
+            if self.stored.times_ns:
                 self._accept_stored(self._measure_idle(execution, feed, end_ns))
-                if self._latency_table.entries():
+                if self.latency_table.entries():
                     return
-            alone_ns = int(self._limit_ns * _ALONE_SHARE) if several else self._limit_ns
+            alone_ns = int(self.limit_ns * _ALONE_SHARE) if several else self.limit_ns
             self._measure_alone(execution, feed, begun_ns + alone_ns)
-            if several and self._latency_table.entries():
+            if several and self.latency_table.entries():
                 stages = self._plan_stages(feed, end_ns)
         finally:
             with self._condition:
                 # An instance that has stopped waiting cannot take part, so no stage can run.
-                self._stages = stages = stages if self._joinable == self._instances - 1 else []
+                self._stages = stages = stages if self._joinable == self.instances - 1 else []
                 self._condition.notify_all()
         self._run_stages(execution, 0, stages)
         medians = ", ".join(
             f"{entry.rows} rows {entry.median_ns // NS_PER_US} us ({entry.instances} busy)"
-            for entry in self._latency_table.entries()
+            for entry in self.latency_table.entries()
         )
-        took_ms = (self._clock() - begun_ns) // NS_PER_MS
-        logger.debug("model %s took %d ms to measure: %s", self._config.name, took_ms, medians)
+        took_ms = (self.clock() - begun_ns) // NS_PER_MS
+        logger.debug("model %s took %d ms to measure: %s", self.config.name, took_ms, medians)
 
     def _run_stages(self, execution: Execution, arrival: int, stages: Sequence[ConcurrentRuns]) -> None:
         """Run the stages together with the other instances.
@@ -536,7 +522,7 @@ class LatencyMeasurement:
                 if arrival < stage.instances:
                     self._run(partial(stage.run, execution))
                 if not arrival:
-                    self._latency_table.seed(_warm(stage.times_ns, stage.instances), stage.instances)
+                    self.latency_table.seed(_warm(stage.times_ns, stage.instances), stage.instances)
         except BaseException:  # no other instance may wait for this one
             for stage in stages:
                 stage.abort()
@@ -549,31 +535,31 @@ class LatencyMeasurement:
         def run() -> None:
             row_ns = 0.0
             for _ in range(_ROUNDS):
-                for rows in sizes(self._config):
+                for rows in sizes(self.config):
                     times_ns = times_by_rows.setdefault(rows, [])
                     expected_ns = times_ns[-1] if times_ns else row_ns * rows
-                    if self._clock() + expected_ns > end_ns:
+                    if self.clock() + expected_ns > end_ns:
                         return
                     times_ns.append(self._timed(execution, feed(rows)))
                     row_ns = times_ns[-1] / rows
 
         self._run(run)
-        self._latency_table.seed(_warm(times_by_rows, 1))
-        self.idle_ns = self._latency_table.estimate_ns(min(sizes(self._config)), 1)
+        self.latency_table.seed(_warm(times_by_rows, 1))
+        self.idle_ns = self.latency_table.estimate_ns(min(sizes(self.config)), 1)
 
     def _plan_stages(self, feed: Feed, end_ns: int) -> list[ConcurrentRuns]:
         """Return the stages with 2, 4, 8 ... and all instances; the remaining time is shared between them."""
-        counts = sorted({self._instances, *(1 << power for power in range(1, self._instances.bit_length()))})
-        share_ns = max(end_ns - self._clock(), 0) // len(counts)
-        row_counts = [entry.rows for entry in self._latency_table.entries()]
+        counts = sorted({self.instances, *(1 << power for power in range(1, self.instances.bit_length()))})
+        share_ns = max(end_ns - self.clock(), 0) // len(counts)
+        row_counts = [entry.rows for entry in self.latency_table.entries()]
         stages = []
         for index, count in enumerate(counts):
             stop_ns = end_ns - share_ns * (len(counts) - 1 - index)
 
             def in_time(rows: int, count: int = count, stop_ns: int = stop_ns) -> bool:
-                return self._clock() + self._latency_table.estimate_ns(rows, count) <= stop_ns
+                return self.clock() + self.latency_table.estimate_ns(rows, count) <= stop_ns
 
-            stages.append(ConcurrentRuns(count, row_counts * _ROUNDS_TOGETHER, feed, in_time, self._clock))
+            stages.append(ConcurrentRuns(count, row_counts * _ROUNDS_TOGETHER, feed, in_time, self.clock))
         return stages
 
     def _run(self, run: Callable[[], None]) -> None:
@@ -583,21 +569,21 @@ class LatencyMeasurement:
         except ExecutionLost:
             raise
         except Exception as error:
-            name, error_name = self._config.name, type(error).__name__
+            name, error_name = self.config.name, type(error).__name__
             logger.info("model %s is not measured further: it failed on random inputs (%s)", name, error_name)
 
     def _timed(self, execution: Execution, inputs: dict[str, Array]) -> int:
-        begun_ns = self._clock()
+        begun_ns = self.clock()
         execution.run(inputs)
-        return self._clock() - begun_ns
+        return self.clock() - begun_ns
 
     def _measure_idle(self, execution: Execution, feed: Feed, end_ns: int) -> int:
         """Measure the smallest size; returns its median in nanoseconds, 0 if the model fails on it."""
         times_ns: list[int] = []
-        rows = min(sizes(self._config))
+        rows = min(sizes(self.config))
 
         def run() -> None:
-            while len(times_ns) < _ROUNDS and (not times_ns or self._clock() < end_ns):
+            while len(times_ns) < _ROUNDS and (not times_ns or self.clock() < end_ns):
                 times_ns.append(self._timed(execution, feed(rows)))
 
         self._run(run)
@@ -606,11 +592,11 @@ class LatencyMeasurement:
 
     def _accept_stored(self, idle_ns: int) -> None:
         """Use the stored times if the smallest size takes about as long as it did then, or if neither time is known."""
-        then_ns, self.idle_ns = self._stored.idle_ns, idle_ns
+        then_ns, self.idle_ns = self.stored.idle_ns, idle_ns
         if then_ns / _ACCEPTED_RATIO <= idle_ns <= then_ns * _ACCEPTED_RATIO:
-            for instances, times_ns in sorted(self._stored.times_ns.items()):
-                self._latency_table.seed(times_ns, instances, "stored")
-            if self._latency_table.entries():
+            for instances, times_ns in sorted(self.stored.times_ns.items()):
+                self.latency_table.seed(times_ns, instances, "stored")
+            if self.latency_table.entries():
                 self.idle_ns = then_ns  # a new value at each start could drift
 
 

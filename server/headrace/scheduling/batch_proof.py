@@ -13,7 +13,7 @@ differ, their spread is allowed. Position and alone have a wider bound: kernels 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,43 +139,39 @@ def run_rows(run: Callable[[dict[str, Array]], dict[str, Array]], outputs: Seque
     return run_batch
 
 
+@dataclass(eq=False, repr=False)
 class BatchTests:
     """Tests batch sizes of one model with one set of rows.
 
-    Args:
+    Attributes:
         run: runs a batch.
         rows: at least two different rows.
         datatypes: datatype of each input and output.
         floor: smallest bound of position and alone, as a share of an output's range, e.g. 1e-5 in FP32.
         clock: monotonic nanoseconds.
         end_ns: monotonic time after which two rows suffice; None for all rows.
-
-    Attributes:
-        run: as in the argument.
         is_telling: False if all rows have equal outputs alone, so that a row at another place may go unnoticed.
 
     Raises:
         ProofError: the rows prove nothing.
     """
 
-    def __init__(
-        self,
-        run: RunBatch,
-        rows: Sequence[Row],
-        datatypes: Mapping[str, Datatype],
-        floor: float,
-        clock: Clock = monotonic_ns,
-        end_ns: int | None = None,
-    ) -> None:
-        self.run, self._datatypes, self._clock = run, datatypes, clock
+    run: RunBatch
+    rows: InitVar[Sequence[Row]]
+    datatypes: Mapping[str, Datatype]
+    floor: float
+    clock: Clock = monotonic_ns
+    end_ns: InitVar[int | None] = None
+
+    def __post_init__(self, rows: Sequence[Row], end_ns: int | None) -> None:
         self._random = np.random.default_rng(len(rows))
         self._alone: list[dict[str, Array]] = []
         times_ns = []
         for row in rows:
-            begun_ns = clock()
+            begun_ns = self.clock()
             if len(self._alone) < _MIN_ROWS or end_ns is None or begun_ns < end_ns:
-                self._alone.append(self._copies(run([row]))[0])
-                times_ns.append(clock() - begun_ns)
+                self._alone.append(self._copies(self.run([row]))[0])
+                times_ns.append(self.clock() - begun_ns)
         self._rows = rows = rows[: len(self._alone)]
         self._row_ns: float = min(times_ns)
         for output in self._alone:
@@ -185,8 +181,7 @@ class BatchTests:
         first = self._alone[0]
         self._has_lengths = any(row[name].shape != values.shape for name, values in rows[0].items() for row in rows)
         self.is_telling = any(_differing(first, other) for other in self._alone[1:])
-        self._floor = floor
-        self._bounds = {name: _bound([output[name] for output in self._alone], floor) for name in first}
+        self._bounds = {name: _bound([output[name] for output in self._alone], self.floor) for name in first}
 
     def refer(self, run: RunBatch) -> None:
         """Widen the bounds by the difference between the rows alone and a reference.
@@ -214,10 +209,10 @@ class BatchTests:
         alone, values_of = self._copies(self.run([row]))[0], self._copies([output])[0]
         others = None if reference is None else self._copies(reference([row]))[0]
         for name, values in values_of.items():
-            if values.dtype.kind != "f" and self._floor > _EXACT_FLOOR:
+            if values.dtype.kind != "f" and self.floor > _EXACT_FLOOR:
                 continue  # rounding decides which of two near values is the class
             differs, bound = difference(values, alone[name]), self._bounds[name]
-            bound = max(bound, _bound([alone[name], *(each[name] for each in self._alone)], self._floor))
+            bound = max(bound, _bound([alone[name], *(each[name] for each in self._alone)], self.floor))
             if others is not None and np.isfinite(own := difference(alone[name], others[name])):
                 bound = max(bound, _REFERENCE_FACTOR * own)
             # Where the row alone has other outputs each time, as of a graph with random numbers, a difference means nothing.
@@ -241,7 +236,7 @@ class BatchTests:
             size: rows of the batch, at least 2.
             before: called before each of the batches, e.g. to fill the memory of padding rows; the argument is a row of NaN.
         """
-        begun_ns = self._clock()
+        begun_ns = self.clock()
         try:
             fault = self._check(size, before)
         except Exception as error:
@@ -249,7 +244,7 @@ class BatchTests:
                 raise
             return Fault("run", f"a batch of {size} rows fails: {type(error).__name__}: {error}")
         # A row of a larger batch takes less: what it took in a small one is no bound.
-        self._row_ns = min(self._row_ns, (self._clock() - begun_ns) / size / _RUNS)
+        self._row_ns = min(self._row_ns, (self.clock() - begun_ns) / size / _RUNS)
         return fault
 
     def _check(self, size: int, before: Callable[[Sequence[Row]], None]) -> Fault | None:
@@ -305,11 +300,11 @@ class BatchTests:
 
     def _extreme(self, row: Row, kind: int) -> Row:
         """Return a row with NaN (0) or the largest number (1) in place of its floats."""
-        return {name: _extreme(values, self._datatypes[name], kind) for name, values in row.items()}
+        return {name: _extreme(values, self.datatypes[name], kind) for name, values in row.items()}
 
     def _copies(self, outputs: Sequence[Row]) -> list[dict[str, Array]]:
         return [
-            {name: _decoded(values, self._datatypes.get(name)).copy() for name, values in output.items()}
+            {name: _decoded(values, self.datatypes.get(name)).copy() for name, values in output.items()}
             for output in outputs
         ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -189,10 +189,11 @@ def split_request(request: InferRequest, max_rows: int) -> list[InferRequest]:
     ]
 
 
+@dataclass(eq=False, repr=False)
 class PartJoiner:
     """Collects the outcomes of parts and settles the whole request with all rows or with the first error.
 
-    Args:
+    Attributes:
         whole: completion of the whole request.
         parts: number of parts.
         refusal: returns an error if parts of this model can no longer be joined, else None.
@@ -200,16 +201,13 @@ class PartJoiner:
         received_ns: monotonic time of arrival of the request.
     """
 
-    def __init__(
-        self,
-        whole: Completion,
-        parts: int,
-        refusal: Callable[[], HeadraceError | None],
-        undelivered: Undelivered,
-        received_ns: int,
-    ) -> None:
-        self.whole = whole
-        self._refusal, self._undelivered, self._received_ns = refusal, undelivered, received_ns
+    whole: Completion
+    parts: InitVar[int]
+    refusal: Callable[[], HeadraceError | None]
+    undelivered: Undelivered
+    received_ns: int
+
+    def __post_init__(self, parts: int) -> None:
         self._counted: InferResponse | None = None  # of the last part
         self._failed = False  # the whole has ended without a response
         self._lock = threading.Lock()
@@ -230,7 +228,7 @@ class PartJoiner:
             undelivered = self._counted if self._failed else None
             self._failed = self._failed and undelivered is None
         if undelivered is not None:
-            self._undelivered(1, undelivered.duration_ns(self._received_ns))
+            self.undelivered(1, undelivered.duration_ns(self.received_ns))
         if complete:
             self.whole.settle(self._joined())
 
@@ -240,10 +238,10 @@ class PartJoiner:
             undelivered = self._counted
             self._failed = undelivered is None
         if undelivered is not None:
-            self._undelivered(1, undelivered.duration_ns(self._received_ns))
+            self.undelivered(1, undelivered.duration_ns(self.received_ns))
 
     def _joined(self) -> Outcome:
-        refusal = self._refusal()
+        refusal = self.refusal()
         if refusal is not None:
             return refusal
         try:

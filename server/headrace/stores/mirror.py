@@ -11,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.store_url import StoreUrl
@@ -25,45 +26,36 @@ _ROUNDS = 5
 _UNKNOWN = UnitRecord("")
 
 
+@dataclass(eq=False, repr=False)
 class Mirror:
     """Mirror of one URL.
 
     Ownership: one thread at a time calls `sync`; `apply` may run on another. `_lock` guards `_local`, `_target`, `_staged` and
     every rename in the mirror's folder; no request to the store is made while it is held.
 
-    Args:
+    Attributes:
         url: of the repository.
         repository: local folder of models; the mirror's folder is the one above it.
         bound_bytes: largest size of all mirrors in the cache.
         stop: ends a download.
         connect: opens the store.
-
-    Attributes:
-        url: see Args.
-        repository: see Args.
         on_bytes: called with the number of bytes of each downloaded part; on several threads.
     """
 
-    def __init__(
-        self,
-        url: StoreUrl,
-        repository: Path,
-        bound_bytes: int,
-        stop: threading.Event,
-        connect: Callable[[StoreUrl], ModelStore],
-    ) -> None:
-        self.url = url
-        self.repository = repository
+    url: StoreUrl
+    repository: Path
+    bound_bytes: int
+    stop: threading.Event
+    connect: Callable[[StoreUrl], ModelStore]
+
+    def __post_init__(self) -> None:
         self.on_bytes: Callable[[int], None] = lambda _count: None
-        self._folder = repository.parent
-        self._bound_bytes = bound_bytes
-        self._stop = stop
-        self._connect = connect
+        self._folder = self.repository.parent
         self._store: ModelStore | None = None
         self._downloader: Downloader | None = None
         self._lock = threading.Lock()
         self._staged = _staged_units(self._folder / VERSIONS)
-        self._local = _local_units(repository)
+        self._local = _local_units(self.repository)
         self._target: Mapping[UnitName, str] | None = None
 
     def sync(self) -> bool:
@@ -83,13 +75,13 @@ class Mirror:
 
     def _sync(self) -> bool:
         if self._store is None or self._downloader is None:
-            self._store = self._connect(self.url)
-            self._downloader = Downloader(self._store, self.url, self._folder / PARTIAL, self._stop)
+            self._store = self.connect(self.url)
+            self._downloader = Downloader(self._store, self.url, self._folder / PARTIAL, self.stop)
         failures: dict[UnitName, StoreError] = {}
         rounds = 0
         while True:
             # The listing after the downloads confirms them: a version is complete once nothing of it has changed meanwhile.
-            units = split_units(self.url, self._store.list_objects(self._stop))
+            units = split_units(self.url, self._store.list_objects(self.stop))
             missing = [unit for name, unit in units.items() if name not in failures and not self._is_here(unit)]
             if not missing:
                 break
@@ -161,7 +153,7 @@ class Mirror:
         downloader.on_bytes = self.on_bytes
         present = {unit.name: self._present_files(unit) for unit in missing}
         objects = [item for unit in missing for path, item in unit.objects.items() if path not in present[unit.name]]
-        make_room(self._folder, downloader.missing_bytes(objects), self._bound_bytes, kept)
+        make_room(self._folder, downloader.missing_bytes(objects), self.bound_bytes, kept)
         with self._lock:
             self._staged.intersection_update({entry.name for entry in (self._folder / VERSIONS).iterdir()})
         complete, errors = downloader.fetch(objects) if objects else (set[StoredObject](), {})

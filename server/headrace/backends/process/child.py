@@ -22,6 +22,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -114,27 +115,24 @@ class _Order(NamedTuple):
     end: int
 
 
+@dataclass(eq=False, repr=False)
 class ExecutionServer:
     """Runs the batches of one instance that the server sends.
 
     Ownership: `serve` is the instance's thread. `_launched` leads to the finisher, which sends the answer to every
     launch, also to failed ones: answers keep the order of launch.
 
-    Args:
+    Attributes:
         frames: socket of the instance.
         open_execution: creates the execution, on the instance's thread.
         opened: called with the execution's depth, or with the error if it could not be created.
     """
 
-    def __init__(
-        self,
-        frames: Frames,
-        open_execution: Callable[[], Execution],
-        opened: Callable[[int | Exception], None],
-    ) -> None:
-        self._frames = frames
-        self._open_execution = open_execution
-        self._opened = opened
+    frames: Frames
+    open_execution: Callable[[], Execution]
+    opened: Callable[[int | Exception], None]
+
+    def __post_init__(self) -> None:
         self._slots: list[Slot] = []
         self._in_place: ComputesInPlace | None = None
         self._launched: SimpleQueue[tuple[_Order, InFlightBatch | Exception] | None] = SimpleQueue()
@@ -142,18 +140,18 @@ class ExecutionServer:
     def serve(self) -> None:
         """Run batches until the server closes its end."""
         try:
-            execution = self._open_execution()
+            execution = self.open_execution()
         except Exception as error:
-            self._opened(error)
+            self.opened(error)
             return
         self._in_place = execution if isinstance(execution, ComputesInPlace) else None
         finisher = None
         if is_pipelined(execution):
             finisher = threading.Thread(target=exit_on_error, args=(self._finish_all, execution), daemon=True)
             finisher.start()
-        self._opened(execution.depth if is_pipelined(execution) else 1)
+        self.opened(execution.depth if is_pipelined(execution) else 1)
         descriptors: list[int] = []
-        while self._frames.receive(None if self._slots else descriptors):
+        while self.frames.receive(None if self._slots else descriptors):
             if not self._slots:  # the first frame has them all
                 self._slots = [Slot(descriptor) for descriptor in descriptors]
                 continue
@@ -169,7 +167,7 @@ class ExecutionServer:
 
     def _received(self) -> tuple[_Order, bool]:
         """Return the batch of the last frame, and whether it may overlap with others."""
-        frame = memoryview(self._frames.buffer)
+        frame = memoryview(self.frames.buffer)
         _version, _kind, flags, index, number, _count, size = HEADER.unpack_from(frame)
         slot, body = self._slots[index], bytes(frame[HEADER.size : HEADER.size + size])
         slot.begin(number)
@@ -221,7 +219,7 @@ class ExecutionServer:
     def _send(self, kind: int, order: _Order, content: bytes, end: int) -> None:
         """Send an answer; one that is too large for a frame lies in the slot at `end`."""
         body, flags = order.slot.spill(content, end)
-        self._frames.send(kind, order.slot_index, order.number, 0, body, flags)
+        self.frames.send(kind, order.slot_index, order.number, 0, body, flags)
 
 
 def _error_message(error: Exception) -> Message:

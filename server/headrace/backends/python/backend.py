@@ -146,10 +146,11 @@ class PythonModel:
             process.close()
 
 
+@dataclass(eq=False, repr=False)
 class PythonExecution:
     """Runs batches in the process of one instance; see `headrace.backends.base.MemberExecution` and `HasBatchMemory`.
 
-    Args:
+    Attributes:
         tensors: tensors of the model.
         process: process of the instance.
         refusal: returns the reason why the model refuses requests; "" while an instance serves.
@@ -158,21 +159,16 @@ class PythonExecution:
 
     by_member = True
 
-    def __init__(
-        self,
-        tensors: ModelTensors,
-        process: InstanceProcess,
-        refusal: Callable[[], str],
-        reads_device_rows: bool = False,
-    ) -> None:
-        self.reads_device_rows = reads_device_rows
-        self._process = process
-        self._refusal = refusal
-        self._batched = tensors.batched
-        self._tensors = tensors
-        self._responses = ResponseOutputs(tensors)
-        self._writer = RequestWriter(tensors)
-        self._reader = ResultReader(tensors)
+    tensors: ModelTensors
+    process: InstanceProcess
+    refusal: Callable[[], str]
+    reads_device_rows: bool = False
+
+    def __post_init__(self) -> None:
+        self._batched = self.tensors.batched
+        self._responses = ResponseOutputs(self.tensors)
+        self._writer = RequestWriter(self.tensors)
+        self._reader = ResultReader(self.tensors)
         self._prepared: tuple[ProcessConnection, PreparedBatch] | None = None
         self._keeps_state = False
         self._state_of: ChildProcess | None = None  # the process with the state of the sequences
@@ -182,7 +178,7 @@ class PythonExecution:
 
         From the first call on a batch runs in that process only: in another one it would read no state, or another's.
         """
-        connection = self._process.connection
+        connection = self.process.connection
         child = None if connection is None else connection.child
         is_lost = self._keeps_state and child is not self._state_of
         self._keeps_state, self._state_of = True, child
@@ -193,26 +189,26 @@ class PythonExecution:
 
         Of these, one may give way to the next queued request.
         """
-        process = self._process
+        process = self.process
         while not stopped():
             connection = process.connection
             if connection is None:
-                if self._refusal() or not process.gate.wait_change(_READY_POLL_S):
+                if self.refusal() or not process.gate.wait_change(_READY_POLL_S):
                     return
-            elif connection.open.wait_below(self._tensors.max_open, _READY_POLL_S):
+            elif connection.open.wait_below(self.tensors.max_open, _READY_POLL_S):
                 return
             elif (waiting := next_waiting()) is not None:
                 connection.open.give_way(*waiting)
 
     def give_up(self, error: HeadraceError) -> None:
         """Settle the open requests of the process with an error."""
-        connection = self._process.connection
+        connection = self.process.connection
         if connection is not None:
             connection.open.fail(error)
 
     def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
         """Return views of a free slot for the next batch."""
-        connection = self._process.gate.wait_open()
+        connection = self.process.gate.wait_open()
         self._prepared = None
         if self._keeps_state:  # before a slot is taken: the process gets a new one with its first batch
             self._check_state(connection)
@@ -223,7 +219,7 @@ class PythonExecution:
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Run one request, for warm-ups."""
         rows = next(iter(inputs.values())).shape[0] if self._batched else 1
-        discard = _DiscardedResponses() if self._tensors.decoupled else None
+        discard = _DiscardedResponses() if self.tensors.decoupled else None
         member = BatchMember(rows, "", NO_PARAMETERS, (), 0, 0, {}, Completion(), sink=discard)
         (result,) = self.run_members(inputs, [member])
         if isinstance(result, Rescheduled):  # one step is enough; the model is notified that nothing waits for others
@@ -234,9 +230,9 @@ class PythonExecution:
             done: Future[dict[str, Array] | HeadraceError] = Future()
             late.then(done.set_result)
             try:
-                result = done.result(self._process.limit_s)
+                result = done.result(self.process.limit_s)
             except TimeoutError:
-                result = ModelFailed(f"a warm-up request was not answered within {self._process.limit_s:g} s")
+                result = ModelFailed(f"a warm-up request was not answered within {self.process.limit_s:g} s")
         if isinstance(result, HeadraceError):
             raise result
         assert isinstance(result, dict), "a late result has a dict or an error"
@@ -246,7 +242,7 @@ class PythonExecution:
         """Run a batch in the process; see `MemberExecution.run_members`."""
         prepared, self._prepared = self._prepared, None
         for _ in range(_SENDS):
-            connection = self._process.gate.wait_open()
+            connection = self.process.gate.wait_open()
             if self._keeps_state:
                 self._check_state(connection)
             if prepared is None or prepared[0] is not connection:
@@ -268,7 +264,7 @@ class PythonExecution:
             if batch.lease.slot.begun == number:
                 break
         raise BatchLost(
-            f"the process of model '{self._process.model}' died while it ran the request, which is not run again: "
+            f"the process of model '{self.process.model}' died while it ran the request, which is not run again: "
             f"{connection.child.cause}"
         )
 
@@ -277,14 +273,14 @@ class PythonExecution:
             self._state_of = connection.child
         elif connection.child is not self._state_of:
             raise BatchLost(
-                f"the process of model '{self._process.model}' died, and the state of its sequences with it: start them again"
+                f"the process of model '{self.process.model}' died, and the state of its sequences with it: start them again"
             )
 
     def _send(
         self, connection: ProcessConnection, lease: SlotLease, members: Sequence[BatchMember], body: bytes, flags: int
     ) -> int:
         connection.batches = number = connection.batches + 1
-        connection.open.tensors, connection.open.decoupled = self._responses, self._tensors.decoupled
+        connection.open.tensors, connection.open.decoupled = self._responses, self.tensors.decoupled
         connection.open.begin(number, members, lease)
         connection.running = RunningBatch(number, members)  # before the process can make a call
         frames = connection.frames
@@ -308,7 +304,7 @@ class PythonExecution:
                 break
             except BlockingIOError:
                 now_ns = monotonic_ns()
-                limit_ns = limit_ns or now_ns + int(self._process.limit_s * NS_PER_S)
+                limit_ns = limit_ns or now_ns + int(self.process.limit_s * NS_PER_S)
                 slot = batch.lease.slot
                 for index, member in enumerate(members):
                     if member.completion.is_settled:
@@ -317,7 +313,7 @@ class PythonExecution:
                     connection.calls.abandon()
                 limit_ns = max(limit_ns, self._progress_limit_ns(connection, now_ns))
                 if now_ns >= limit_ns:
-                    connection.kill_hanging(f"it did not answer within {self._process.limit_s:g} s")
+                    connection.kill_hanging(f"it did not answer within {self.process.limit_s:g} s")
                     return False
             except (OSError, ProtocolError) as error:
                 connection.child.kill(f"its socket failed ({error})")
@@ -329,7 +325,7 @@ class PythonExecution:
     def _progress_limit_ns(self, connection: ProcessConnection, now_ns: int) -> int:
         """Return the limit of a batch whose model sends responses while `execute` runs, or waits for their reader; 0 for none."""
         progress_ns = now_ns if connection.open.is_waiting else connection.open.progress_ns
-        return progress_ns + int(self._process.limit_s * NS_PER_S) if self._tensors.decoupled and progress_ns else 0
+        return progress_ns + int(self.process.limit_s * NS_PER_S) if self.tensors.decoupled and progress_ns else 0
 
     def _read(
         self, connection: ProcessConnection, lease: SlotLease, number: int, members: Sequence[BatchMember]
@@ -351,7 +347,7 @@ class PythonExecution:
             connection.child.kill(f"its answer does not follow the protocol: {error}")
             connection.child.ended.wait()
             raise BatchLost(
-                f"the process of model '{self._process.model}' sent an answer that does not follow the protocol"
+                f"the process of model '{self.process.model}' sent an answer that does not follow the protocol"
             ) from error
         connection.open.wait_read()
         raise self._failure(code, text, traceback)
@@ -360,7 +356,7 @@ class PythonExecution:
         self, connection: ProcessConnection, number: int, results: list[MemberResult], has_open: bool
     ) -> list[MemberResult]:
         """Record the return of a batch; return its results, None for requests of a decoupled model."""
-        if self._tensors.decoupled:
+        if self.tensors.decoupled:
             if not all(isinstance(result, (LateResult, Rescheduled)) for result in results):
                 raise ProtocolError("a response of a decoupled model in the result of its batch")
             results = [None if isinstance(result, LateResult) else result for result in results]
@@ -370,7 +366,7 @@ class PythonExecution:
     def _failure(self, code: int, text: str, traceback: str) -> HeadraceError:
         reference = uuid.uuid4().hex[:12]
         if traceback:
-            logger.error("%s: request failed in the model (reference %s)\n%s", self._process.name, reference, traceback)
+            logger.error("%s: request failed in the model (reference %s)\n%s", self.process.name, reference, traceback)
         if text:
             return error_of(code, text)
         return ModelFailed(

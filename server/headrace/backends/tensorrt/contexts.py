@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -350,20 +351,19 @@ class BatchViews(NamedTuple):
     rows: int
 
 
+@dataclass(eq=False, repr=False)
 class DeviceResources:
     """All resources of an instance on its GPU: streams, scratch memory, slots and contexts.
 
     Open it with `open`; `close` it even if that failed.
 
-    Args:
+    Attributes:
         plan: shared with the other instances on the GPU.
         ports: tensors as clients see them.
         placement: GPU and launch settings.
         kernel: gathers resident rows; None without them.
         warn: called once with the reason if CUDA graphs are not available.
         states: states that stay on the GPU; None without any.
-
-    Attributes:
         slots: one for each batch in flight.
         tuning_result: buckets, and how batches are launched.
         has_fixed_shapes: True if only the batch dimension is free: then all batches run by the tuning result.
@@ -376,39 +376,32 @@ class DeviceResources:
         ConfigError: the plan does not support batches of `max_rows` rows.
     """
 
-    copying_in: CudaStream
-    computing: CudaStream
-    copying_out: CudaStream
+    copying_in: CudaStream = field(init=False)
+    computing: CudaStream = field(init=False)
+    copying_out: CudaStream = field(init=False)
 
-    def __init__(
-        self,
-        plan: TensorRtPlan,
-        ports: PlanBindings,
-        placement: InstancePlacement,
-        kernel: RowGather | None,
-        warn: Callable[[str], None],
-        states: DeviceStates | None = None,
-    ) -> None:
-        self._plan = plan
-        self._ports = ports
-        self._states = states
-        self._placement = placement
-        self._kernel = kernel
-        self._warn = warn
-        self.graphs = placement.graphs
-        self._names = [tensor.name for tensor in plan.inputs]
-        self._scratch = plan.allocator.device(Kind.SCRATCH)
-        self.output_pool = OutputPool(plan.allocator)
+    plan: TensorRtPlan
+    ports: PlanBindings
+    placement: InstancePlacement
+    kernel: RowGather | None
+    warn: Callable[[str], None]
+    states: DeviceStates | None = None
+
+    def __post_init__(self) -> None:
+        self.graphs = self.placement.graphs
+        self._names = [tensor.name for tensor in self.plan.inputs]
+        self._scratch = self.plan.allocator.device(Kind.SCRATCH)
+        self.output_pool = OutputPool(self.plan.allocator)
         self._inner_buffers: dict[str, DeviceBuffer] = {}
         self._streams: list[CudaStream] = []
         self._contexts: dict[tuple[int, InputShapes], PreparedContext] = {}
         self._shared_contexts: dict[int, PreparedContext] = {}
         self._serving_shapes: set[InputShapes] = set()
-        self._max_rows = placement.max_rows
+        self._max_rows = self.placement.max_rows
         # The batch dimension may be the only free one.
-        shapes = [tensor.shape[1:] if self._max_rows else tensor.shape for tensor in plan.inputs]
+        shapes = [tensor.shape[1:] if self._max_rows else tensor.shape for tensor in self.plan.inputs]
         self.has_fixed_shapes = all(-1 not in shape for shape in shapes)
-        self._buckets = buckets(plan.profiles, self._max_rows) if self._max_rows else ()
+        self._buckets = buckets(self.plan.profiles, self._max_rows) if self._max_rows else ()
         self._check_buckets()
         self.slots: list[BufferSlot] = []
         self.tuning_result = TuningResult(self._buckets)
@@ -423,26 +416,26 @@ class DeviceResources:
         for _ in range(3):
             self._streams.append(CudaStream())
         self.copying_in, self.computing, self.copying_out = self._streams
-        self._scratch.reserve(self._plan.scratch_bytes)
+        self._scratch.reserve(self.plan.scratch_bytes)
         sizes = self._sizes()
         for name, size_bytes in sizes.inner.items():
-            self._inner_buffers[name] = self._plan.allocator.device()
+            self._inner_buffers[name] = self.plan.allocator.device()
             self._inner_buffers[name].reserve(size_bytes)
         inner = {name: buffer.address for name, buffer in self._inner_buffers.items()}
-        if self._states is not None:
-            self._states.open(self._buckets[-1] if self._buckets else 1, self.computing)
-        for index in range(self._placement.depth):
-            kept = {} if self._states is None else self._states.addresses(index)
-            slot = BufferSlot(index, self._ports, sizes, inner | kept, self._plan.allocator)
+        if self.states is not None:
+            self.states.open(self._buckets[-1] if self._buckets else 1, self.computing)
+        for index in range(self.placement.depth):
+            kept = {} if self.states is None else self.states.addresses(index)
+            slot = BufferSlot(index, self.ports, sizes, inner | kept, self.plan.allocator)
             self.slots.append(slot)
-            if self._kernel is not None:
+            if self.kernel is not None:
                 max_rows = self._buckets[-1] if self._buckets else 1
-                slot.rows = RowTable(slot.inputs, max_rows, self._plan.allocator)
+                slot.rows = RowTable(slot.inputs, max_rows, self.plan.allocator)
             for memory in slot.inputs.values():
                 memory.clear(self.copying_in)
-        if self._states is not None:
+        if self.states is not None:
             outputs = [{name: memory.address for name, memory in slot.outputs.items()} for slot in self.slots]
-            self._states.read_outputs(outputs)
+            self.states.read_outputs(outputs)
         self.copying_in.synchronize()
         self.synchronize()
 
@@ -471,9 +464,9 @@ class DeviceResources:
     @property
     def tuning_key(self) -> Hashable:
         """Settings that the tuning result depends on, besides the plan and the GPU."""
-        ports = (*self._ports.inputs, *self._ports.outputs)
+        ports = (*self.ports.inputs, *self.ports.outputs)
         stages = tuple([port.stage.stage for port in ports if port.stage is not None])
-        return self._placement, stages, self._kernel is not None
+        return self.placement, stages, self.kernel is not None
 
     def prepare_joined(self) -> None:
         """Create the context of each slot, and run it once at the tuned shapes: the first run loads the kernels.
@@ -481,7 +474,7 @@ class DeviceResources:
         Raises:
             DeviceError: the GPU has no memory left, or has failed.
         """
-        profile = self._plan.profiles[0]
+        profile = self.plan.profiles[0]
         for slot in self.slots:
             context = self.shared_context(slot)
             context.set_shapes({name: limits.opt_shape for name, limits in profile.items()}, self.computing)
@@ -501,7 +494,7 @@ class DeviceResources:
             ModelFailed: the plan does not support them.
             DeviceError: the GPU has no memory left, or has failed.
         """
-        if not (self.has_fixed_shapes or self._placement.joined) and (
+        if not (self.has_fixed_shapes or self.placement.joined) and (
             shapes in self._serving_shapes or len(self._serving_shapes) < _MAX_SERVING_SHAPES
         ):
             self._serving_shapes.add(shapes)
@@ -531,7 +524,7 @@ class DeviceResources:
 
     def try_capture_batch_graph(self, context: PreparedContext) -> bool:
         """Capture a context's whole batch as one graph; return False if that is not possible."""
-        capture = partial(context.capture_batch_graph, self.computing, self._kernel)
+        capture = partial(context.capture_batch_graph, self.computing, self.kernel)
         if not self._captured(capture):
             return True
         context.direct = False
@@ -566,10 +559,10 @@ class DeviceResources:
             stream = self.computing if one_graph else self.copying_in
             addresses = {name: memory.address for name, memory in slot.inputs.items()}
             resident_inputs = fetch_from_peers(
-                resident_inputs, views.inputs, addresses, self._plan.allocator.gpu, stream
+                resident_inputs, views.inputs, addresses, self.plan.allocator.gpu, stream
             )
             self._write_table(slot, views, context.rows if one_graph else views.rows, resident_inputs)
-        spins = one_graph if self._placement.spins is None else self._placement.spins
+        spins = one_graph if self.placement.spins is None else self.placement.spins
         slot.finished = slot.copied_out[spins]
         if one_graph:
             context.launch_batch_graph(gathered)
@@ -581,7 +574,7 @@ class DeviceResources:
 
     def shapes_of(self, rows: int) -> InputShapes:
         """Shapes of the plan's inputs for `rows` rows; only the batch dimension may be free."""
-        return tuple([(rows, *t.shape[1:]) if self._max_rows else t.shape for t in self._plan.inputs])
+        return tuple([(rows, *t.shape[1:]) if self._max_rows else t.shape for t in self.plan.inputs])
 
     def synchronize(self) -> None:
         """Wait for all queued work.
@@ -605,8 +598,8 @@ class DeviceResources:
             slot.close()
         self.slots.clear()
         self.output_pool.close()
-        if self._states is not None:
-            self._states.close()
+        if self.states is not None:
+            self.states.close()
         for buffer in (*self._inner_buffers.values(), self._scratch):
             buffer.free()
         self._streams.clear()
@@ -619,14 +612,14 @@ class DeviceResources:
         if max_rows and (not shapes_by_name or shapes_by_name[-1] < max_rows):
             supported = f"batches of up to {shapes_by_name[-1]} rows" if shapes_by_name else "no batches"
             cure = "build it with a profile for max_batch_size, or lower max_batch_size"
-            raise plan_error(self._plan.name, f"takes {supported}, max_batch_size is {max_rows}", cure)
+            raise plan_error(self.plan.name, f"takes {supported}, max_batch_size is {max_rows}", cure)
 
     def _sizes(self) -> BufferSizes:
         """Bytes of each tensor at the largest shapes that are served."""
-        plan, sizes = self._plan, BufferSizes()
+        plan, sizes = self.plan, BufferSizes()
         context = plan.context(self._scratch.address)
         for number, shapes in largest(plan.profiles, self._buckets[-1] if self._buckets else 0):
-            sizes.add(self._ports, shapes, output_shapes(plan, context, number, shapes, self.computing))
+            sizes.add(self.ports, shapes, output_shapes(plan, context, number, shapes, self.computing))
         return sizes
 
     def _make_context(self, slot: BufferSlot, shapes: InputShapes, one_graph: bool = False) -> PreparedContext:
@@ -638,7 +631,7 @@ class DeviceResources:
         return context
 
     def _new_unshaped_context(self, slot: BufferSlot) -> PreparedContext:
-        return PreparedContext(self._plan, self._ports, slot, self._scratch.address, self._max_rows > 0)
+        return PreparedContext(self.plan, self.ports, slot, self._scratch.address, self._max_rows > 0)
 
     def _capture(self, context: PreparedContext) -> None:
         """Capture a context's execution; if that fails, no other context tries."""
@@ -646,13 +639,13 @@ class DeviceResources:
             reason = self._captured(partial(context.capture, self.computing))
             if reason:
                 self.graphs = False
-                self._warn(reason)
+                self.warn(reason)
 
     def _captured(self, capture: Callable[[], None]) -> str:
         """Capture a graph; return "" or the reason for a failure. It tries twice: memory that this thread frees
         meanwhile spoils a capture.
         """
-        with self._plan.collect_errors() as errors:
+        with self.plan.collect_errors() as errors:
             try:
                 with contextlib.suppress(ModelFailed, DeviceError):
                     capture()
@@ -662,7 +655,7 @@ class DeviceResources:
                 if not is_context_usable():
                     raise
                 reason = "; ".join([str(error), *list(errors)[-1:]])
-                logger.debug("%s: a CUDA graph cannot be captured: %s", self._plan.name, reason)
+                logger.debug("%s: a CUDA graph cannot be captured: %s", self.plan.name, reason)
                 return reason
         return ""
 
@@ -685,7 +678,7 @@ class DeviceResources:
     ) -> None:
         """Queue each stage in its own stream: copies overlap with the compute of other batches."""
         sizes = {}
-        resident, gpu = {name for name, _, _ in resident_inputs}, self._plan.allocator.gpu
+        resident, gpu = {name for name, _, _ in resident_inputs}, self.plan.allocator.gpu
         for name, values in views.inputs.items():
             address = slot.inputs[name].address
             if name in resident:
@@ -694,8 +687,8 @@ class DeviceResources:
                 sizes[name] = (values.nbytes // views.rows, address)
             else:
                 slot.inputs[name].send(values, self.copying_in)
-        if sizes and self._kernel is not None and slot.rows is not None:
-            gather(self._kernel, self.copying_in, slot.rows, views.rows, sizes, SHARED_BLOCKS)
+        if sizes and self.kernel is not None and slot.rows is not None:
+            gather(self.kernel, self.copying_in, slot.rows, views.rows, sizes, SHARED_BLOCKS)
         slot.copied_in.record(self.copying_in)
         slot.copied_in.block(self.computing)
         context.enqueue(self.computing)

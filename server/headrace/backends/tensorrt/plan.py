@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -251,10 +251,11 @@ class ProfileRange(NamedTuple):
     max_shape: Shape
 
 
+@dataclass(eq=False, repr=False)
 class TensorRtPlan:
     """A plan deserialised on one GPU.
 
-    Args:
+    Attributes:
         api: TensorRT.
         content: of the plan's file.
         digest: of the content.
@@ -262,10 +263,6 @@ class TensorRtPlan:
         machine: the machine.
         allocator: for the memory that its instances need on this GPU.
         host_code: TensorRT may run code in the plan, which a version-compatible one has.
-
-    Attributes:
-        name: of the file.
-        allocator: as given.
         inputs: in the plan's order.
         outputs: in the plan's order.
         profiles: for each profile, the supported shapes by input.
@@ -277,39 +274,34 @@ class TensorRtPlan:
         ConfigError: the plan was built for another machine, is broken, or has tensors that cannot be served.
     """
 
-    def __init__(
-        self,
-        api: TensorRtLibrary,
-        content: bytes,
-        digest: bytes,
-        name: str,
-        machine: InstalledTensorRt,
-        allocator: Allocator,
-        host_code: bool = False,
-    ) -> None:
-        self._trt = api.trt
-        self._api = api
-        self._digest = digest
-        self.name = name
-        self.allocator = allocator
+    api: TensorRtLibrary
+    content: InitVar[bytes]
+    digest: bytes
+    name: str
+    machine: InitVar[InstalledTensorRt]
+    allocator: Allocator
+    host_code: InitVar[bool] = False
+
+    def __post_init__(self, content: bytes, machine: InstalledTensorRt, host_code: bool) -> None:
+        self._trt = self.api.trt
         # TensorRT does not promise that several threads may create contexts at once.
         self._lock = threading.Lock()
         # Guards `tuning_result`, and keeps other instances from disturbing a measurement.
         self.tuning_lock = threading.Lock()
         self.tuning_result: TuningResult | None = None
-        with api.collect_errors() as errors, convolution_plugin.collect_refusals() as refusals:
-            self._runtime = api.runtime()
+        with self.api.collect_errors() as errors, convolution_plugin.collect_refusals() as refusals:
+            self._runtime = self.api.runtime()
             if self._runtime is not None and host_code:
                 self._runtime.engine_host_code_allowed = True
             self._engine: Any = None if self._runtime is None else self._runtime.deserialize_cuda_engine(content)
             if refusals:
                 self._engine = None
-                raise plan_error(name, str(refusals[0]), convolution_plugin.CURE)
+                raise plan_error(self.name, str(refusals[0]), convolution_plugin.CURE)
             if self._engine is None:
                 raise (
                     self._no_room(*load_failure(errors, machine))
                     if is_out_of_memory(errors)
-                    else plan_error(name, *load_failure(errors, machine))
+                    else plan_error(self.name, *load_failure(errors, machine))
                 )
         tensors = [self._read(index) for index in range(self._engine.num_io_tensors)]
         self.inputs = [tensor for tensor, is_input in tensors if is_input]
@@ -330,7 +322,7 @@ class TensorRtPlan:
             ConfigError: there is no memory for it.
         """
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        with self._lock, self._api.collect_errors() as errors, convolution_plugin.collect_refusals() as refusals:
+        with self._lock, self.api.collect_errors() as errors, convolution_plugin.collect_refusals() as refusals:
             context = self._engine.create_execution_context(strategy)
         if refusals and not isinstance(refusals[0], OutOfDeviceMemory):
             reason = f"cannot open its plug-in {convolution_plugin.PLUGIN}: {refusals[0]}"
@@ -350,12 +342,12 @@ class TensorRtPlan:
         Args:
             how: settings of the instance.
         """
-        return self._api.tuning_results.get((self._digest, self.allocator.gpu, how))
+        return self.api.tuning_results.get((self.digest, self.allocator.gpu, how))
 
     def save_tuning_result(self, how: Hashable, tuning_result: TuningResult) -> None:
         """Remember a result for later instances of the same content."""
-        tuning_results = self._api.tuning_results
-        tuning_results[self._digest, self.allocator.gpu, how] = tuning_result
+        tuning_results = self.api.tuning_results
+        tuning_results[self.digest, self.allocator.gpu, how] = tuning_result
         for oldest in list(tuning_results)[:-_MAX_TUNING_RESULTS]:
             tuning_results.pop(oldest, None)  # another instance's thread may have removed it
 
@@ -364,7 +356,7 @@ class TensorRtPlan:
 
     def collect_errors(self) -> AbstractContextManager[Collection[str]]:
         """Collect the errors that TensorRT logs on this thread."""
-        return self._api.collect_errors()
+        return self.api.collect_errors()
 
     def close(self) -> None:
         """Free the GPU memory; all contexts are gone."""

@@ -185,7 +185,7 @@ def test_outputs_stay_valid_while_later_batches_run(open_model: Open) -> None:
         assert array.tolist() == [[100 + number] * 4] * 2
     del kept, array
     gc.collect()
-    connection = execution._process.connection
+    connection = execution.process.connection
     assert connection is not None
     assert len(connection.slots._slots) == MAX_SLOTS
     assert len(connection.slots._free) == MAX_SLOTS
@@ -219,7 +219,7 @@ def test_a_batch_of_sequences_runs_in_the_process_with_their_state_only(open_mod
     assert not execution.renew_state()
     inputs = rows_of(0)
     assert len(run(execution, inputs, [member()])) == 1
-    instance = execution._process
+    instance = execution.process
     dead = instance.connection
     assert dead is not None
     dead.child.kill("by the test")
@@ -583,6 +583,6 @@ def test_slots_are_free_again_after_batches_that_were_lost(open_model: Open) -> 
     for _ in range(20):
         run(execution, rows_of(0), [member()])
     gc.collect()
-    connection = execution._process.connection
+    connection = execution.process.connection
     assert connection is not None
     assert len(connection.slots._slots) <= 2

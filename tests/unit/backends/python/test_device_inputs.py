@@ -147,7 +147,7 @@ def test_a_region_is_dropped_between_a_batch_and_its_new_slot(execution: Open, m
     python = execution()
     owners = [Owner(np.arange(8, dtype=np.float32))]
     assert run(python, member(owners[0].rows(1, 1))) == [[[4, 5, 1, 1]]]
-    connection = python._process.gate.wait_open()
+    connection = python.process.gate.wait_open()
     share = connection.frames.share
 
     def drop_and_share(*arguments: Any) -> None:
