@@ -58,18 +58,11 @@ class CacheBenefit:
         self.trial_ns = 0
         self._last = (0.0, 0.0, 0.0)  # hit rate, time saved and cost a request when it was last decided
 
-    def passes(self, received_ns: int) -> bool:
-        """Count a request while `passing`; False if it begins a trial and is looked up."""
-        self.rest -= 1
-        if self.rest > 0 and received_ns < self.trial_ns:
-            return True
-        self.begin_trial()
-        return False
-
     def begin_trial(self) -> None:
         """Look the next `TRIAL_REQUESTS` requests up."""
         self.state, self.passing, self.rest = "trial", False, TRIAL_REQUESTS
-        self._clear()
+        self._hits = self._lookups = 0
+        self._saved_ns = self._cost_ns = 0.0
 
     def count_hit(self, saved_ns: int) -> None:
         """Count a request that was served without computing it.
@@ -111,10 +104,6 @@ class CacheBenefit:
         # Half of the past counts on, so that one window of unusual requests decides nothing.
         self._hits, self._lookups = self._hits // 2, lookups // 2
         self._saved_ns, self._cost_ns = self._saved_ns / 2, self._cost_ns / 2
-
-    def _clear(self) -> None:
-        self._hits = self._lookups = 0
-        self._saved_ns = self._cost_ns = 0.0
 
     def reason(self) -> str:
         """Return the figures of the last decision as a sentence."""

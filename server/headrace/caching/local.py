@@ -44,6 +44,9 @@ class LocalStore:
 
     Args:
         size_bytes: maximum memory of all entries.
+
+    Attributes:
+        used_bytes: memory of all entries.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -52,12 +55,7 @@ class LocalStore:
         self._entries: dict[bytes, CacheEntry] = {}
         self._shared = S3Fifo(size_bytes)
         self._limited: list[S3Fifo] = []
-        self._used_bytes = 0
-
-    @property
-    def used_bytes(self) -> int:
-        """Memory of all entries."""
-        return self._used_bytes
+        self.used_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -109,11 +107,11 @@ class LocalStore:
                 self._forget(evicted)
                 evicted.totals.evictions += 1
             self._entries[entry.key] = entry
-            self._used_bytes += entry.size_bytes
+            self.used_bytes += entry.size_bytes
             totals.entries += 1
             totals.insertions += 1
             totals.size_bytes += entry.size_bytes
-            while self._used_bytes > self.size_bytes:
+            while self.used_bytes > self.size_bytes:
                 victim = self._largest(fifo).evict()
                 self._forget(victim)
                 victim.totals.evictions += 1
@@ -136,7 +134,7 @@ class LocalStore:
     def _forget(self, entry: CacheEntry) -> None:
         """Remove an entry, which is in no queue any more, from the table and the totals."""
         del self._entries[entry.key]
-        self._used_bytes -= entry.size_bytes
+        self.used_bytes -= entry.size_bytes
         entry.totals.entries -= 1
         entry.totals.size_bytes -= entry.size_bytes
 
@@ -164,17 +162,13 @@ class VersionEntries:
 
     Attributes:
         totals: counts and memory.
+        limit_bytes: maximum memory of the entries.
     """
 
     def __init__(self, store: LocalStore, fifo: S3Fifo, ttl_ns: int) -> None:
         self.totals = EntryTotals()
         self._store, self._fifo, self._ttl_ns = store, fifo, ttl_ns
-        self.get = store.get
-
-    @property
-    def limit_bytes(self) -> int:
-        """Maximum memory of the entries."""
-        return self._fifo.limit_bytes
+        self.get, self.limit_bytes = store.get, fifo.limit_bytes
 
     def put(self, key: bytes, outputs: dict[str, Array], compute_ns: int, now_ns: int, latest_ns: int = 0) -> bool:
         """Store a response; False if it is larger than the limit.

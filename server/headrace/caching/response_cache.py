@@ -183,7 +183,7 @@ class VersionCache:
     def infer(self, request: InferRequest, compute: Compute) -> LoopCompletion:
         """Return the completion of a cached response, or compute it; raises as `VersionHandle.compute`."""
         benefit = self.benefit
-        if benefit.passing:  # as `CacheBenefit.passes`, without its call
+        if benefit.passing:
             benefit.rest -= 1
             if benefit.rest > 0 and request.received_ns < benefit.trial_ns:
                 return compute(request)

@@ -5,7 +5,7 @@ Every field of Triton's message is accepted; docs/configuration.md says which on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -187,20 +187,18 @@ CUDA_PARAMETERS = (
 
 def cuda_accelerator(optimization: Optimization) -> Accelerator | None:
     """Return the CUDA accelerator of `execution_accelerators`, None without one or beside that of TensorRT."""
-    accelerators = optimization.execution_accelerators
-    if tensorrt_accelerator(optimization) is not None:
-        return None
-    for accelerator in accelerators.gpu_execution_accelerator if accelerators else ():
-        if accelerator.name.lower() == CUDA_ACCELERATOR:
-            return accelerator
-    return None
+    return None if tensorrt_accelerator(optimization) else _gpu_accelerator(optimization, (CUDA_ACCELERATOR,))
 
 
 def tensorrt_accelerator(optimization: Optimization) -> Accelerator | None:
     """Return the TensorRT accelerator of `execution_accelerators`, None without one."""
+    return _gpu_accelerator(optimization, TENSORRT_ACCELERATORS)
+
+
+def _gpu_accelerator(optimization: Optimization, names: Sequence[str]) -> Accelerator | None:
     accelerators = optimization.execution_accelerators
     for accelerator in accelerators.gpu_execution_accelerator if accelerators else ():
-        if accelerator.name.lower() in TENSORRT_ACCELERATORS:
+        if accelerator.name.lower() in names:
             return accelerator
     return None
 

@@ -131,8 +131,7 @@ class AccountedModel:
     @property
     def max_rows(self) -> int:
         """Most rows of a batch on the model's device; 0 without a batch dimension."""
-        config, bound = self.config, None if self.devices else self.config.cpu_max_batch_size
-        return config.max_batch_size if bound is None else min(config.max_batch_size, bound)
+        return self.config.max_batch_size if self.devices else cpu_batch_size(self.config)
 
     def close(self) -> None:
         """Close the model and its account."""
@@ -142,6 +141,12 @@ class AccountedModel:
             callback()
         self.prove = self.sampler = None  # which refer to the model: its memory is freed at once
         self.on_closed.clear()
+
+
+def cpu_batch_size(config: ModelConfig) -> int:
+    """Return the maximum rows of a batch on the CPU; 0 without a batch dimension."""
+    bound = config.cpu_max_batch_size
+    return config.max_batch_size if bound is None else min(config.max_batch_size, bound)
 
 
 def served_execution(execution: Execution, config: ModelConfig, steps: Steps) -> Execution:

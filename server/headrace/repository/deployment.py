@@ -531,8 +531,7 @@ class Deployments:
         while True:
             try:
                 lazy = is_lazy and self._loader.is_lazy(folder.config, plan)
-                load = self._loader.prepare if lazy else self._loader.load
-                handle = _as_config_error(partial(load, folder, version, plan), subject)
+                handle = _as_config_error(partial(self._loader.load, folder, version, plan, lazy), subject)
                 break
             except ConfigError as error:
                 # An engine that does not fit into GPU memory is not broken: the CPU replaces it only if the configuration

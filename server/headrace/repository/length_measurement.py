@@ -13,6 +13,7 @@ from headrace.backends.base import Execution, ExecutionLost
 from headrace.config.model_folder import MAX_INPUT_BYTES
 from headrace.core.clock import NS_PER_MS, Clock, monotonic_ns
 from headrace.core.tensor import BF16, BYTES, Array, ModelSpec, TensorSpec
+from headrace.repository.warmup import random_values
 from headrace.scheduling.ragged import PaddedLayout
 
 logger = logging.getLogger("headrace.warmup")
@@ -103,13 +104,10 @@ class LengthMeasurement:
     def _values(self, tensor: TensorSpec, rows: int, length: int) -> Array:
         """Return values that are no padding: a mask of them covers every position, and tokens are in any vocabulary."""
         shape = (rows, *(length if size == -1 else size for size in tensor.shape[1:]))
-        dtype = tensor.datatype.dtype
-        if tensor.datatype is BF16:
-            return (self._random.random(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        if dtype.kind == "f":
-            return self._random.random(shape, np.float32).astype(dtype)
+        if tensor.datatype is BF16 or tensor.datatype.dtype.kind == "f":
+            return random_values(tensor.datatype, shape, self._random)
         padding = self._layout.policy.values.get(tensor.name, 0)
-        return np.full(shape, 0 if padding else 1, dtype)
+        return np.full(shape, 0 if padding else 1, tensor.datatype.dtype)
 
     def _measure(self, execution: Execution, end_ns: int) -> None:
         """Run all sizes several times until the time limit; the shortest time of each counts."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -46,13 +45,12 @@ from headrace.core.model_config import RateLimits as ConfiguredLimits
 from headrace.core.quota import Quota
 from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, PaddedInputs, TensorSpec
-from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.cuda import devices as gpus
 from headrace.integrity.verified_copy import ModelVerifier
 from headrace.observability.counters import Recorder
 from headrace.observability.custom_metrics import CustomMetrics
 from headrace.pipelines.execution import Steps, steps_of
-from headrace.repository.accounted_model import AccountedModel, HostMemory, file_id
+from headrace.repository.accounted_model import AccountedModel, HostMemory, cpu_batch_size, file_id
 from headrace.repository.batch_proofs import BatchProofs
 from headrace.repository.decoder_pool import DecoderPool
 from headrace.repository.environments import Environments
@@ -64,7 +62,7 @@ from headrace.repository.python_models import folder_digest, open_python_model
 from headrace.repository.sequence_policy import sequence_policy, state_tensors
 from headrace.repository.trials import ModelTrials, trial_order
 from headrace.repository.version_loads import VersionLoads
-from headrace.repository.warmup import LatencyFile, LatencyStore, make_warmups
+from headrace.repository.warmup import LatencyFile, LatencyStore, make_warmups, row_bytes_of
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.policy import (
@@ -174,19 +172,9 @@ def isolated(runtime: str, config: ModelConfig) -> IsolatedBackend:
         config.name,
         FACTORIES[runtime],
         config.isolation_timeout_s,
-        _batch_bytes(config),
+        row_bytes_of((*config.model_input, *config.model_output)) * max(config.max_batch_size, 1),
         config.isolation_memory_limit or 0,
     )
-
-
-def _batch_bytes(config: ModelConfig) -> int:
-    """Return the bytes of inputs and outputs of the largest batch; a free dimension counts as 1, a BYTES element as 8 bytes."""
-    tensors: list[ModelInput | ModelOutput] = [*config.model_input, *config.model_output]
-    row_bytes = sum(
-        BY_CONFIG_NAME[tensor.data_type].dtype.itemsize * math.prod(max(size, 1) for size in tensor.dims)
-        for tensor in tensors
-    )
-    return row_bytes * max(config.max_batch_size, 1)
 
 
 # Tries a file with the instances, parameters and account of its load.
@@ -315,28 +303,21 @@ class Loader:
         on_cpu = plan.runtime not in GPU_RUNTIMES and plan.runtime not in PYTHON_RUNTIMES
         return on_cpu and not config.keep_loaded and CPU in self.gpu_model_cache.ledger.limits
 
-    def load(self, folder: ModelFolder, version: int, plan: ServingPlan) -> ModelHandle:
+    def load(self, folder: ModelFolder, version: int, plan: ServingPlan, is_lazy: bool = False) -> ModelHandle:
         """Read the file of the plan, start the instances and warm them up; evicts other models if memory is short.
 
         Args:
             folder: the model's folder.
             version: version number.
             plan: the serving plan.
+            is_lazy: return an evicted version, which its first request loads; see `is_lazy`.
 
         Raises:
             NoRoom: it does not fit into the memory of a GPU, or into the budget of host memory.
             ConfigError: the version cannot be served from this file; has the reason.
         """
-        load = partial(self._load, folder, version, plan, is_lazy=False)
-        return self.gpu_model_cache.load(load, f"{folder.config.name}/{version}")
-
-    def prepare(self, folder: ModelFolder, version: int, plan: ServingPlan) -> ModelHandle:
-        """Return an evicted version, which its first request loads; see `is_lazy`.
-
-        Raises:
-            ConfigError: the version cannot be served from this file; has the reason.
-        """
-        return self._load(folder, version, plan, is_lazy=True)
+        load = partial(self._load, folder, version, plan, is_lazy)
+        return load() if is_lazy else self.gpu_model_cache.load(load, f"{folder.config.name}/{version}")
 
     def _load(self, folder: ModelFolder, version: int, plan: ServingPlan, is_lazy: bool) -> ModelHandle:
         config, begun_ns = folder.config, self.gpu_model_cache.clock()
@@ -723,12 +704,6 @@ def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
         padding=padding_policy(config),
         sequences=sequence_policy(config, max_rows),
     )
-
-
-def cpu_batch_size(config: ModelConfig) -> int:
-    """Return the maximum rows of a batch on the CPU; 0 without a batch dimension."""
-    bound = config.cpu_max_batch_size
-    return config.max_batch_size if bound is None else min(config.max_batch_size, bound)
 
 
 def _queue_policies(batching: DynamicBatching) -> dict[int, QueuePolicy]:

@@ -17,6 +17,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,6 +103,7 @@ class ModelCalls:
         versions: the registry.
 
     Attributes:
+        loop: as in the argument.
         control: loads and unloads models; set once it exists.
         connections: connections of all processes; on the event loop.
         callers: names and versions of the models that have called others; added on the event loop.
@@ -113,7 +115,7 @@ class ModelCalls:
         self.callers: set[str] = set()
         self.probe_waits: dict[asyncio.Task[None], tuple[str, frozenset[str]]] = {}
         self.connections: list[CallConnection] = []
-        self._loop = loop
+        self.loop = loop
         self._versions = versions
         self._tasks: set[asyncio.Future[None]] = set()
 
@@ -131,11 +133,6 @@ class ModelCalls:
         connection = CallConnection(end, f"{model}/{version}", self, running)
         connection.post(connection.start)
         return connection
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of the server."""
-        return self._loop
 
     def lease(self, model: str, version: str, chain: tuple[str, ...]) -> VersionHandle:
         """Lease the version that a call is for.
@@ -240,7 +237,7 @@ class ModelCalls:
                 del self.probe_waits[task]
             done(is_ready)
 
-        task = self._loop.create_task(wait())
+        task = self.loop.create_task(wait())
         self.probe_waits[task] = waiter, probed
 
     def run(self, action: Awaitable[None], done: Callable[[HeadraceError | None], None]) -> None:
@@ -257,7 +254,7 @@ class ModelCalls:
             else:
                 done(None)
 
-        task = self._loop.create_task(wait())
+        task = self.loop.create_task(wait())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -267,6 +264,7 @@ def version_name(handle: VersionHandle) -> str:
     return f"{handle.spec.name}/{handle.spec.version}"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ModelCall:
     """A call that is queued or running. On the event loop only.
 
@@ -281,24 +279,14 @@ class ModelCall:
         end: first offset behind its inputs in the slot.
     """
 
-    __slots__ = ("batch", "caller", "chain", "completion", "end", "handle", "parents", "target")
-
-    def __init__(
-        self,
-        caller: CallConnection,
-        batch: int,
-        parents: Sequence[BatchMember],
-        chain: tuple[str, ...],
-        handle: VersionHandle,
-    ) -> None:
-        self.caller = caller
-        self.batch = batch
-        self.parents = parents
-        self.chain = chain
-        self.target = version_name(handle)
-        self.handle = handle
-        self.completion: LoopCompletion | None = None
-        self.end = START
+    caller: CallConnection
+    batch: int
+    parents: Sequence[BatchMember]
+    chain: tuple[str, ...]
+    target: str
+    handle: VersionHandle
+    completion: LoopCompletion | None = None
+    end: int = START
 
 
 class CallConnection:
@@ -510,9 +498,10 @@ class CallConnection:
     def _infer(self, slot_index: int, number: int, message: Mapping[str, Any], model: str, version: str) -> None:
         now_ns = monotonic_ns()
         batch, parents = self._parents(int(message["batch"]), int(message["member"]))
-        chain = max((_chain(parent) for parent in parents), key=len, default=())
+        chains = [parent.call.chain for parent in parents if isinstance(parent.call, ModelCall)]
+        chain = max(chains, key=len, default=())
         handle = self._calls.lease(model, version, (*chain, self.caller))
-        call = ModelCall(self, batch, parents, (*chain, self.caller), handle)
+        call = ModelCall(self, batch, parents, (*chain, self.caller), version_name(handle), handle)
         try:
             request = self._request(call, self._slots[slot_index], message, now_ns)
             unknown = [name for name in request.outputs if name not in handle.spec.outputs]
@@ -608,7 +597,7 @@ class CallConnection:
             parameters=parameters,
             call=call,
             internal=True,
-            sequence=_sequence(message.get("sequence")),
+            sequence=None if message.get("sequence") is None else SequenceFields(*message["sequence"]),
         )
 
     def _shapes(self, spec: ModelSpec) -> CheckedShapes:
@@ -684,11 +673,6 @@ _PARENTS_SETTLED = "the request that made the call is cancelled or past its dead
 _MAX_TEXT = 4096
 
 
-def _chain(parent: BatchMember) -> tuple[str, ...]:
-    call = parent.call
-    return call.chain if isinstance(call, ModelCall) else ()
-
-
 def _close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
@@ -746,14 +730,6 @@ def find_cycle(call: ModelCall, connections: Sequence[CallConnection]) -> list[s
         path.append(following)
         following = next(found[0] for found in map(blockers, waits[following]) if found)
     return [other.caller for other in (*path[path.index(following) :], following)]
-
-
-def _sequence(message: Any) -> SequenceFields | None:
-    """Return the sequence of a call: its id, START and END; None without one."""
-    if message is None:
-        return None
-    correlation_id, is_start, is_end = message
-    return SequenceFields(correlation_id, is_start, is_end)
 
 
 def _array(slot: Slot, code: int, shape: tuple[int, ...], offset: int, size: int) -> Array:

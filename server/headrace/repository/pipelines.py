@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -27,6 +26,7 @@ from headrace.repository.builtin_steps import PipelineMembers, open_builtin_step
 from headrace.repository.dependencies import load_order
 from headrace.repository.folders import RepositoryModel
 from headrace.repository.loader import Loader, handle_policy, model_spec
+from headrace.repository.python_models import files_digest
 from headrace.repository.registry import Registry
 from headrace.scheduling.version_handle import VersionHandle
 
@@ -142,7 +142,8 @@ def open_pipeline(folder: ModelFolder, version: int, registry: Registry, loader:
     )
     for builtin in builtins.values():
         builtin.digest = "built-in"  # the configuration and the files of the pipeline decide its outputs
-    loader.open_cache(handle, folder, partial(_files_digest, folder.path))
+    # Its files are, for instance, those of tokenizers and labels.
+    loader.open_cache(handle, folder, lambda: files_digest(folder.path, sorted(folder.path.rglob("*"))))
     return handle
 
 
@@ -157,17 +158,6 @@ def served_config(config: ModelConfig, handles: Mapping[str, VersionHandle]) -> 
     if not config.is_pipeline or is_decoupled is config.is_decoupled:
         return config
     return config.model_copy(update={"model_transaction_policy": ModelTransactionPolicy(decoupled=is_decoupled)})
-
-
-def _files_digest(path: Path) -> str:
-    """Return the SHA-256 of all files in a pipeline's folder, such as tokenizers and labels."""
-    digest = hashlib.sha256()
-    for file in sorted(path.rglob("*")):
-        if file.is_file():
-            with file.open("rb") as stream:
-                content = hashlib.file_digest(stream, "sha256").hexdigest()
-            digest.update(f"{file.relative_to(path)} {content}\n".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()
 
 
 def _specs(graph: PipelineGraph, folder: ModelFolder, registry: Registry) -> dict[int, ModelSpec]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from headrace.observability.custom_metrics import CustomMetrics
 from headrace.processes.child_process import Message
 from headrace.repository.environments import Environments, Interpreter, own_interpreter
 from headrace.repository.model_calls import ModelCalls
+from headrace.repository.warmup import row_bytes_of
 
 PROGRAM = Path(headrace_model.__file__).parent / "__main__.py"
 
@@ -169,13 +170,18 @@ def folder_digest(folder: ModelFolder, version: int) -> str:
         folder: the model's folder; its `requirements.txt` counts as well.
         version: version number.
     """
+    files = sorted(path for path in (folder.path / str(version)).rglob("*") if "__pycache__" not in path.parts)
+    return files_digest(folder.path, [*files, folder.path / "requirements.txt"])
+
+
+def files_digest(folder: Path, paths: Iterable[Path]) -> str:
+    """Return the SHA-256 of the files of a folder among `paths`: of their names and contents."""
     digest = hashlib.sha256()
-    files = sorted(path for path in (folder.path / str(version)).rglob("*") if path.is_file())
-    for path in (*files, folder.path / "requirements.txt"):
-        if path.is_file() and "__pycache__" not in path.parts:
+    for path in paths:
+        if path.is_file():
             with path.open("rb") as stream:
                 content = hashlib.file_digest(stream, "sha256").hexdigest()
-            digest.update(f"{path.relative_to(folder.path)} {content}\n".encode("utf-8", "surrogateescape"))
+            digest.update(f"{path.relative_to(folder)} {content}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 
@@ -197,8 +203,4 @@ def _tensors(tensors: tuple[ModelInput, ...] | tuple[ModelOutput, ...]) -> list[
 def _batch_bytes(config: ModelConfig) -> int:
     """Return the bytes of inputs and outputs of the largest batch, with a page for the slot's head; the slot grows if it must."""
     tensors: list[ModelInput | ModelOutput] = [*config.model_input, *config.output]
-    row_bytes = sum(
-        BY_CONFIG_NAME[tensor.data_type].dtype.itemsize * math.prod(max(size, 1) for size in tensor.dims) + 64
-        for tensor in tensors
-    )
-    return 4096 + row_bytes * max(config.max_batch_size, 1)
+    return 4096 + (row_bytes_of(tensors) + 64 * len(tensors)) * max(config.max_batch_size, 1)

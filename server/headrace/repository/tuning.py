@@ -13,7 +13,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -297,7 +297,7 @@ class _Sweeper:
         self._report = report
         self._version = served_versions(folder.config, folder.versions)[-1]
         self._inputs = tuning_inputs(folder, options.input_file)
-        with _loop() as loop:
+        with closing(asyncio.new_event_loop()) as loop:  # it never runs
             self._plan = Loader(Mailbox(loop)).plan(folder, self._version)
         self._automatic = "max_batch_size" not in read_config_file(folder.path).document.data
         if self._plan.is_pending:
@@ -408,7 +408,7 @@ class _Sweeper:
         if config.max_batch_size:
             update |= {"max_batch_size": max_rows, "cpu_max_batch_size": None}
         folder = replace(self._folder, config=config.model_copy(update=update))
-        with _loop() as loop:
+        with closing(asyncio.new_event_loop()) as loop:  # it never runs: callers wait on their own threads
             handle = Loader(Mailbox(loop), histograms=False, interpreters=Environments(None)).load(
                 folder, self._version, self._plan
             )
@@ -461,16 +461,6 @@ def advise(current: MeasuredSetting | None, best: MeasuredSetting | None, slo_ns
 def default_counts(config: ModelConfig, cores: int) -> list[int]:
     """Return 1, 2, 4 ... instances up to the number of cores (at most 16), and the configuration's number."""
     return sorted({_count(config, False), *(1 << power for power in range(min(cores, 16).bit_length()))})
-
-
-@contextmanager
-def _loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop that never runs: callers wait on their own threads."""
-    loop = asyncio.new_event_loop()
-    try:
-        yield loop
-    finally:
-        loop.close()
 
 
 def _count(config: ModelConfig, on_gpu: bool) -> int:

@@ -55,9 +55,11 @@ class Workshop:
     async def running(self, control: ControlPolicy = EXPLICIT) -> AsyncIterator[tuple[Reconciler, Registry]]:
         real = Loader.load
 
-        def load(loader: Loader, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
+        def load(
+            loader: Loader, folder: ModelFolder, version: int, chosen: ServingPlan, is_lazy: bool = False
+        ) -> ModelHandle:
             self.loads.append(chosen.file.name)
-            return real(loader, folder, version, chosen)
+            return real(loader, folder, version, chosen, is_lazy)
 
         names = None if control.mode == "poll" else frozenset({"m"})
         with pytest.MonkeyPatch.context() as patch:

@@ -41,11 +41,11 @@ async def test_random_commands_end_in_the_last_request_of_each_model(
     for number, name in enumerate(names):
         add_model(tmp_path, name, affine(seed=number))
 
-    def load(self: Loader, folder: Any, version: int, chosen: Any) -> Any:
+    def load(self: Loader, folder: Any, version: int, chosen: Any, is_lazy: bool = False) -> Any:
         pause(rng.random() / 50)
         if rng.random() < 0.2:
             raise RuntimeError("random failure")
-        return real(self, folder, version, chosen)
+        return real(self, folder, version, chosen, is_lazy)
 
     monkeypatch.setattr(Loader, "load", load)
     async with running(tmp_path, names=frozenset("ab"), gpu_model_cache=models) as (reconciler, registry):
@@ -91,10 +91,10 @@ async def test_an_unload_ends_the_loads_that_fill_the_queue(tmp_path: Path, monk
         add_model(tmp_path, name, affine(seed=seed))
     real = Loader.load
 
-    def load(self: Loader, folder: Any, version: int, chosen: Any) -> Any:
+    def load(self: Loader, folder: Any, version: int, chosen: Any, is_lazy: bool = False) -> Any:
         if folder.name != "other":
             pause(60)
-        return real(self, folder, version, chosen)
+        return real(self, folder, version, chosen, is_lazy)
 
     monkeypatch.setattr(Loader, "load", load)
     async with running(tmp_path, control=ControlPolicy("explicit", load_threads=1), names=frozenset({"other"})) as (
@@ -124,9 +124,9 @@ async def test_versions_are_loading_until_all_are_there(tmp_path: Path, monkeypa
     for version in (1, 2):
         add_model(tmp_path, "m", affine(), version=version, files={"config.yaml": "version_policy: {all: {}}\n"})
 
-    def load(self: Loader, folder: Any, version: int, chosen: Any) -> Any:
+    def load(self: Loader, folder: Any, version: int, chosen: Any, is_lazy: bool = False) -> Any:
         assert gate.wait(20)
-        return real(self, folder, version, chosen)
+        return real(self, folder, version, chosen, is_lazy)
 
     monkeypatch.setattr(Loader, "load", load)
     async with running(tmp_path, names=frozenset()) as (reconciler, registry):

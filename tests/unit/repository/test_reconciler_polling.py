@@ -71,7 +71,7 @@ async def watching(repository: Path) -> AsyncIterator[Watched]:
     watched = Watched(repository)
 
     class CountingLoader(Loader):
-        def load(self, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
+        def load(self, folder: ModelFolder, version: int, chosen: ServingPlan, is_lazy: bool = False) -> ModelHandle:
             watched.loads.append(folder.name)
             return super().load(folder, version, chosen)
 
@@ -152,11 +152,13 @@ async def test_a_model_that_fails_is_tried_again_only_when_its_files_change(
     tries: list[str] = []
     real = Loader.load
 
-    def load(self: Loader, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
+    def load(
+        self: Loader, folder: ModelFolder, version: int, chosen: ServingPlan, is_lazy: bool = False
+    ) -> ModelHandle:
         tries.append(folder.name)
         if folder.config.max_batch_size == 3:
             raise RuntimeError("broken")
-        return real(self, folder, version, chosen)
+        return real(self, folder, version, chosen, is_lazy)
 
     monkeypatch.setattr(Loader, "load", load)
     async with watching(tmp_path) as server:
@@ -177,8 +179,10 @@ async def test_files_that_change_while_they_are_read_are_not_served(
 ) -> None:
     real = Loader.load
 
-    def load(self: Loader, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
-        handle = real(self, folder, version, chosen)
+    def load(
+        self: Loader, folder: ModelFolder, version: int, chosen: ServingPlan, is_lazy: bool = False
+    ) -> ModelHandle:
+        handle = real(self, folder, version, chosen, is_lazy)
         if not (folder.path / "1" / "more").exists():
             (folder.path / "1" / "more").write_text("somebody is still copying")
         return handle
