@@ -400,11 +400,12 @@ class WrappedExecution:
         inner: the wrapped execution.
 
     Attributes:
+        inner: as in the argument.
         depth, prompt, any_thread: those of the wrapped execution; a depth of 1 if it is not pipelined.
     """
 
     def __init__(self, inner: Execution) -> None:
-        self._inner = inner
+        self.inner = inner
         self.depth = inner.depth if is_pipelined(inner) else 1
         self.prompt = never_blocks(inner)
         self.any_thread = runs_on_any_thread(inner)
@@ -423,22 +424,22 @@ class WrappedExecution:
 
     def give_up(self, error: HeadraceError) -> None:
         """Settle the open requests of the wrapped execution with an error; see `MemberExecution`."""
-        if runs_by_member(self._inner):
-            self._inner.give_up(error)
+        if runs_by_member(self.inner):
+            self.inner.give_up(error)
 
     def close(self) -> None:
         """Close the wrapped execution."""
-        self._inner.close()
+        self.inner.close()
 
     def _pipelined(self) -> PipelinedExecution:
-        if not is_pipelined(self._inner):
+        if not is_pipelined(self.inner):
             raise TypeError("the wrapped execution runs one batch at a time: call run() instead of begin()")
-        return self._inner
+        return self.inner
 
     def _members(self) -> MemberExecution:
-        if not runs_by_member(self._inner):
+        if not runs_by_member(self.inner):
             raise TypeError("the wrapped execution runs batches as a whole: call run() instead of run_members()")
-        return self._inner
+        return self.inner
 
     def _inner_batch(self, batch: InFlightBatch) -> InFlightBatch:
         assert isinstance(batch.handle, InFlightBatch), "the batch was begun by another execution"
@@ -484,9 +485,9 @@ class HasProbes(Protocol):
         """Start a check in every instance, without waiting; empty if the code has none."""
 
 
-def find_inner(model: LoadedModel, attribute: str) -> Any:
-    """Return the model, or the model that it wraps as `inner`, that has an attribute; None if none has it."""
-    inner: Any = model
+def find_inner(outer: LoadedModel | Execution, attribute: str) -> Any:
+    """Return the model or execution, or the one that it wraps as `inner`, that has an attribute; None if none has it."""
+    inner: Any = outer
     while inner is not None and not hasattr(inner, attribute):
         inner = getattr(inner, "inner", None)
     return inner

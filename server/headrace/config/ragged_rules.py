@@ -77,8 +77,9 @@ def joined_inputs(config: ModelConfig) -> tuple[ModelInput, ...]:
     """
     sources = {tensor.name: len(tensor.dims) for tensor in config.input}
     computed = [
-        ModelInput(name=name, data_type=part.data_type, dims=_computed_dims(part.kind, sources[part.source_input[0]]))
+        ModelInput(name=name, data_type=part.data_type, dims=(-1, *dims))
         for part in config.batch_input
+        for dims in [(sources[part.source_input[0]],) if part.kind == "BATCH_ITEM_SHAPE" else ()]
         for name in part.target_name
     ]
     sent = [
@@ -103,7 +104,3 @@ def joined_outputs(config: ModelConfig) -> tuple[ModelOutput, ...]:
 def _whole(dims: tuple[int, ...], reshape: Reshape | None) -> dict[str, Any]:
     """Return the fields of a tensor of rows with its whole shape in the model."""
     return {"dims": (-1, *(dims if reshape is None else reshape.shape)), "reshape": None}
-
-
-def _computed_dims(kind: str, rank: int) -> tuple[int, ...]:
-    return (-1, rank) if kind == "BATCH_ITEM_SHAPE" else (-1,)

@@ -278,11 +278,6 @@ class Reservation:
         self.resize(0)
 
 
-def memory_name(gpu: int) -> str:
-    """Return the name of a memory for messages: "GPU 0", or "host memory" for `CPU`."""
-    return "host memory" if gpu == CPU else f"GPU {gpu}"
-
-
 def format_bytes(size_bytes: int) -> str:
     """Format bytes with a unit, e.g. "1.5 GiB"."""
     for unit, name in _UNITS:

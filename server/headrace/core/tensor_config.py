@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
@@ -33,13 +33,9 @@ TensorName = Annotated[str, Field(strict=True, min_length=1)]
 TensorFormat = Annotated[Literal["FORMAT_NONE", "FORMAT_NHWC", "FORMAT_NCHW"], OneOf("FORMAT_")]
 
 
-def _as_channels(value: Any) -> Any:
-    return (value,) if isinstance(value, int | float) else value
-
-
 Channels = Annotated[
     tuple[Number, ...],
-    BeforeValidator(_as_channels),
+    BeforeValidator(lambda value: (value,) if isinstance(value, int | float) else value),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "array", "items": {"type": "number"}}]}),
 ]
 

@@ -200,7 +200,7 @@ class PictureExecution(WrappedExecution):
             sent = inputs[pixels.name]
             tensor = self._pixel_steps.apply(sent.reshape(-1, *pixels.recipe.pixels))
             inputs = {**inputs, pixels.name: tensor if len(pixels.shape) == tensor.ndim else tensor[0]}
-        return self._client_outputs(self._inner.run(inputs))
+        return self._client_outputs(self.inner.run(inputs))
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """Begin a batch with a pixel buffer of this execution; all other inputs use the inner batch's memory."""

@@ -289,7 +289,7 @@ def _flow_problems(graph: PipelineGraph, config: ModelConfig) -> Iterator[Proble
             yield Problem(("output", index, "name"), message, "remove the cycle from the maps of the steps")
     written = set(graph.outputs.values())
     for step in graph.steps:
-        for key, name in (*step.inputs, *(("when", tensor) for tensor in _condition_tensors(step))):
+        for key, name in (*step.inputs, *(("when", tensor) for tensor in (step.when.tensors if step.when else ()))):
             if name not in graph.producers and name not in graph.inputs:
                 message = f'tensor "{name}" is neither an input of the {graph.kind} nor an output of a step'
                 loc: Location = (*step.loc, reads, key) if (key, name) in step.inputs else (*step.loc, "when")
@@ -302,10 +302,6 @@ def _flow_problems(graph: PipelineGraph, config: ModelConfig) -> Iterator[Proble
             elif name not in graph.consumers and name not in written:
                 message = f'tensor "{name}" is not used: it is no output of the {graph.kind}, and no step reads it'
                 yield Problem(loc, message, f"remove it from {writes}, or add an output")
-
-
-def _condition_tensors(step: Step) -> tuple[str, ...]:
-    return () if step.when is None else step.when.tensors
 
 
 def _ready_tensors(graph: PipelineGraph) -> set[str]:

@@ -24,7 +24,7 @@ from typing import TypeVar
 from headrace.core.cancellation import current_cancellation
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import HeadraceError, Unavailable
-from headrace.core.ledger import CPU, HOST, Ledger, MemoryAccount, NoRoom, format_bytes, memory_name
+from headrace.core.ledger import CPU, HOST, Ledger, MemoryAccount, NoRoom, format_bytes
 from headrace.core.telemetry import LoadCounts
 from headrace.scheduling.version_handle import VersionHandle
 
@@ -499,10 +499,8 @@ class GpuModelCache:
                 continue
             freed_bytes += victim.memory_bytes[gpu]
             freed = format_bytes(victim.memory_bytes[gpu])
-            level = logging.DEBUG if gpu == CPU else logging.INFO
-            logger.log(
-                level, "model %s is evicted for %s: frees %s of %s", victim.name, requester, freed, memory_name(gpu)
-            )
+            level, memory = (logging.DEBUG, "host memory") if gpu == CPU else (logging.INFO, f"GPU {gpu}")
+            logger.log(level, "model %s is evicted for %s: frees %s of %s", victim.name, requester, freed, memory)
             with self._lock:
                 self._loads[_key(victim.handle)].evictions += 1
             self.on_change(victim.handle)

@@ -692,8 +692,9 @@ class Quotas:
         else:
             return
         if wait_ns:
+            label = f"client '{client}'" if client else "clients without a name (counted together)"
             message = (
-                f"{_client_label(client)} exceeded the quota of {quota.rate_hz:g} requests/s (burst {quota.burst}): "
+                f"{label} exceeded the quota of {quota.rate_hz:g} requests/s (burst {quota.burst}): "
                 "retry later, or raise rate_limits in the model configuration"
             )
             raise QuotaExceeded(message, wait_ns / NS_PER_S, client)
@@ -712,7 +713,3 @@ class Quotas:
         wait_ns, others[client] = charge(quota, full_ns, now_ns)
         others.move_to_end(client)
         return wait_ns
-
-
-def _client_label(client: str) -> str:
-    return f"client '{client}'" if client else "clients without a name (counted together)"

@@ -20,7 +20,7 @@ import numpy as np
 
 from headrace.backends.base import ExecutionLost
 from headrace.core.clock import Clock, monotonic_ns
-from headrace.core.tensor import BF16, Array, Datatype
+from headrace.core.tensor import BF16, Array, Datatype, bf16_values
 
 Row = Mapping[str, Array]
 """Inputs or outputs of one row by name, each of shape (1, ...)."""
@@ -375,10 +375,7 @@ def _bound(values: Sequence[Array], floor: float) -> float:
 
 def _decoded(values: Array, datatype: Datatype | None) -> Array:
     """Return BF16, which NumPy lacks, as FP32."""
-    if datatype is not BF16:
-        return values
-    widened: Array = (values.astype(np.uint32) << 16).view(np.float32)
-    return widened
+    return bf16_values(values) if datatype is BF16 else values
 
 
 def _extreme(values: Array, datatype: Datatype, kind: int) -> Array:

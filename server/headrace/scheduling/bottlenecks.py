@@ -177,7 +177,8 @@ _GAIN = 1.15  # throughput ratio from which a change of settings is proposed: le
 def find_bottlenecks(load: LoadSnapshot) -> list[Bottleneck]:
     """Return the bottlenecks of a version, the most important first; never empty."""
     bottlenecks = [limit for rule in _RULES if (limit := rule(load)) is not None]
-    return bottlenecks or [_headroom(load)]
+    text = f"no bottleneck: the instances are busy for {_percent(load.utilization)} of the time"
+    return bottlenecks or [Bottleneck("nothing", text)]
 
 
 def find_full_slots(sequences: SequenceFigures, policy: HandlePolicy) -> Bottleneck | None:
@@ -473,10 +474,6 @@ def _sparse(load: LoadSnapshot) -> Bottleneck | None:
     expected = f"up to {load.throughput(best):,.0f} rows/s, now {load.per_s(totals.rows):,.0f}" if best else ""
     cure = "for more throughput send more requests concurrently, or more rows in each"
     return Bottleneck("arrivals", explanation, cure, "", expected)
-
-
-def _headroom(load: LoadSnapshot) -> Bottleneck:
-    return Bottleneck("nothing", f"no bottleneck: the instances are busy for {_percent(load.utilization)} of the time")
 
 
 def _compute(load: LoadSnapshot) -> str:

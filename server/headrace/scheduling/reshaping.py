@@ -46,9 +46,9 @@ class ReshapingExecution(WrappedExecution):
 
     def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
         """Return the wrapped execution's arrays in the clients' shapes."""
-        if not has_batch_memory(self._inner):
+        if not has_batch_memory(self.inner):
             return {}
-        arrays = self._inner.batch_arrays(self._to_model_shape(like), rows)
+        arrays = self.inner.batch_arrays(self._to_model_shape(like), rows)
         self._batch = {
             name: (array.reshape((rows, *like[name].shape[1:]) if self._batched else like[name].shape), array)
             for name, array in arrays.items()
@@ -91,7 +91,7 @@ class ReshapingExecution(WrappedExecution):
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Run a batch; return all outputs in the clients' shapes."""
-        return self._to_caller_shape(self._inner.run(self._to_model_shape(inputs)))
+        return self._to_caller_shape(self.inner.run(self._to_model_shape(inputs)))
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """Begin a batch whose input buffers are views of the wrapped execution's, in the clients' shapes."""

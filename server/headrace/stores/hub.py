@@ -59,7 +59,8 @@ class HubStore:
     def list_objects(self, stop: threading.Event) -> Sequence[StoredObject]:
         """See `ModelStore`. The files are listed only if the revision has another commit."""
         with self._checked(stop):
-            commit = self._retried(self._read_commit, stop)
+            url = self._url
+            commit = self._retried(lambda: self._api.repo_info(url.bucket, revision=url.revision).sha or "", stop)
             if commit != self._commit:
                 self._objects = self._retried(partial(self._read_tree, commit), stop)
                 self._commit = commit
@@ -91,9 +92,6 @@ class HubStore:
             yield
         finally:
             _check.reset(token)
-
-    def _read_commit(self) -> str:
-        return self._api.repo_info(self._url.bucket, revision=self._url.revision).sha or ""
 
     def _read_tree(self, commit: str) -> Sequence[StoredObject]:
         from huggingface_hub.hf_api import RepoFile

@@ -435,7 +435,7 @@ class DeviceResources:
                 memory.clear(self.copying_in)
         if self.states is not None:
             outputs = [{name: memory.address for name, memory in slot.outputs.items()} for slot in self.slots]
-            self.states.read_outputs(outputs)
+            self.states.client_outputs = outputs
         self.copying_in.synchronize()
         self.synchronize()
 

@@ -135,6 +135,7 @@ class DeviceStates:
 
     Attributes:
         live: slots with states.
+        client_outputs: addresses of clients' outputs by name, for each buffer slot: states among them are written there.
         buffer_slot: index of the buffer slot in which the next batch runs.
     """
 
@@ -149,7 +150,7 @@ class DeviceStates:
         self._states = [_StateBuffers(state, allocator) for state in plan_states.tensors]
         self._on_device = on_device
         self.live: set[int] = set()
-        self._client_outputs: Sequence[Mapping[str, int]] = ()
+        self.client_outputs: Sequence[Mapping[str, int]] = ()
         self.buffer_slot = 0
 
     def open(self, max_rows: int, stream: CudaStream) -> None:
@@ -174,10 +175,6 @@ class DeviceStates:
             result[each.state.input_name] = each.pair[buffer_slot % 2].address
             result[each.state.output_name] = each.pair[1 - buffer_slot % 2].address
         return result
-
-    def read_outputs(self, addresses: Sequence[Mapping[str, int]]) -> None:
-        """Set the addresses of clients' outputs by name, for each buffer slot: states among them are written there."""
-        self._client_outputs = addresses
 
     def close(self) -> None:
         """Free the buffers; nothing runs any more."""
@@ -236,7 +233,7 @@ class DeviceStates:
         for each in self._states:
             before, after = each.pair[self.buffer_slot].address, each.pair[1 - self.buffer_slot].address
             if each.state.is_output:
-                written = self._client_outputs[self.buffer_slot][each.state.output_name]
+                written = self.client_outputs[self.buffer_slot][each.state.output_name]
                 each.copy(after, 0, written, 0, len(rows.slots), self._stream)
             for _, slot, count in _runs(kept):
                 each.copy(after, slot, before, slot, count, self._stream)
@@ -246,7 +243,7 @@ class DeviceStates:
         """Copy the rows of the batch to their slots; every row has a request."""
         for each in self._states:
             name = each.state.output_name
-            written = self._client_outputs[0][name] if each.state.is_output else each.pair[1].address
+            written = self.client_outputs[0][name] if each.state.is_output else each.pair[1].address
             for row, slot, count in _runs(rows.slots):
                 each.copy(each.rows.address, slot, written, row, count, self._stream)
 

@@ -118,7 +118,7 @@ class ControlledExecution(WrappedExecution):
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Run a batch."""
-        return self._inner.run(self._completed(inputs))
+        return self.inner.run(self._completed(inputs))
 
     def run_members(self, inputs: dict[str, Array], members: Sequence[BatchMember]) -> list[MemberResult]:
         """Run a batch as a list of requests."""
@@ -126,7 +126,7 @@ class ControlledExecution(WrappedExecution):
 
     def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
         """Return the wrapped execution's arrays."""
-        return self._inner.batch_arrays(like, rows) if has_batch_memory(self._inner) else {}
+        return self.inner.batch_arrays(like, rows) if has_batch_memory(self.inner) else {}
 
     def _completed(self, inputs: dict[str, Array]) -> dict[str, Array]:
         if all(name in inputs for name in self._added):

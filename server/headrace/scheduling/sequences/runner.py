@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
 
 import numpy as np
 
-from headrace.backends.base import Execution, MemberResult, Rescheduled
+from headrace.backends.base import Execution, MemberResult, Rescheduled, find_inner
 from headrace.core.clock import Clock
 from headrace.core.request import BatchTimes
 from headrace.core.sequence_state import BatchSlots, SlotStates
@@ -22,22 +21,6 @@ from headrace.scheduling.sequences.state import HostStates, find_slot_states
 from headrace.scheduling.sequences.table import SequenceEntry
 
 _DIED = "the instance that has its state died"
-
-
-class KeepsState(Protocol):
-    """An execution whose code keeps the state of sequences, in a process that may be replaced."""
-
-    def renew_state(self) -> bool:
-        """Accept the present process for the batches that follow; True if an earlier one has ended with the state."""
-
-
-def find_state(execution: Execution) -> KeepsState | None:
-    """Return the execution, or the one that it wraps, that keeps state in a process; None if none does."""
-    inner: Any = execution
-    while inner is not None and not hasattr(inner, "renew_state"):
-        inner = getattr(inner, "_inner", None)
-    found: KeepsState | None = inner
-    return found
 
 
 class SequenceRunner(SerialRunner):
@@ -75,7 +58,7 @@ class SequenceRunner(SerialRunner):
         self._sequences = scheduler
         self._spec = spec
         self._batched = spec.max_batch_size > 0
-        self._state = find_state(execution)
+        self._state = find_inner(execution, "renew_state")
         self._states: SlotStates | None = None
         if policy.states:
             self._states = find_slot_states(execution)

@@ -10,11 +10,10 @@ rows of its states, in host memory.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from headrace.backends.base import Execution
+from headrace.backends.base import Execution, find_inner
 from headrace.core.sequence_state import BatchSlots, SlotStates, StateTensor
 from headrace.core.tensor import BYTES, Array
 from headrace.scheduling.executor import OutputMismatch
@@ -22,13 +21,8 @@ from headrace.scheduling.executor import OutputMismatch
 
 def find_slot_states(execution: Execution) -> SlotStates | None:
     """Return the states that the execution, or the one that it wraps, keeps where it runs; None if it keeps none."""
-    inner: Any = execution
-    while inner is not None:
-        states: SlotStates | None = getattr(inner, "slot_states", None)
-        if states is not None:
-            return states
-        inner = getattr(inner, "_inner", None)
-    return None
+    states: SlotStates | None = getattr(find_inner(execution, "slot_states"), "slot_states", None)
+    return states
 
 
 class _FixedState:

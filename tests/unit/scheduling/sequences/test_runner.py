@@ -6,13 +6,13 @@ import threading
 
 import numpy as np
 import pytest
-from headrace.backends.base import ExecutionLost
+from headrace.backends.base import ExecutionLost, find_inner
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import HeadraceError, ModelFailed
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.scheduling.policy import ControlTensor, QueueLimits, SequencePolicy
-from headrace.scheduling.sequences.runner import SequenceRunner, find_state
+from headrace.scheduling.sequences.runner import SequenceRunner
 from headrace.scheduling.sequences.scheduler import SequenceScheduler
 from headrace.scheduling.sequences.table import SequenceEntry
 
@@ -201,8 +201,8 @@ def test_state_is_found_behind_wrappers() -> None:
 
     class Wrapper:
         def __init__(self, inner: object) -> None:
-            self._inner = inner
+            self.inner = inner
 
     inner = Stateful()
-    assert find_state(Wrapper(Wrapper(inner))) is inner  # type: ignore[arg-type]
-    assert find_state(Wrapper(Recording())) is None  # type: ignore[arg-type]
+    assert find_inner(Wrapper(Wrapper(inner)), "renew_state") is inner  # type: ignore[arg-type]
+    assert find_inner(Wrapper(Recording()), "renew_state") is None  # type: ignore[arg-type]
