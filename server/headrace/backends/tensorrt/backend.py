@@ -33,7 +33,6 @@ from headrace.backends.tensorrt.contexts import (
     describe_shapes,
 )
 from headrace.backends.tensorrt.plan import (
-    GpuStage,
     OpenStage,
     PlanBindings,
     PlanTensor,
@@ -53,7 +52,7 @@ from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFaile
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom, Reservation
 from headrace.core.tensor import Array, ResidentRows, as_input
 from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, current
-from headrace.cuda.kernels.launching import RowGather
+from headrace.cuda.kernels.launching import GpuStage, RowGather
 from headrace.cuda.memory import Allocator, booked
 
 # Parameters that the loader adds to those of the configuration: rows in a batch, the comma-separated GPU of each

@@ -30,7 +30,6 @@ from headrace.backends.tensorrt.buffers import (
     stays_large,
 )
 from headrace.backends.tensorrt.plan import (
-    Launch,
     PlanBindings,
     Shape,
     Shapes,
@@ -46,7 +45,7 @@ from headrace.core.errors import ModelFailed
 from headrace.core.ledger import Kind
 from headrace.core.tensor import Array
 from headrace.cuda.driver import CudaGraph, CudaStream, DeviceError, is_context_usable
-from headrace.cuda.kernels.launching import RowGather
+from headrace.cuda.kernels.launching import Launch, RowGather
 from headrace.cuda.memory import DeviceBuffer
 
 _NOTHING: Mapping[str, Launch] = {}

@@ -14,10 +14,10 @@ import re
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,8 @@ from headrace.core.errors import ConfigError, Finding, ModelFailed
 from headrace.core.ledger import NoRoom
 from headrace.cuda import convolution_plugin, tensorrt
 from headrace.cuda import devices as gpus
-from headrace.cuda.driver import CudaStream, OutOfDeviceMemory
+from headrace.cuda.driver import OutOfDeviceMemory
+from headrace.cuda.kernels.launching import GpuStage, StageKernel
 from headrace.cuda.memory import Allocator
 
 logger = logging.getLogger("headrace.tensorrt")
@@ -454,58 +455,6 @@ def _fits(shape: Sequence[int], limits: ProfileRange) -> bool:
 
 
 Dtype = np.dtype[Any]
-Launch = Callable[[CudaStream, int, int, Sequence[int]], None]  # as `StageKernel.launch`
-
-
-class StageKernel(Protocol):
-    """A stage on one GPU, shared by all instances there. A launch allocates nothing and waits for nothing: it may be
-    captured.
-    """
-
-    def launch(self, stream: CudaStream, source: int, rows: int, targets: Sequence[int]) -> None:
-        """Queue the kernel for a batch; the device is current.
-
-        Args:
-            stream: stream to queue on.
-            source: address of the input.
-            rows: of the batch, including padding.
-            targets: address of each output tensor, in the order of `GpuStage.client_tensors`.
-
-        Raises:
-            DeviceError: the driver refuses.
-        """
-
-    @property
-    def fetch(self) -> Launch | None:
-        """Like `launch` for rows at any addresses: `source` is the address of uint64 (rows,) with the address of each
-        row. None if not supported.
-        """
-
-    def close(self) -> None:
-        """Release all resources; all work is done."""
-
-
-class GpuStage(Protocol):
-    """A step before an input of a plan, or after an output."""
-
-    @property
-    def tensor(self) -> str:
-        """Name of the plan's input or output."""
-
-    @property
-    def row(self) -> Shape:
-        """Shape of one row of it in the plan."""
-
-    @property
-    def client_tensors(self) -> Mapping[str, tuple[Dtype, Shape]]:
-        """Tensors that clients use in its place, by name: element type and shape of a row. Exactly one before an input."""
-
-    def open(self, device: int) -> StageKernel:
-        """Prepare the stage on a GPU.
-
-        Raises:
-            Unsupported, DeviceError: it is not possible there.
-        """
 
 
 @dataclass(frozen=True, slots=True)

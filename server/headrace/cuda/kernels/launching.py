@@ -348,11 +348,14 @@ class RowGather:
 
 Sizes = tuple[int, ...]
 Launch = Callable[[CudaStream, int, int, Sequence[int]], None]
+"""Queues a kernel for a batch: on a stream, from the address of its input, for a number of rows including padding, to the address
+of each output in the order of `client_tensors`. It allocates nothing and waits for nothing: it may be captured.
+"""
 
 
 @dataclass(frozen=True)
 class PictureStage:
-    """Stage that converts uint8 pixels to the model's input tensor; see `headrace.backends.tensorrt.plan.GpuStage`.
+    """Stage that converts uint8 pixels to the model's input tensor; see `GpuStage`.
 
     Attributes:
         tensor: name of the model's input, and of the pixels that clients send.
@@ -386,7 +389,7 @@ class PictureStage:
 
 @dataclass(frozen=True)
 class ClassStage:
-    """Stage that converts scores to the best classes or to probabilities; see `headrace.backends.tensorrt.plan.GpuStage`.
+    """Stage that converts scores to the best classes or to probabilities; see `GpuStage`.
 
     Attributes:
         tensor: name of the model's output.
@@ -460,3 +463,10 @@ class _Classes:
 
     def close(self) -> None:
         self._kernel.close()
+
+
+GpuStage = PictureStage | ClassStage
+"""A step before an input of a plan, or after an output: `client_tensors` stand in its place, one before an input."""
+
+StageKernel = _Pictures | _Classes
+"""A stage on one GPU, shared by all instances there. `fetch` takes the addresses of rows in place of their own; None without."""
