@@ -8,7 +8,7 @@ how bottlenecks hide each other: a rejected request does not wait, and while the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
@@ -176,9 +176,9 @@ _GAIN = 1.15  # throughput ratio from which a change of settings is proposed: le
 
 def find_bottlenecks(load: LoadSnapshot) -> list[Bottleneck]:
     """Return the bottlenecks of a version, the most important first; never empty."""
-    bottlenecks = [limit for rule in _RULES if (limit := rule(load)) is not None]
+    rules = (_state_rules, _refusal_rules, _small_batch_rules, _busy_rules, _idle_rules, _copy_rules)
     text = f"no bottleneck: the instances are busy for {_percent(load.utilization)} of the time"
-    return bottlenecks or [Bottleneck("nothing", text)]
+    return [bottleneck for rule in rules for bottleneck in rule(load)] or [Bottleneck("nothing", text)]
 
 
 def find_full_slots(sequences: SequenceFigures, policy: HandlePolicy) -> Bottleneck | None:
@@ -209,168 +209,130 @@ def _ms(time_ns: float) -> str:
 # The rules
 
 
-def _evicted(load: LoadSnapshot) -> Bottleneck | None:
-    if not load.evicted:
-        return None
-    explanation = (
-        "the model is not in memory: other models use it, or no request came yet. A request waits until it is loaded"
-    )
-    cure = "keep it loaded, or raise the budget of GPU or host memory"
-    return Bottleneck("parked", explanation, cure, "keep_loaded, gpu_memory_budget, --host-memory-budget")
+def _state_rules(load: LoadSnapshot) -> Iterator[Bottleneck]:
+    """The model is evicted, instances have failed, or no request came."""
+    if load.evicted:
+        explanation = "the model is not in memory: other models use it, or no request came yet"
+        cure = "keep it loaded, or raise the budget of GPU or host memory"
+        yield Bottleneck(
+            "parked",
+            f"{explanation}. A request waits until it is loaded",
+            cure,
+            "keep_loaded, gpu_memory_budget, --host-memory-budget",
+        )
+    elif load.instances < load.policy.instances:
+        running = f"{load.instances} of {load.policy.instances} instances are running"
+        explanation = f"{running}: the others have failed, see the server log"
+        yield Bottleneck("instances", explanation, "fix the cause; failed instances restart automatically")
+    if not load.received:
+        yield Bottleneck("idle", f"the model received no request in the last {load.recent.seconds:.0f} s")
 
 
-def _dead_instances(load: LoadSnapshot) -> Bottleneck | None:
-    if load.evicted or load.instances >= load.policy.instances:
-        return None
-    explanation = (
-        f"{load.instances} of {load.policy.instances} instances are running: the others have failed, see the server log"
-    )
-    return Bottleneck("instances", explanation, "fix the cause; failed instances restart automatically")
-
-
-def _no_requests(load: LoadSnapshot) -> Bottleneck | None:
-    if load.received:
-        return None
-    return Bottleneck("idle", f"the model received no request in the last {load.recent.seconds:.0f} s")
-
-
-def _quotas(load: LoadSnapshot) -> Bottleneck | None:
-    refused = load.recent.totals.failures["quota"]
-    if refused < _REFUSED * load.received or not refused:
-        return None
-    explanation = (
-        f"{_percent(refused / load.received)} of the requests were rejected because their client exceeded its quota"
-    )
-    cure = "raise the client's quota, or send fewer requests; the access log names the clients"
-    return Bottleneck("quota", explanation, cure, "rate_limits")
-
-
-def _overload(load: LoadSnapshot) -> Bottleneck | None:
+def _refusal_rules(load: LoadSnapshot) -> Iterator[Bottleneck]:
+    """Requests are rejected or late."""
+    over_quota = load.recent.totals.failures["quota"]
+    if over_quota and over_quota >= _REFUSED * load.received:
+        share = _percent(over_quota / load.received)
+        explanation = f"{share} of the requests were rejected because their client exceeded its quota"
+        cure = "raise the client's quota, or send fewer requests; the access log names the clients"
+        yield Bottleneck("quota", explanation, cure, "rate_limits")
     refused = {reason: count for reason, count in load.refused.items() if reason in OVERLOAD}
     count = sum(refused.values())
-    if count < _REFUSED * load.received or not count:
-        return None
-    rows = load.recent.totals.rows / max(load.recent.totals.requests, 1)
-    why = ", ".join(f"{reason} {number}" for reason, number in refused.items())
-    explanation = (
-        f"{_percent(count / load.received)} of the requests were rejected or too late ({why}): "
-        f"{load.per_s(load.received) * max(rows, 1):,.0f} rows/s were requested"
-    )
-    best = load.best_rows
-    if best:
-        explanation += f", the capacity is {load.throughput(best):,.0f} rows/s, in batches of {best}"
-    if load.utilization < _BUSY:
-        cure = (
-            f"the instances were busy for only {_percent(load.utilization)} of the time: allow longer waits or queues"
+    if count and count >= _REFUSED * load.received:
+        rows = load.recent.totals.rows / max(load.recent.totals.requests, 1)
+        why = ", ".join(f"{reason} {number}" for reason, number in refused.items())
+        explanation = (
+            f"{_percent(count / load.received)} of the requests were rejected or too late ({why}): "
+            f"{load.per_s(load.received) * max(rows, 1):,.0f} rows/s were requested"
         )
-        return Bottleneck("overloaded", explanation, cure, "slo.p99_ms, default_queue_policy")
-    return Bottleneck("overloaded", explanation, "send less, or read the next bottleneck")
-
-
-def _late(load: LoadSnapshot) -> Bottleneck | None:
+        best = load.best_rows
+        if best:
+            explanation += f", the capacity is {load.throughput(best):,.0f} rows/s, in batches of {best}"
+        cure, setting = "send less, or read the next bottleneck", ""
+        if load.utilization < _BUSY:
+            cure = f"the instances were busy for only {_percent(load.utilization)} of the time: allow longer waits or queues"
+            setting = "slo.p99_ms, default_queue_policy"
+        yield Bottleneck("overloaded", explanation, cure, setting)
     predicted_ns = load.policy.batch.objective_ns
     reached_s = load.recent.totals.phases["total"].quantile_s(0.99)
     # The buckets of the histogram are 9 % wide.
-    if not predicted_ns or reached_s is None or reached_s * NS_PER_S <= 1.1 * predicted_ns:
-        return None
-    explanation = (
-        f"the 99th percentile of the latency is {_ms(reached_s * NS_PER_S)}, the objective {_ms(predicted_ns)}"
-    )
-    alone_ns = load.latency_table.promise_ns(1, load.instances)
-    if alone_ns > predicted_ns:
-        explanation += f": a single row takes {_ms(alone_ns)}"
-    return Bottleneck("late", explanation, "raise the objective, or use a faster engine", "slo.p99_ms")
-
-
-def _unmerged(load: LoadSnapshot) -> Bottleneck | None:
-    if load.utilization < _BUSY or load.policy.batch.merge or load.max_rows < 2 or load.gain < _GAIN:
-        return None
-    explanation = f"{_compute(load)}, one request at a time: the model supports batches, but dynamic batching is off"
-    return Bottleneck("unmerged", explanation, "let requests share batches", "dynamic_batching {}", load.expected_gain)
-
-
-def _shapes(load: LoadSnapshot) -> Bottleneck | None:
-    changes = load.recent.totals.shape_changes
-    if load.utilization < _BUSY or not load.policy.batch.merge or load.gain < _GAIN or changes < _OFTEN * load.batches:
-        return None
-    explanation = (
-        f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows: requests of different shapes cannot share one, and "
-        f"{_percent(changes / load.batches)} of the batches had another shape than the one before"
-    )
-    cure = "use few shapes: pad or resize inputs before they are sent"
-    return Bottleneck("shapes", explanation, cure, "", load.expected_gain)
-
-
-def _preferred(load: LoadSnapshot) -> Bottleneck | None:
-    preferred = load.policy.batch.preferred_rows
-    is_often = load.share(CloseReason.PREFERRED) >= _OFTEN
-    if load.utilization < _BUSY or not is_often or load.gain < _GAIN or max(preferred) >= load.best_rows:
-        return None
-    explanation = f"{_compute(load)}, and batches close at preferred sizes of {', '.join(map(str, preferred))} rows"
-    cure = f"prefer {load.best_rows} rows, or remove the preferred sizes"
-    return Bottleneck("preferred", explanation, cure, "dynamic_batching.preferred_batch_size", load.expected_gain)
-
-
-def _latency_objective(load: LoadSnapshot) -> Bottleneck | None:
-    batch = load.policy.batch
-    if load.utilization < _BUSY or load.gain < _GAIN or load.share(CloseReason.DEADLINE) < _OFTEN:
-        return None
-    explanation = (
-        f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows: in larger ones requests would miss their deadline"
-    )
-    cure = "allow longer deadlines"
-    if batch.objective_ns:
-        explanation += f" (objective: {_ms(batch.objective_ns)})"
-        cure = (
-            f"raise the objective to {_ms(2 * load.latency_table.promise_ns(load.best_rows, load.instances))} or more"
+    if predicted_ns and reached_s is not None and reached_s * NS_PER_S > 1.1 * predicted_ns:
+        explanation = (
+            f"the 99th percentile of the latency is {_ms(reached_s * NS_PER_S)}, the objective {_ms(predicted_ns)}"
         )
-    return Bottleneck("promise", explanation, cure, "slo.p99_ms" if batch.objective_ns else "", load.expected_gain)
+        alone_ns = load.latency_table.promise_ns(1, load.instances)
+        if alone_ns > predicted_ns:
+            explanation += f": a single row takes {_ms(alone_ns)}"
+        yield Bottleneck("late", explanation, "raise the objective, or use a faster engine", "slo.p99_ms")
 
 
-def _delay_too_short(load: LoadSnapshot) -> Bottleneck | None:
-    """Busy instances whose batches close small, since no delay or a short one is allowed."""
-    batch, reasons = load.policy.batch, (CloseReason.IDLE, CloseReason.DELAY)
-    if load.utilization < _BUSY or not batch.merge or load.gain < _GAIN or load.share(*reasons) < _OFTEN:
-        return None
-    needed_ns = load.best_rows / max(load.per_s(load.recent.totals.rows), 1e-9) * NS_PER_S
-    explanation = (
-        f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows, which close after "
-        f"{'no delay' if not batch.max_delay_ns else _ms(batch.max_delay_ns)}; {load.best_rows} rows arrive in {_ms(needed_ns)}"
-    )
-    cure = f"allow a delay of {needed_ns / NS_PER_US:.0f} us, or set a latency objective (slo) instead of a delay"
-    return Bottleneck(
-        "delay_too_short", explanation, cure, "dynamic_batching.max_queue_delay_microseconds", load.expected_gain
-    )
+def _small_batch_rules(load: LoadSnapshot) -> Iterator[Bottleneck]:
+    """Busy instances with smaller batches than the best."""
+    if load.utilization < _BUSY or load.gain < _GAIN:
+        return
+    batch, changes, gain = load.policy.batch, load.recent.totals.shape_changes, load.expected_gain
+    in_batches = f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows"
+    if not batch.merge and load.max_rows >= 2:
+        explanation = (
+            f"{_compute(load)}, one request at a time: the model supports batches, but dynamic batching is off"
+        )
+        yield Bottleneck("unmerged", explanation, "let requests share batches", "dynamic_batching {}", gain)
+    if batch.merge and changes >= _OFTEN * load.batches:
+        explanation = (
+            f"{in_batches}: requests of different shapes cannot share one, and "
+            f"{_percent(changes / load.batches)} of the batches had another shape than the one before"
+        )
+        yield Bottleneck("shapes", explanation, "use few shapes: pad or resize inputs before they are sent", "", gain)
+    if load.share(CloseReason.PREFERRED) >= _OFTEN and max(batch.preferred_rows) < load.best_rows:
+        sizes = ", ".join(map(str, batch.preferred_rows))
+        explanation = f"{_compute(load)}, and batches close at preferred sizes of {sizes} rows"
+        cure = f"prefer {load.best_rows} rows, or remove the preferred sizes"
+        yield Bottleneck("preferred", explanation, cure, "dynamic_batching.preferred_batch_size", gain)
+    if load.share(CloseReason.DEADLINE) >= _OFTEN:
+        explanation = f"{in_batches}: in larger ones requests would miss their deadline"
+        cure = "allow longer deadlines"
+        if batch.objective_ns:
+            explanation += f" (objective: {_ms(batch.objective_ns)})"
+            needed_ns = 2 * load.latency_table.promise_ns(load.best_rows, load.instances)
+            cure = f"raise the objective to {_ms(needed_ns)} or more"
+        yield Bottleneck("promise", explanation, cure, "slo.p99_ms" if batch.objective_ns else "", gain)
+    if batch.merge and load.share(CloseReason.IDLE, CloseReason.DELAY) >= _OFTEN:
+        arrival_ns = load.best_rows / max(load.per_s(load.recent.totals.rows), 1e-9) * NS_PER_S
+        explanation = (
+            f"{in_batches}, which close after {_ms(batch.max_delay_ns) if batch.max_delay_ns else 'no delay'}; "
+            f"{load.best_rows} rows arrive in {_ms(arrival_ns)}"
+        )
+        cure = f"allow a delay of {arrival_ns / NS_PER_US:.0f} us, or set a latency objective (slo) instead of a delay"
+        setting = "dynamic_batching.max_queue_delay_microseconds"
+        yield Bottleneck("delay_too_short", explanation, cure, setting, gain)
 
 
-def _padding(load: LoadSnapshot) -> Bottleneck | None:
+def _busy_rules(load: LoadSnapshot) -> Iterator[Bottleneck]:
+    """Busy instances that compute padding, or batches of nearly the best size."""
+    if load.utilization < _BUSY:
+        return
     buckets = load.latency_table.buckets
-    if not buckets:
-        return None
     run = padded = 0
-    for rows, size in load.recent.totals.sizes.items():
+    for rows, size in load.recent.totals.sizes.items() if buckets else ():
         bucket = next((bucket for bucket in buckets if bucket >= rows), rows)
         run += bucket * size.count
         padded += (bucket - rows) * size.count
-    if load.utilization < _BUSY or padded < _OFTEN * run:
-        return None
-    explanation = f"{_percent(padded / run)} of the rows that were computed were padding: "
-    explanation += f"batches of {load.mean_rows:.1f} rows on average"
-    explanation += f" ran in sizes of {', '.join(map(str, buckets[:12]))}"
-    cure = "close batches at those sizes"
-    return Bottleneck(
-        "padding",
-        explanation,
-        cure,
-        "dynamic_batching.preferred_batch_size",
-        f"up to {run / (run - padded):.1f} times the throughput",
-    )
+    if buckets and padded >= _OFTEN * run:
+        explanation = (
+            f"{_percent(padded / run)} of the rows that were computed were padding: batches of {load.mean_rows:.1f} rows on "
+            f"average ran in sizes of {', '.join(map(str, buckets[:12]))}"
+        )
+        setting, expected = (
+            "dynamic_batching.preferred_batch_size",
+            f"up to {run / (run - padded):.1f} times the throughput",
+        )
+        yield Bottleneck("padding", explanation, "close batches at those sizes", setting, expected)
+    if load.gain < _GAIN:
+        yield _computing(load)
 
 
-def _computing(load: LoadSnapshot) -> Bottleneck | None:
-    """Busy instances with batches of nearly the best size."""
-    if load.utilization < _BUSY or load.gain >= _GAIN:
-        return None
+def _computing(load: LoadSnapshot) -> Bottleneck:
+    """Return the bottleneck of busy instances with batches of nearly the best size."""
     explanation = f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows"
     max_rows, count = load.max_rows, max(load.instances, 1)
     # Beyond the largest measured size the latency table rather overestimates times, so this gain is a lower bound.
@@ -394,95 +356,73 @@ def _computing(load: LoadSnapshot) -> Bottleneck | None:
     return Bottleneck("compute", explanation, cure, "instance_group")
 
 
-def _delay_too_long(load: LoadSnapshot) -> Bottleneck | None:
-    delay_ns = load.policy.batch.max_delay_ns
-    if load.utilization >= _BUSY or load.share(CloseReason.DELAY) < _OFTEN or load.wait_ns < _OFTEN * load.total_ns:
-        return None
-    members = load.recent.totals.requests / max(load.batches, 1)
-    explanation = f"requests wait {_ms(load.wait_ns)} of {_ms(load.total_ns)} for others to share a batch"
-    if members < 2:
-        rate_hz = load.per_s(load.recent.totals.requests)
-        explanation += f", and a batch then holds {members:.1f}: "
-        explanation += f"{rate_hz:,.0f} requests/s are too sparse for a delay of {_ms(delay_ns)}"
-    else:
-        explanation += f", though the instances are busy for only {_percent(load.utilization)} of the time"
-    expected = f"responses {_ms(load.wait_ns)} sooner on average"
-    setting = "dynamic_batching.max_queue_delay_microseconds"
-    return Bottleneck("delay_too_long", explanation, "shorten the delay", setting, expected)
+def _idle_rules(load: LoadSnapshot) -> Iterator[Bottleneck]:
+    """Requests wait, although instances are idle."""
+    if load.utilization >= _BUSY:
+        return
+    batch, totals, often_ns = load.policy.batch, load.recent.totals, _OFTEN * load.total_ns
+    waits = f"requests wait {_ms(load.wait_ns)} of {_ms(load.total_ns)}"
+    busy = f"the instances are busy for only {_percent(load.utilization)} of the time"
+    is_delayed = load.share(CloseReason.DELAY) >= _OFTEN
+    if is_delayed and load.wait_ns >= often_ns:
+        members = totals.requests / max(load.batches, 1)
+        reason = f", though {busy}"
+        if members < 2:
+            rate = f"{load.per_s(totals.requests):,.0f} requests/s"
+            reason = f", and a batch then holds {members:.1f}: {rate} are too sparse for a delay of {_ms(batch.max_delay_ns)}"
+        expected = f"responses {_ms(load.wait_ns)} sooner on average"
+        setting = "dynamic_batching.max_queue_delay_microseconds"
+        yield Bottleneck(
+            "delay_too_long", f"{waits} for others to share a batch{reason}", "shorten the delay", setting, expected
+        )
+    batch_ns = totals.busy_ns / max(load.batches, 1)
+    takes_all = batch.merge and load.share(CloseReason.IDLE) >= 0.5 and load.mean_rows <= load.max_rows / 2
+    # Much longer than one small batch, though an idle instance takes all queued requests.
+    if takes_all and load.wait_ns >= max(2 * batch_ns, often_ns):
+        explanation = (
+            f"{waits} though the instances are idle for {_percent(1 - load.utilization)} of the time and a batch takes "
+            f"{_ms(batch_ns)}: the processor is busy with other work, so the instances' threads are scheduled late"
+        )
+        cure = "reserve processor cores for the server (clients and other models use them), or send more rows in each request"
+        expected = f"responses up to {_ms(load.wait_ns - batch_ns)} sooner on average"
+        yield Bottleneck("processor", explanation, cure, "", expected)
+    elif load.wait_ns > often_ns and not is_delayed:
+        explanation = f"{waits} in the queue, though {busy}: they arrive in bursts"
+        cure, setting = "try more instances, or spread the requests over time", "instance_group"
+        if not batch.merge and load.max_rows > 1:
+            explanation += ", and run one by one"
+            cure, setting = "let requests share batches", "dynamic_batching {}"
+        elif load.instances == 1:
+            explanation += ", and there is one instance"
+            cure = "try a second instance"
+        yield Bottleneck("queue", explanation, cure, setting)
 
 
-def _wake_ups(load: LoadSnapshot) -> Bottleneck | None:
-    """Requests that wait much longer than one small batch, though an idle instance takes all queued requests."""
-    batch_ns = load.recent.totals.busy_ns / max(load.batches, 1)
-    free = load.policy.batch.merge and load.share(CloseReason.IDLE) >= 0.5 and load.mean_rows <= load.max_rows / 2
-    if load.utilization >= _BUSY or not free or load.wait_ns < max(2 * batch_ns, _OFTEN * load.total_ns):
-        return None
-    explanation = (
-        f"requests wait {_ms(load.wait_ns)} of {_ms(load.total_ns)} though the instances are idle for "
-        f"{_percent(1 - load.utilization)} of the time "
-        f"and a batch takes {_ms(batch_ns)}: the processor is busy with other work, so the instances' threads are scheduled late"
-    )
-    cure = (
-        "reserve processor cores for the server (clients and other models use them), or send more rows in each request"
-    )
-    expected = f"responses up to {_ms(load.wait_ns - batch_ns)} sooner on average"
-    return Bottleneck("processor", explanation, cure, "", expected)
-
-
-def _bursts(load: LoadSnapshot) -> Bottleneck | None:
-    if (
-        load.utilization >= _BUSY
-        or load.wait_ns <= _OFTEN * load.total_ns
-        or load.share(CloseReason.DELAY) >= _OFTEN
-        or _wake_ups(load)
-    ):
-        return None
-    explanation = (
-        f"requests wait {_ms(load.wait_ns)} of {_ms(load.total_ns)} in the queue, though the instances are busy for "
-        f"only {_percent(load.utilization)} of the time: they arrive in bursts"
-    )
-    if not load.policy.batch.merge and load.max_rows > 1:
-        explanation += ", and run one by one"
-        return Bottleneck("queue", explanation, "let requests share batches", "dynamic_batching {}")
-    if load.instances == 1:
-        explanation += ", and there is one instance"
-        return Bottleneck("queue", explanation, "try a second instance", "instance_group")
-    return Bottleneck("queue", explanation, "try more instances, or spread the requests over time", "instance_group")
-
-
-def _copies(load: LoadSnapshot) -> Bottleneck | None:
+def _copy_rules(load: LoadSnapshot) -> Iterator[Bottleneck]:
+    """Copies take long, or requests are few."""
     totals = load.recent.totals
+    if not totals.requests:
+        return
     copied_ns, compute_ns = load.mean_ns(totals.assemble_ns + totals.split_ns), load.mean_ns(totals.compute_ns)
-    if not totals.requests or copied_ns < 2 * _OFTEN * compute_ns or copied_ns < _OFTEN * load.total_ns:
-        return None
-    explanation = f"assemble and split take {_ms(copied_ns)} of a request's latency, compute takes {_ms(compute_ns)}"
-    cure = "send images as encoded bytes (preprocess by: server), or use shared memory"
-    return Bottleneck("copies", explanation, cure, "preprocess")
-
-
-def _sparse(load: LoadSnapshot) -> Bottleneck | None:
-    """Idle instances and an empty queue: more concurrency is the only way to more throughput."""
-    totals = load.recent.totals
-    if load.utilization >= _BUSY or not totals.requests or load.wait_ns >= _OFTEN * load.total_ns:
-        return None
-    inside = load.per_s(totals.request_ns) / NS_PER_S  # Little's law
-    explanation = (
-        f"arrivals are too sparse to batch: {inside:.1f} requests are in the server at a time, on average, and the instances "
-        f"are busy for {_percent(load.utilization)} of the time"
-    )
-    best = load.best_rows
-    expected = f"up to {load.throughput(best):,.0f} rows/s, now {load.per_s(totals.rows):,.0f}" if best else ""
-    cure = "for more throughput send more requests concurrently, or more rows in each"
-    return Bottleneck("arrivals", explanation, cure, "", expected)
+    if copied_ns >= 2 * _OFTEN * compute_ns and copied_ns >= _OFTEN * load.total_ns:
+        explanation = (
+            f"assemble and split take {_ms(copied_ns)} of a request's latency, compute takes {_ms(compute_ns)}"
+        )
+        cure = "send images as encoded bytes (preprocess by: server), or use shared memory"
+        yield Bottleneck("copies", explanation, cure, "preprocess")
+    # With idle instances and an empty queue, more concurrency is the only way to more throughput.
+    if load.utilization < _BUSY and load.wait_ns < _OFTEN * load.total_ns:
+        inside = load.per_s(totals.request_ns) / NS_PER_S  # Little's law
+        explanation = (
+            f"arrivals are too sparse to batch: {inside:.1f} requests are in the server at a time, on average, and the "
+            f"instances are busy for {_percent(load.utilization)} of the time"
+        )
+        best = load.best_rows
+        expected = f"up to {load.throughput(best):,.0f} rows/s, now {load.per_s(totals.rows):,.0f}" if best else ""
+        cure = "for more throughput send more requests concurrently, or more rows in each"
+        yield Bottleneck("arrivals", explanation, cure, "", expected)
 
 
 def _compute(load: LoadSnapshot) -> str:
     instances = f"{load.instances} instances compute" if load.instances > 1 else "the instance computes"
     return f"{instances} for {_percent(load.utilization)} of the time"
-
-
-_RULES: Iterable[Callable[[LoadSnapshot], Bottleneck | None]] = (
-    _evicted, _dead_instances, _no_requests, _quotas, _overload, _late, _unmerged, _shapes, _preferred, _latency_objective,
-    _delay_too_short, _padding,
-    _computing, _delay_too_long, _wake_ups, _bursts, _copies, _sparse,
-)  # fmt: skip
