@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from headrace.core.tensor import BOOL, BYTES, Array, ModelSpec, TensorSpec
+from headrace.core.tensor import BOOL, BYTES, Array, ModelSpec, TensorSpec, fits_shape
 
 MAX_VALUE_BYTES = 4 << 20
 """Largest value: more does not arrive in the time for which a request waits."""
@@ -259,11 +259,5 @@ def _read_texts(content: memoryview, elements: int) -> Array:
 
 def _fits(shape: tuple[int, ...], tensor: TensorSpec, spec: ModelSpec, rows: int | None) -> bool:
     """Return True if a shape is one that the model declares, with a number of rows if it has batches."""
-    declared = tensor.shape
-    if len(shape) != len(declared):
-        return False
-    if spec.max_batch_size > 0:
-        if rows is not None and shape[0] != rows:
-            return False
-        shape, declared = shape[1:], declared[1:]
-    return all(size == allowed or allowed == -1 for size, allowed in zip(shape, declared, strict=True))
+    has_rows = rows is None or spec.max_batch_size <= 0 or shape[:1] == (rows,)
+    return has_rows and fits_shape(shape, tensor.shape)

@@ -34,6 +34,7 @@ from headrace.core.model_config import (
     served_backends,
 )
 from headrace.core.optimization_config import CUDA_ACCELERATOR, CUDA_PARAMETERS, TENSORRT_ACCELERATORS, Optimization
+from headrace.core.tensor import fits_shape
 from headrace.core.tensor_config import ModelInput, ModelOutput, completed_problems, model_inputs, model_outputs
 
 _TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
@@ -699,7 +700,7 @@ def _compare_shape(
     dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
     model_dims = shape[1:] if batched else shape
     # A free dimension of the model accepts any size; a fixed one must be repeated.
-    if len(dims) != len(model_dims) or any(size not in (-1, dim) for dim, size in zip(dims, model_dims, strict=True)):
+    if not fits_shape(dims, model_dims):
         suffix = " behind the batch dimension" if batched else ""
         message = f"{name} has dims {list(dims)}, the model has {list(model_dims)}{suffix}"
         yield Problem((field, index, "dims"), message, f"write {list(model_dims)}")

@@ -30,7 +30,7 @@ from pydantic import BaseModel
 from headrace.core.command_line import nearest
 from headrace.core.config_base import Location, Problem
 from headrace.core.errors import ConfigError, Finding
-from headrace.core.model_config import HEADRACE_FIELD_PATHS, InstanceGroup, ModelConfig
+from headrace.core.model_config import HEADRACE_FIELD_PATHS, ModelConfig
 from headrace.core.optimization_config import HEADRACE_OPTIMIZATION_FIELDS
 from headrace.core.sequence_config import SequenceBatching
 from headrace.core.tensor_config import ModelWarmup
@@ -628,8 +628,7 @@ def _note_paths(data: dict[str, Any], descriptor: Descriptor, loc: Location, ord
 
 
 # Fields of the published message that are refused; readers of Triton's JSON expect them with their defaults.
-_INPUT_DEFAULTS = {"is_shape_tensor": False}
-_OUTPUT_DEFAULTS = {"is_shape_tensor": False}
+_TENSOR_DEFAULTS = {"is_shape_tensor": False}
 # Characters that YAML refuses, or reads as the end of a line.
 _UNPRINTED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _GROUP_DEFAULTS: dict[str, object] = {"secondary_devices": [], "profile": [], "passive": False, "host_policy": ""}
@@ -647,8 +646,8 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
         "backend": config.backend,
         "version_policy": _plain(config.version_policy),
         "max_batch_size": config.max_batch_size,
-        "input": [{**_plain(tensor), **_INPUT_DEFAULTS} for tensor in config.served_input],
-        "output": [{**_plain(tensor), **_OUTPUT_DEFAULTS} for tensor in config.served_output],
+        "input": [{**_plain(tensor), **_TENSOR_DEFAULTS} for tensor in config.served_input],
+        "output": [{**_plain(tensor), **_TENSOR_DEFAULTS} for tensor in config.served_output],
         "batch_input": [_plain(item) for item in config.batch_input],
         "batch_output": [_plain(item) for item in config.batch_output],
         "optimization": {
@@ -662,7 +661,7 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
     if config.sequence_batching is not None:
         document["sequence_batching"] = _sequences(config.sequence_batching)
     document |= {
-        "instance_group": [_group(group) for group in config.instance_group],
+        "instance_group": [{**_plain(group), **_GROUP_DEFAULTS} for group in config.instance_group],
         "default_model_filename": config.default_model_filename,
         "cc_model_filenames": {},
         "metric_tags": dict(config.metric_tags),
@@ -715,10 +714,6 @@ def _text(value: object) -> str:
 def _plain(part: BaseModel) -> dict[str, Any]:
     """Return fields by name; absent blocks are left out, as in protobuf's JSON."""
     return part.model_dump(mode="json", exclude_none=True)
-
-
-def _group(group: InstanceGroup) -> dict[str, object]:
-    return {**_plain(group), **_GROUP_DEFAULTS}
 
 
 def _sequences(sequences: SequenceBatching) -> dict[str, object]:

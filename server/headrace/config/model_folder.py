@@ -38,7 +38,7 @@ from headrace.core.errors import ConfigError, Finding, NotFound
 from headrace.core.model_config import ModelConfig, name_problem
 from headrace.core.optimization_config import CALIBRATED, requested_precision
 from headrace.core.store_url import is_store_url
-from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Datatype
+from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Datatype, fits_shape
 from headrace.core.tensor_config import ModelInput, WarmupInput
 from headrace.core.traffic_config import own_traffic_problems
 
@@ -333,10 +333,7 @@ def _feed_problems(feed: WarmupInput, tensor: ModelInput, rows: int, folder: Pat
     dims = feed_dims(feed, tensor)
     if any(size < 0 for size in dims):
         return [Problem(("dims",), f"dims {list(dims)} of the warm-up leave a size open", "write every size")]
-    fits = len(dims) == len(tensor.dims) and all(
-        allowed in (-1, size) for size, allowed in zip(dims, tensor.dims, strict=True)
-    )
-    if not fits:
+    if not fits_shape(dims, tensor.dims):
         message = f"dims {list(dims)} of the warm-up do not match input {tensor.name}: {list(tensor.dims)}"
         return [Problem(("dims",), message, "leave out the batch dimension, and write every other size")]
     kind = BY_CONFIG_NAME[tensor.data_type]

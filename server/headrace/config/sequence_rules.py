@@ -9,6 +9,7 @@ from headrace.config.onnx_model import OnnxSignature, TensorSignature
 from headrace.core.config_base import Location, Problem
 from headrace.core.model_config import ModelConfig
 from headrace.core.sequence_config import SequenceState, control_inputs, state_tensors
+from headrace.core.tensor import fits_shape
 
 
 def without_sequence_tensors(config: ModelConfig, signature: OnnxSignature) -> OnnxSignature:
@@ -58,9 +59,7 @@ def control_problems(config: ModelConfig, signature: OnnxSignature) -> Iterator[
             yield Problem((*loc, "control"), message, f"write values, or the data_type of the id, of {match.data_type}")
         expected = (-1, 1) if config.max_batch_size else (1,)
         shape = match.shape
-        if shape is not None and (
-            len(shape) != len(expected) or any(size not in (-1, fit) for size, fit in zip(shape, expected, strict=True))
-        ):
+        if shape is not None and not fits_shape(expected, shape):
             message = f'control_input "{control.name}" has the shape {list(shape)} in the model'
             yield Problem((*loc, "name"), message, f"export the model with the shape {list(expected)} for it")
 

@@ -13,6 +13,7 @@ import asyncio
 import ctypes
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakSet
 
@@ -41,72 +42,6 @@ class IdleMemory(Protocol):
 
 IDLE_MEMORY: WeakSet[IdleMemory] = WeakSet()
 """Pools that are trimmed with each look at the heap."""
-
-
-class HeapTrimmer:
-    """Returns free memory of the heap to the system once the heap is quiet: memory that a steady load needs again stays.
-
-    A timer of the event loop starts each look, which runs on the loop's pool and takes some 50 us. Returning 64 MB takes about
-    5 ms; meanwhile, threads that allocate more than a kilobyte wait.
-
-    Ownership: `start` and `stop` are called on the event loop; the other attributes are those of the look that runs.
-
-    Args:
-        resident_bytes: returns the resident memory of the process.
-        used_bytes: returns the bytes of the heap in use, None if they are not known.
-        trim: returns the free memory.
-    """
-
-    def __init__(
-        self,
-        resident_bytes: Callable[[], int],
-        used_bytes: Callable[[], int | None] | None = None,
-        trim: Callable[[], None] | None = None,
-    ) -> None:
-        self._resident_bytes = resident_bytes
-        self._used_bytes = used_bytes or heap_bytes
-        self._trim = trim or trim_heap
-        self._timer: asyncio.TimerHandle | None = None
-        self._last_used_bytes = 0
-        self._quiet_looks = 0
-        # Resident memory that is no block in use: code, stacks, small objects of Python, and free memory. The smallest seen.
-        self._other_bytes: int | None = None
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start to look at the heap; a no-op if the C library does not report its use."""
-        if self._used_bytes() is not None:
-            self._timer = loop.call_later(_INTERVAL_S, self._start_look, loop)
-
-    def stop(self) -> None:
-        """Stop looking."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-
-    def _start_look(self, loop: asyncio.AbstractEventLoop) -> None:
-        look = loop.run_in_executor(None, self.look)
-        look.add_done_callback(lambda _: self.start(loop) if self._timer is not None else None)
-
-    def look(self) -> None:
-        """Return the free memory if it is large and the heap is quiet, and that of idle pools."""
-        with suppress(RuntimeError):  # a pool is added just now
-            for pool in IDLE_MEMORY:
-                pool.trim()
-        used = self._used_bytes()
-        if used is None:
-            return
-        is_quiet = abs(used - self._last_used_bytes) < _QUIET_BYTES
-        self._last_used_bytes = used
-        self._quiet_looks = self._quiet_looks + 1 if is_quiet else 0
-        other = self._resident_bytes() - used
-        if self._other_bytes is not None:
-            self._other_bytes = min(self._other_bytes, other)
-        if self._quiet_looks >= _QUIET_LOOKS and (
-            self._other_bytes is None or other - self._other_bytes >= _LARGE_BYTES
-        ):
-            self._trim()
-            self._other_bytes = self._resident_bytes() - used
-            self._quiet_looks = 0
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -156,3 +91,66 @@ def trim_heap() -> None:
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+@dataclass(eq=False, repr=False)
+class HeapTrimmer:
+    """Returns free memory of the heap to the system once the heap is quiet: memory that a steady load needs again stays.
+
+    A timer of the event loop starts each look, which runs on the loop's pool and takes some 50 us. Returning 64 MB takes about
+    5 ms; meanwhile, threads that allocate more than a kilobyte wait.
+
+    Ownership: `start` and `stop` are called on the event loop; the other attributes are those of the look that runs.
+
+    Attributes:
+        resident_bytes: returns the resident memory of the process.
+        used_bytes: returns the bytes of the heap in use, None if they are not known.
+        trim: returns the free memory.
+    """
+
+    resident_bytes: Callable[[], int]
+    used_bytes: Callable[[], int | None] = heap_bytes
+    trim: Callable[[], None] = trim_heap
+
+    def __post_init__(self) -> None:
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_used_bytes = 0
+        self._quiet_looks = 0
+        # Resident memory that is no block in use: code, stacks, small objects of Python, and free memory. The smallest seen.
+        self._other_bytes: int | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start to look at the heap; a no-op if the C library does not report its use."""
+        if self.used_bytes() is not None:
+            self._timer = loop.call_later(_INTERVAL_S, self._start_look, loop)
+
+    def stop(self) -> None:
+        """Stop looking."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+    def _start_look(self, loop: asyncio.AbstractEventLoop) -> None:
+        look = loop.run_in_executor(None, self.look)
+        look.add_done_callback(lambda _: self.start(loop) if self._timer is not None else None)
+
+    def look(self) -> None:
+        """Return the free memory if it is large and the heap is quiet, and that of idle pools."""
+        with suppress(RuntimeError):  # a pool is added just now
+            for pool in IDLE_MEMORY:
+                pool.trim()
+        used = self.used_bytes()
+        if used is None:
+            return
+        is_quiet = abs(used - self._last_used_bytes) < _QUIET_BYTES
+        self._last_used_bytes = used
+        self._quiet_looks = self._quiet_looks + 1 if is_quiet else 0
+        other = self.resident_bytes() - used
+        if self._other_bytes is not None:
+            self._other_bytes = min(self._other_bytes, other)
+        if self._quiet_looks >= _QUIET_LOOKS and (
+            self._other_bytes is None or other - self._other_bytes >= _LARGE_BYTES
+        ):
+            self.trim()
+            self._other_bytes = self.resident_bytes() - used
+            self._quiet_looks = 0

@@ -21,6 +21,7 @@ from headrace.core.config_base import (
     Text,
     option,
 )
+from headrace.core.tensor import fits_shape
 from headrace.core.tensor_config import ModelInput, ModelOutput, TensorName
 
 DEFAULT_IDLE_US = 1_000_000
@@ -157,9 +158,7 @@ class SequenceState(ConfigPart):
         if -1 in dims:
             message = f"dims {list(dims)} of initial_state leave a size open"
             yield Problem((*loc, "dims"), message, "write every size")
-        elif len(dims) != len(self.dims) or any(
-            allowed not in (-1, size) for size, allowed in zip(dims, self.dims, strict=True)
-        ):
+        elif not fits_shape(dims, self.dims):
             message = f"dims {list(dims)} of initial_state do not match those of the state: {list(self.dims)}"
             yield Problem((*loc, "dims"), message, "leave out the batch dimension, and repeat every fixed size")
 

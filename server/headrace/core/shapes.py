@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from headrace.core.errors import BadRequest
-from headrace.core.tensor import BYTES, Array, ModelSpec, TensorSpec
+from headrace.core.tensor import BYTES, Array, ModelSpec, TensorSpec, fits_shape
 
 # 2**62 elements are more than any memory has, and far below the overflow of NumPy's sizes.
 _MAX_ELEMENTS = 1 << 62
@@ -32,10 +32,7 @@ def check_shape(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int
         BadRequest: the rank or a size differs, a dimension is negative, or the batch dimension is 0.
     """
     expected = spec.shape
-    fits = len(shape) == len(expected) and all(
-        size == allowed_size or allowed_size == -1 for size, allowed_size in zip(shape, expected, strict=True)
-    )
-    if not fits:
+    if not fits_shape(shape, expected):
         raise BadRequest(
             f"input '{spec.name}' of model '{model.name}' has shape {list(shape)[:16]}, expected {list(expected)}"
             + (" (-1: any size; the first dimension is the batch)" if model.max_batch_size else "")

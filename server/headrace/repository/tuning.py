@@ -31,7 +31,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.model_config import InstanceGroup, ModelConfig
 from headrace.core.request import InferRequest
-from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array, Datatype
+from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array, Datatype, fits_shape
 from headrace.core.tensor_config import ModelInput
 from headrace.repository.accounted_model import free_bytes
 from headrace.repository.environments import Environments
@@ -135,10 +135,7 @@ def _check_array(file: Path, array: Array, tensor: ModelInput, batched: bool) ->
         message = f"array {tensor.name!r} has the type {array.dtype}, the input takes {_type_name(kind)}"
         raise refuse(str(file), None, message, _cast(kind))
     sizes = array.shape[1:] if batched else array.shape
-    fits = len(sizes) == len(tensor.dims) and all(
-        declared in (-1, size) for declared, size in zip(tensor.dims, sizes, strict=True)
-    )
-    if not fits or (batched and not len(array)):
+    if not fits_shape(sizes, tensor.dims) or (batched and not len(array)):
         expected = [*(["rows"] if batched else []), *tensor.dims]
         shown = f"[{', '.join(map(str, expected))}]"
         message = f"array {tensor.name!r} has the shape {list(array.shape)}, the input takes {shown}"

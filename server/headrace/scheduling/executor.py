@@ -37,7 +37,7 @@ from headrace.core.completion import Completion, Mailbox, Outcome
 from headrace.core.errors import DeadlineExceeded, HeadraceError, ModelFailed
 from headrace.core.limits import BodyMemory
 from headrace.core.request import BatchTimes, InferResponse
-from headrace.core.tensor import Array, ModelSpec
+from headrace.core.tensor import Array, ModelSpec, fits_shape
 from headrace.observability.counters import BatchRecord, Recorder
 from headrace.scheduling.admission import AdmissionController, InFlightWork
 from headrace.scheduling.assembly import BatchLayout, Staging, inputs_on_gpus
@@ -110,12 +110,16 @@ class OutputCheck:
             shape = array.shape
             if batched:
                 # The fast path of nearly every batch: its rows, then fixed dimensions.
-                if shape and shape[0] == rows and (shape[1:] == row_dims or (not fixed and _fits(shape[1:], row_dims))):
+                if (
+                    shape
+                    and shape[0] == rows
+                    and (shape[1:] == row_dims or (not fixed and fits_shape(shape[1:], row_dims)))
+                ):
                     continue
-                if rows == ANY_ROWS and _fits(shape, declared):
+                if rows == ANY_ROWS and fits_shape(shape, declared):
                     continue
                 raise self._mismatch(name, shape, (rows, *row_dims), max(rows, 0), by_member)
-            if shape != declared and not _fits(shape, declared):
+            if shape != declared and not fits_shape(shape, declared):
                 raise self._mismatch(name, shape, declared, 0, by_member)
 
     def _mismatch(
@@ -142,16 +146,6 @@ class OutputCheck:
             f"{came} for {rows} rows, expected {list(expected)}: the first dimension of '{name}' is not the batch dimension. The "
             f"model is at fault, not the request. {_UNTIL_RELOADED}: write max_batch_size: 0 in its configuration"
         )
-
-
-def _fits(shape: tuple[int, ...], declared: tuple[int, ...]) -> bool:
-    if len(shape) != len(declared):
-        return False
-    # The lengths are equal. A loop takes half of the time of `all` with a generator.
-    for size, expected in zip(shape, declared):  # noqa: B905, SIM110
-        if size != expected and expected != -1:
-            return False
-    return True
 
 
 logger = logging.getLogger("headrace.instance")

@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.backends.base import Execution, find_inner
 from headrace.core.sequence_state import BatchSlots, SlotStates, StateTensor
-from headrace.core.tensor import BYTES, Array
+from headrace.core.tensor import BYTES, Array, fits_shape
 from headrace.scheduling.executor import OutputMismatch
 
 
@@ -154,10 +154,7 @@ class HostStates:
         if array is None:
             raise OutputMismatch(f"{came} no output '{state.output_name}', which is a state of its sequences. {cure}")
         expected = (rows, *state.dims) if self._batched else state.dims
-        fits = len(array.shape) == len(expected) and all(
-            size in (-1, found) for size, found in zip(expected, array.shape, strict=True)
-        )
-        if not fits or array.dtype != state.datatype.dtype:
+        if not fits_shape(array.shape, expected) or array.dtype != state.datatype.dtype:
             raise OutputMismatch(
                 f"{came} the state '{state.output_name}' as {array.dtype} with the shape {list(array.shape)}, its configuration "
                 f"declares {state.datatype.name} with {list(expected)} (-1: any size). {cure}"
