@@ -36,6 +36,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.threads import start_thread
 from headrace.processes.child_process import signal_group
 from headrace.repository.environment_archives import ArchiveRefused, unpack
+from headrace.stores.cache import folder_bytes
 
 logger = logging.getLogger("headrace.environments")
 
@@ -523,7 +524,7 @@ def list_environments(root: Path) -> list[EnvironmentEntry]:
         if _NAME.fullmatch(folder.name) and folder.is_dir():
             facts = read_facts(folder)
             used_s = (folder if facts is None else folder / MARKER).stat().st_mtime
-            result.append(EnvironmentEntry(folder.name, facts, _size(folder), used_s, _is_in_use(root, folder)))
+            result.append(EnvironmentEntry(folder.name, facts, folder_bytes(folder), used_s, _is_in_use(root, folder)))
     return result
 
 
@@ -580,17 +581,6 @@ def _share(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
     except OSError as error:
         logger.debug("an environment cannot be locked: %s", error)
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for parent, _, files in os.walk(folder):
-        for file in files:
-            try:
-                total += os.lstat(os.path.join(parent, file)).st_size
-            except FileNotFoundError:  # an installation runs
-                continue
-    return total
 
 
 def _interpreter(folder: Path, version: str, label: str) -> Interpreter:
