@@ -151,7 +151,7 @@ async def test_levels_have_separate_timeouts_and_bounds(mailbox: Mailbox, model:
     }
     served = handle(mailbox, model, batch=BatchPolicy(1), levels=3, level_policies=policies)
     model.gate.clear()
-    first = served.infer(now(0))
+    first = served.infer(now(0, priority=3))
     await wait_started(model)
     urgent = served.infer(now(1, priority=1))
     demoted = [served.infer(now(value, priority=2)) for value in (20, 21)]
@@ -222,7 +222,7 @@ async def test_a_blocking_caller_heeds_the_timeout_of_its_level(mailbox: Mailbox
     policies = {2: LevelPolicy(queue_timeout_ns=10 * MS)}
     served = handle(mailbox, model, batch=BatchPolicy(1), levels=2, level_policies=policies)
     model.gate.clear()
-    first = served.infer(now(0))
+    first = served.infer(now(0, priority=1))
     await wait_started(model)
     with pytest.raises(QueueTimeout):
         await asyncio.to_thread(served.infer_blocking, now(1, priority=2))
