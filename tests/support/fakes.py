@@ -46,7 +46,7 @@ class FakeModel:
         gate = self.gate
         self.batches.append(values)
         self.started.release()
-        assert gate.wait(20), "the test forgot to open the gate"
+        assert gate.wait(60), "the test forgot to open the gate"
         if DEATH in values:
             raise InstanceKilledError
         if POISON in values:
@@ -96,7 +96,7 @@ def infer_request(value: float, rows: int = 1, **more: object) -> InferRequest:
 
 async def wait_started(model: FakeModel) -> None:
     """Wait until a batch is running."""
-    assert await asyncio.to_thread(model.started.acquire, timeout=5)
+    assert await asyncio.to_thread(model.started.acquire, timeout=60)
 
 
 async def error_of(waiting: Awaitable[object]) -> Exception:

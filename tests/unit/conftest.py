@@ -22,4 +22,4 @@ def model(runner: asyncio.Runner) -> Iterator[FakeModel]:
     yield created
     created.gate.set()
     for served in created.handles:
-        assert served.close(5)
+        assert served.close(60)

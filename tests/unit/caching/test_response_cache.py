@@ -49,7 +49,7 @@ async def serving(**options: Any) -> AsyncIterator[tuple[ModelHandle, VersionCac
         yield served, cache, model
     finally:
         model.gate.set()
-        assert await asyncio.to_thread(served.close, 5)
+        assert await asyncio.to_thread(served.close, 60)
 
 
 async def wait_queued(served: ModelHandle) -> None:
@@ -71,7 +71,7 @@ async def test_a_model_without_the_field_has_no_cache() -> None:
     for field in (None, ResponseCache()):
         config = ModelConfig(name="fake", backend="onnxruntime", response_cache=field)
         assert caches.open(served, config) is None
-    served.close(5)
+    served.close(60)
 
 
 async def test_a_second_request_is_answered_without_the_model() -> None:
@@ -304,7 +304,7 @@ async def test_a_closed_version_removes_its_entries() -> None:
     served, cache = cached(mailbox, model)
     await served.infer(infer_request(1))
     assert cache.report()["entries"] == 1
-    assert await asyncio.to_thread(served.close, 5)
+    assert await asyncio.to_thread(served.close, 60)
     assert cache.report()["entries"] == cache.report()["size_bytes"] == 0
 
 

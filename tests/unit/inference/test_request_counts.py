@@ -155,7 +155,7 @@ async def test_a_stream_that_ends_while_a_response_waits_for_an_earlier_one(mail
     held.raw_input_contents[0] = np.array([HELD, HELD], np.float32).tobytes()
     call.sent.put_nowait(held.SerializeToString())
     await until_async(lambda: served.in_flight == 1)
-    assert await asyncio.to_thread(model.started.acquire, timeout=5)
+    assert await asyncio.to_thread(model.started.acquire, timeout=60)
     call.sent.put_nowait(message("answered"))
     await asyncio.to_thread(wait_counted, served, 1)
     serving.cancel()
@@ -163,7 +163,7 @@ async def test_a_stream_that_ends_while_a_response_waits_for_an_earlier_one(mail
         await serving
     assert counts(served) == (0, {"cancelled": 2})
     model.gate.set()
-    served.close(5)
+    served.close(60)
     assert counts(served) == (0, {"cancelled": 2})
 
 
@@ -220,7 +220,7 @@ async def test_an_ordered_request_that_ends_while_its_response_waits_for_earlier
     served = handle(mailbox, model, instances=2, preserve_ordering=True, batch=BatchPolicy(8))
     model.gate.clear()
     first = served.infer(infer_request(HELD))
-    assert await asyncio.to_thread(model.started.acquire, timeout=5)
+    assert await asyncio.to_thread(model.started.acquire, timeout=60)
     late = served.infer(infer_request(3, rows=rows))
     await asyncio.to_thread(wait_counted, served, 1)
     assert late.settle(DeadlineExceeded("the request's deadline passed"))

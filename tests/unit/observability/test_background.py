@@ -27,7 +27,7 @@ def test_items_are_delivered_together_and_in_order() -> None:
     background = BackgroundWorker("test-work", KIND, work)
     for number in range(100):
         background.put(number)
-    assert background.close(5)
+    assert background.close(60)
     assert [number for items in seen for number in items] == list(range(100))
     assert len(seen) < 100, "each was a wake-up"
     assert "test-work" not in {thread.name for thread in threading.enumerate()}
@@ -37,7 +37,7 @@ def test_the_thread_starts_with_the_worker() -> None:
     """Later, under an attack, the system may start no more threads."""
     background: BackgroundWorker[int] = BackgroundWorker("test-idle", KIND, lambda _: None)
     assert "test-idle" in {thread.name for thread in threading.enumerate()}
-    assert background.close(5)
+    assert background.close(60)
     assert "test-idle" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -55,7 +55,7 @@ def test_without_a_thread_items_are_dropped() -> None:
     background: BackgroundWorker[int] = BackgroundWorker("test-none", KIND, lambda _: None, start=False)
     background.put(1)
     assert dropped() - before == 1
-    assert background.close(5)
+    assert background.close(60)
 
 
 def test_items_over_capacity_are_counted_and_do_not_block() -> None:
@@ -70,7 +70,7 @@ def test_items_over_capacity_are_counted_and_do_not_block() -> None:
         background.put(number)
     assert not background.close(0.05)
     release.set()
-    assert background.close(5)
+    assert background.close(60)
     assert len(seen) + dropped() - before == 100
     assert 10 <= len(seen) < 100
     background.put(1)
@@ -91,7 +91,7 @@ def test_its_death_is_logged_and_ends_the_work(caplog: pytest.LogCaptureFixture,
     until(lambda: background.failed)
     background.put(2)
     until(lambda: dropped() - before == 2)
-    assert background.close(5)
+    assert background.close(60)
     assert text in caplog.text
 
 
@@ -106,4 +106,4 @@ def test_work_is_called_again_after_the_returned_delay() -> None:
     background.put(1)
     until(lambda: len(calls) == 3)
     assert calls == [1, 0, 0]
-    assert background.close(5)
+    assert background.close(60)

@@ -467,7 +467,7 @@ async def test_closing_waits_for_the_last_request() -> None:
     assert not case.handle.close(0.01)
     assert not case.handle.lease()
     case.handle.release()
-    assert case.handle.close(1)
+    assert case.handle.close(60)
 
 
 async def test_predictions_and_load_of_a_pipeline() -> None:

@@ -585,7 +585,7 @@ async def test_the_memory_of_a_model_is_freed_with_its_end(
             if text == PROVEN:
                 await reconciler.unload("m", False)
             else:
-                assert await asyncio.to_thread(handle.evict, 10)
+                assert await asyncio.to_thread(handle.evict, 60)
             await until_async(lambda: session() is None)
         finally:
             gc.enable()

@@ -33,7 +33,7 @@ def loop_with_handles() -> Iterator[tuple[asyncio.Runner, Callable[[], ModelHand
 
         yield runner, make
         for each in created:
-            assert each.close(5)
+            assert each.close(60)
 
 
 def kill(runner: asyncio.Runner, victim: ModelHandle) -> None:

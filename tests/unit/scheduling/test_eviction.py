@@ -50,7 +50,7 @@ class Served:
         return await asyncio.to_thread(self.handle.restore, model)
 
     async def close(self) -> None:
-        assert await asyncio.to_thread(self.handle.close, 10)
+        assert await asyncio.to_thread(self.handle.close, 60)
 
 
 async def answer(waiting: Any) -> float:
@@ -176,7 +176,7 @@ class Unopenable(FakeModel):
 
     def execution(self, index: int) -> FakeModel:
         if index == 1:
-            assert self.started.acquire(timeout=5)
+            assert self.started.acquire(timeout=60)
             raise ModelFailed("no room")
         return self
 

@@ -181,7 +181,7 @@ async def test_an_instance_hires_them_for_its_large_batches_and_ends_them_with_i
         assert (await handle.infer(sent)).outputs["y"].tolist() == (x * 2).tolist()
     mine = [thread for thread in threading.enumerate() if thread.name.startswith("fake/1#0 filler")]
     assert len(mine) == 2
-    assert await asyncio.to_thread(handle.close, 10)
+    assert await asyncio.to_thread(handle.close, 60)
     for thread in mine:
         thread.join(60)
         assert not thread.is_alive()

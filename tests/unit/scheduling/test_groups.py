@@ -73,7 +73,7 @@ async def test_every_member_gets_its_rows_from_one_batch(mailbox: Mailbox, model
     await answers.wait()
     answers.check()
     assert model.batches == [[1, 2, 2, 2, 3, 3]]
-    served.close(5)
+    served.close(60)
     totals = served.recorder.totals()
     assert (totals.requests, totals.rows, totals.executions) == (3, 6, 1)
 
@@ -92,7 +92,7 @@ async def test_a_group_fills_the_room_that_a_batch_has_left(mailbox: Mailbox, mo
         each.check()
     assert [len(batch) for batch in model.batches] == [1, 8, 8, 4]
     assert served.depth == 0
-    served.close(5)
+    served.close(60)
     totals = served.recorder.totals()
     assert (totals.requests, totals.rows, totals.executions) == (21, 21, 4)
     assert totals.reasons[CloseReason.FULL.value] == 2
@@ -120,7 +120,7 @@ async def test_a_poisoned_member_fails_alone(mailbox: Mailbox, model: FakeModel)
     assert answers.of[0] == [[2, 2], [2, 2]]
     assert isinstance(answers.of[1], ModelFailed)
     assert answers.of[2] == [[6, 6]]
-    served.close(5)
+    served.close(60)
     assert served.recorder.totals().requests == 2
 
 
@@ -251,7 +251,7 @@ async def test_random_groups_and_requests_are_answered_as_alone(seed: int, mailb
                 assert answers.of[place] == [[2 * value] * 2] * rows
     for value, completion in singles:
         assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
-    served.close(5)
+    served.close(60)
     assert served.recorder.totals().requests == requests - poisoned
     assert served.depth == 0
 

@@ -32,7 +32,7 @@ async def test_rows_return_to_their_callers_from_one_batch(mailbox: Mailbox, mod
     for value, completion in enumerate(waiting):
         assert (await completion).outputs["y"].tolist() == [[2 * value] * 2] * (1 + value % 3)
     assert model.batches == [[100], [0, 1, 1, 2, 2, 2, 3]]
-    assert served.close(5)
+    assert served.close(60)
     assert model.closed
 
 
@@ -50,7 +50,7 @@ async def test_one_poisoned_request_fails_alone(mailbox: Mailbox, model: FakeMod
     assert isinstance(error, ModelFailed)
     assert "secret" not in str(error), "the backend's text may hold paths"
     assert error.reference in str(error)
-    served.close(5)
+    served.close(60)
     totals = served.recorder.totals()
     assert (totals.requests, totals.executions) == (3, 5)
 
@@ -164,7 +164,7 @@ async def test_closing_serves_queued_requests_and_waits_for_leases(mailbox: Mail
     served = handle(mailbox, model, batch=BatchPolicy(4, (), 10_000_000_000))
     assert served.lease()
     waiting = [served.infer(infer_request(value)) for value in range(2)]
-    closing = asyncio.create_task(asyncio.to_thread(served.close, 10))
+    closing = asyncio.create_task(asyncio.to_thread(served.close, 60))
     while served.lease():
         served.release()
         await asyncio.sleep(0.001)
@@ -208,7 +208,7 @@ async def test_many_callers_on_many_instances_get_their_own_results(mailbox: Mai
             assert (await completion).outputs["y"].tolist() == [[2 * value] * 2] * (1 + turn % 9)
 
     await asyncio.gather(*(caller(number) for number in range(30)))
-    assert await asyncio.to_thread(served.close, 10)
+    assert await asyncio.to_thread(served.close, 60)
     assert served.depth == 0
     assert not any(thread.is_alive() for thread in instances)
 

@@ -94,7 +94,7 @@ async def test_every_instance_warms_up_on_its_own_thread_before_the_start_return
     assert len(model.batches) == 2
     totals = served.recorder.totals()
     assert (totals.requests, totals.rows, totals.executions) == (0, 0, 0), "a warm-up is no request"
-    assert served.close(5)
+    assert served.close(60)
 
 
 async def test_a_warm_up_that_fails_fails_the_start(mailbox: Mailbox, model: FakeModel) -> None:
@@ -132,7 +132,7 @@ async def test_an_instance_that_dies_during_close_is_not_reported(mailbox: Mailb
     model.gate.clear()
     running = served.infer(infer_request(DEATH))
     await wait_started(model)
-    closing = asyncio.create_task(asyncio.to_thread(served.close, 5))
+    closing = asyncio.create_task(asyncio.to_thread(served.close, 60))
     while served.lease():
         served.release()
         await asyncio.sleep(0.001)

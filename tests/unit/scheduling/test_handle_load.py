@@ -18,7 +18,7 @@ async def test_the_load_as_a_whole_and_by_level() -> None:
     while model.started.acquire(blocking=False):
         pass
     waiting = [served.infer(infer_request(1))]
-    assert await asyncio.to_thread(model.started.acquire, timeout=5)
+    assert await asyncio.to_thread(model.started.acquire, timeout=60)
     waiting += [served.infer(infer_request(1, rows=2, priority=level)) for level in (*[1] * 9, 2, 2, 3)]
     load, short = served.load(), served.load(by_level=False)
     assert [(level.level, level.depth, level.rows) for level in load.levels] == [(1, 9, 18), (2, 2, 4), (3, 1, 2)]
@@ -30,4 +30,4 @@ async def test_the_load_as_a_whole_and_by_level() -> None:
     model.gate.set()
     for each in waiting:
         await each
-    assert served.close(5)
+    assert served.close(60)

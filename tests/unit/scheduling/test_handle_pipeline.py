@@ -47,7 +47,7 @@ async def test_batches_overlap_if_the_execution_supports_it(mailbox: Mailbox) ->
     model.let_go()
     for value, completion in enumerate(waiting):
         assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
-    assert await asyncio.to_thread(handle.close, 10)
+    assert await asyncio.to_thread(handle.close, 60)
     assert not model.violations
     assert "run" not in model.log
 
@@ -64,7 +64,7 @@ async def test_executions_without_overlap_run_plainly(spec: ModelSpec, depth: in
     model = FakePipeline(depth=depth)
     handle = served(mailbox, model, spec=spec)
     assert (await handle.infer(infer_request(3))).outputs["y"].tolist() == [[6, 6]]
-    assert await asyncio.to_thread(handle.close, 10)
+    assert await asyncio.to_thread(handle.close, 60)
     assert model.log == ["run", "close", "close"], "of the execution and of the model"
 
 
@@ -96,7 +96,7 @@ async def test_requests_of_a_model_without_a_batch_dimension_overlap(
         answer = (await completion).outputs["y"]
         assert answer.shape == shape
         assert (answer == 2 * value).all()
-    assert await asyncio.to_thread(handle.close, 10)
+    assert await asyncio.to_thread(handle.close, 60)
     assert "run" not in inner.log
     assert not inner.violations
 
@@ -117,16 +117,13 @@ async def test_requests_without_an_optional_input_run_plainly_between_pipelined_
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert isinstance(results.pop(2), ModelFailed)
     assert [result.outputs["y"].tolist() for result in results] == [[[2 * v] * 2] for v in (1, 2, 5, 6)]  # type: ignore[union-attr]
-    assert await asyncio.to_thread(handle.close, 10)
+    assert await asyncio.to_thread(handle.close, 60)
     assert not model.violations, "run only while nothing is in the air"
     assert model.log.count("run") == 3, "the two together, then one by one"
 
 
 @pytest.mark.parametrize("call", ["begin", "launch", "finish"])
-async def test_the_death_of_the_last_instance_fails_all_requests_and_readiness(
-    call: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headrace.scheduling.instance.FIRST_PAUSE_S", 100)  # no restart within the test
+async def test_the_death_of_the_last_instance_fails_all_requests_and_readiness(call: str, mailbox: Mailbox) -> None:
     model = FakePipeline(manual=True)
     deaths: list[int] = []
     handle = served(mailbox, model, deaths.append, batch=BatchPolicy(1))
@@ -145,7 +142,7 @@ async def test_the_death_of_the_last_instance_fails_all_requests_and_readiness(
     with pytest.raises(Unavailable, match="died"):
         handle.infer(infer_request(4))
     model.let_go()
-    assert await asyncio.to_thread(handle.close, 10)
+    assert await asyncio.to_thread(handle.close, 60)
     assert model.log.count("close") == 2, "the execution's and the model's"
 
 
@@ -165,7 +162,7 @@ async def test_closing_times_out_on_a_hanging_backend(call: str, mailbox: Mailbo
         assert isinstance(await error_of(each), Unavailable)
     assert "close" not in model.log, "its memory is still in use"
     model.let_go()
-    assert await asyncio.to_thread(handle.close, 10)
+    assert await asyncio.to_thread(handle.close, 60)
 
 
 async def test_behind_reshape_rows_are_written_into_the_model_s_own_memory(mailbox: Mailbox) -> None:
@@ -187,7 +184,7 @@ async def test_behind_reshape_rows_are_written_into_the_model_s_own_memory(mailb
     inner.let_go()
     assert (await waiting[0]).outputs["y"].tolist() == [[[2], [2]]]
     assert (await waiting[1]).outputs["y"].tolist() == [[[4], [4]]] * 2
-    assert await asyncio.to_thread(handle.close, 10)
+    assert await asyncio.to_thread(handle.close, 60)
     assert inner.batches == [[1, 2, 2]]
     assert not inner.violations
 
@@ -215,7 +212,7 @@ async def test_a_served_request_creates_no_reference_cycles(mailbox: Mailbox) ->
     try:
         for rows in (1, 3, 20):
             await handle.infer(infer_request(1, rows=rows))
-        await asyncio.to_thread(handle.close, 10)
+        await asyncio.to_thread(handle.close, 60)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         assert not [

@@ -155,7 +155,7 @@ async def staged(measured_ns: int = 20 * NS_PER_US, model: Any = Quick, **policy
     clock = Ticks()
     stage = Stage(model(clock) if model is Quick else model(), clock, measured_ns, **policy)
     yield stage
-    assert await asyncio.to_thread(stage.handle.close, 10)
+    assert await asyncio.to_thread(stage.handle.close, 60)
 
 
 async def test_a_lone_request_of_a_fast_model_runs_on_the_event_loop() -> None:
@@ -339,7 +339,7 @@ async def test_the_event_loop_waits_for_no_gpu_while_another_model_has_requests(
         assert not stage.model.inline[-1]
         stage.clock.now_ns += INLINE_QUIET_NS
         assert await stage.soon_alone(4), "alone again"
-        assert await asyncio.to_thread(other.handle.close, 10)
+        assert await asyncio.to_thread(other.handle.close, 60)
 
 
 async def test_many_requests_of_a_gpu_form_batches() -> None:
@@ -607,10 +607,10 @@ async def test_reloads_under_lone_requests_lose_none() -> None:
             await until_async(lambda goal=goal: answered >= goal)
             before, serving = serving, Stage(Quick(stage.clock), stage.clock, 20 * NS_PER_US)
             models.append(serving.model)
-            closings.append(asyncio.create_task(asyncio.to_thread(before.handle.close, 10)))
+            closings.append(asyncio.create_task(asyncio.to_thread(before.handle.close, 60)))
         await pending
         assert all(await asyncio.gather(*closings))
-        assert await asyncio.to_thread(serving.handle.close, 10)
+        assert await asyncio.to_thread(serving.handle.close, 60)
         assert all(model.closed for model in models)
         assert sum(len(model.threads) for model in models) == answered, "each ran once"
         assert any(any(model.inline) for model in models)

@@ -90,7 +90,7 @@ async def serving(model: Any, spec: ModelSpec = SPEC, rows: int = 8) -> AsyncIte
     handle = ModelHandle(spec, policy, model, Mailbox(asyncio.get_running_loop()), Recorder())
     handle.start()
     yield handle
-    assert await asyncio.to_thread(handle.close, 10)
+    assert await asyncio.to_thread(handle.close, 60)
 
 
 async def outcome(waiting: Awaitable[InferResponse]) -> InferResponse | Exception:
@@ -153,7 +153,7 @@ async def test_parts_that_were_queued_before_a_mismatch_are_not_joined() -> None
     async with serving(model) as handle:
         model.gate.clear()
         first = handle.infer(infer_request(100, rows=8))
-        assert await asyncio.to_thread(model.started.acquire, timeout=5)
+        assert await asyncio.to_thread(model.started.acquire, timeout=60)
         large = handle.infer(infer_request(1, rows=16))
         model.gate.set()
         assert isinstance(await outcome(first), OutputMismatch)

@@ -66,7 +66,7 @@ async def test_requests_that_would_miss_the_objective_are_refused_before_queuein
     for completion in (first, *waiting):
         await completion
     assert await served.infer(now(5)), "there is time again"
-    assert served.close(5)
+    assert served.close(60)
     assert 99 not in {value for batch in model.batches for value in batch}
 
 
@@ -132,7 +132,7 @@ async def test_a_request_deadline_is_enforced_without_an_objective(mailbox: Mail
 
 async def test_no_request_is_rejected_as_late_while_the_model_is_evicted(mailbox: Mailbox, model: FakeModel) -> None:
     served = slow(mailbox, model)
-    assert await asyncio.to_thread(served.evict, 5)
+    assert await asyncio.to_thread(served.evict, 60)
     waiting = [served.infer(now(value)) for value in range(20)]
     impatient = served.infer(now(99, deadline_ns=NOW_NS + 20 * MS))
     assert served.load().wait_ns == 0, "latencies are unmeasured"
@@ -165,7 +165,7 @@ async def test_levels_have_separate_timeouts_and_bounds(mailbox: Mailbox, model:
     threading.Timer(0.05, model.gate.set).start()
     for completion in (first, *demoted, *common):
         await completion
-    assert served.close(5)
+    assert served.close(60)
     assert model.batches == [[0], [30], [31], [20], [21]], "level 2 had waited too long, and goes last"
 
 

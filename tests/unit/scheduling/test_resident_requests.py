@@ -60,7 +60,7 @@ async def test_they_share_a_batch_with_rows_that_are_copied_and_are_not_copied_t
     # Only what no GPU can read goes through the host.
     assert [copies(sent[number]) for number in (0, 2, 3, 4)] == [[], [], [], [8]]
     assert not model.violations
-    await asyncio.to_thread(handle.close, 10)
+    await asyncio.to_thread(handle.close, 60)
 
 
 @pytest.mark.parametrize("model", [FakeModel, FakePipeline], ids=["serial", "pipelined"])
@@ -69,7 +69,7 @@ async def test_a_model_without_resident_inputs_gets_copies(model: Any, mailbox: 
     sent = located(4, 3)
     assert (await handle.infer(sent)).outputs["y"].tolist() == [[8, 8]] * 3
     assert copies(sent) == [24]
-    await asyncio.to_thread(handle.close, 10)
+    await asyncio.to_thread(handle.close, 60)
 
 
 async def test_behind_a_reshape_they_are_read_by_the_gpu_too(mailbox: Mailbox) -> None:
@@ -87,7 +87,7 @@ async def test_behind_a_reshape_they_are_read_by_the_gpu_too(mailbox: Mailbox) -
     assert (await handle.infer(sent)).outputs["y"].tolist() == [[14, 14]] * 2
     assert copies(sent) == []
     assert not inner.violations
-    await asyncio.to_thread(handle.close, 10)
+    await asyncio.to_thread(handle.close, 60)
 
 
 async def test_an_oversized_request_is_split_in_place(mailbox: Mailbox) -> None:
@@ -96,7 +96,7 @@ async def test_an_oversized_request_is_split_in_place(mailbox: Mailbox) -> None:
     sent = request(resident(np.arange(20, dtype=np.float32).reshape(10, 2)))
     assert np.array_equal((await handle.infer(sent)).outputs["y"], np.arange(20).reshape(10, 2) * 2)
     assert copies(sent) == []
-    await asyncio.to_thread(handle.close, 10)
+    await asyncio.to_thread(handle.close, 60)
 
 
 async def test_memory_that_cannot_be_read_fails_its_own_request_and_no_other(mailbox: Mailbox) -> None:
@@ -115,7 +115,7 @@ async def test_memory_that_cannot_be_read_fails_its_own_request_and_no_other(mai
     assert isinstance(await error_of(waiting[1]), BadRequest)
     assert (await waiting[2]).outputs["y"].tolist() == [[6, 6]]
     assert not model.violations
-    await asyncio.to_thread(handle.close, 10)
+    await asyncio.to_thread(handle.close, 60)
 
 
 @pytest.mark.parametrize("value", [1.0, RAISES["launch"], RAISES["finish"]], ids=["well", "launch", "finish"])
@@ -140,7 +140,7 @@ async def test_the_memory_is_referenced_until_the_batch_ends_and_no_longer(
     await asyncio.wait([asyncio.ensure_future(error_of_or_none(waiting))])
     del waiting
     await handle.infer(infer_request(5))  # its batch replaces the other
-    await asyncio.to_thread(handle.close, 10)
+    await asyncio.to_thread(handle.close, 60)
     gc.collect()
     assert owner() is None
 
@@ -163,7 +163,7 @@ async def test_an_idle_instance_references_no_request_memory(model: Any, mailbox
             await until_async(lambda owner=owner: owner() is None)
     finally:
         gc.enable()
-    await asyncio.to_thread(handle.close, 10)
+    await asyncio.to_thread(handle.close, 60)
 
 
 async def error_of_or_none(waiting: Any) -> None:

@@ -88,7 +88,7 @@ class Served:
         return (await self.handle.infer(infer_request(3))).outputs["y"].tolist() == [[6, 6]]
 
     async def close(self) -> None:
-        assert await asyncio.to_thread(self.handle.close, 10)
+        assert await asyncio.to_thread(self.handle.close, 60)
         assert not waiting_timers()
 
 
@@ -244,7 +244,7 @@ def test_a_restore_starts_every_instance_once(monkeypatch: pytest.MonkeyPatch) -
             await served.kill()
             assert await asyncio.to_thread(messages.acquire, timeout=10)
         (timer,) = waiting_timers()
-        assert await asyncio.to_thread(served.handle.evict, 10)
+        assert await asyncio.to_thread(served.handle.evict, 60)
         await asyncio.to_thread(timer.function, *timer.args)  # its time is up
         assert served.model.opened == 2
         assert await asyncio.to_thread(served.handle.restore, served.model)
