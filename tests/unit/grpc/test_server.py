@@ -245,8 +245,7 @@ async def test_a_reset_settles_the_request_of_a_direct_method_and_counts_until_i
     wire.connection.data_received(rst_stream(1, ErrorCode.CANCEL))
     assert isinstance(method.started[0].outcome, Cancelled)
     assert (wire.connection.cancelled_running, limits.bodies.requests) == (1, 1)
-    await asyncio.sleep(0.01)
-    assert (wire.connection.cancelled_running, limits.bodies.requests, method.ended) == (0, 0, 1)
+    await until_async(lambda: (wire.connection.cancelled_running, limits.bodies.requests, method.ended) == (0, 0, 1))
     await wire.drop()
 
 

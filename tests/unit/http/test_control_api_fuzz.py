@@ -130,7 +130,7 @@ def call(
         "server": ("x", 80),
     }
     CALLS.clear()
-    asyncio.run(asyncio.wait_for(app(scope, receive, send), 5))
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 60))
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
     answered = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], answered, sent[1].get("body", b"")
@@ -324,6 +324,6 @@ def test_a_disconnect_within_a_body_ends_the_request() -> None:
         "query_string": b"",
     }
     CALLS.clear()
-    asyncio.run(asyncio.wait_for(APPLICATION(scope, receive, send), 5))
+    asyncio.run(asyncio.wait_for(APPLICATION(scope, receive, send), 60))
     assert not CALLS
     assert sent[0]["status"] == 499

@@ -34,6 +34,7 @@ from headrace.inference.services import Services
 from tests.support.access_recorder import AccessRecorder
 from tests.support.fake_handles import FakeHandle
 from tests.support.reference_cycles import leaked_frames
+from tests.support.waiting import until_async
 
 LIMIT = 4_000
 LOAD = ModelLoad(3, 5, 4, 2, 1, 1_500, 9_000_000, 100.0, 1, (LevelLoad(1, 3, 5, 1_500),))
@@ -132,7 +133,7 @@ def call(
 
     async def run() -> None:
         endpoint = InferEndpoint(services(handle, observer), ClientLimits(Limits(max_body_bytes=LIMIT)))
-        await asyncio.wait_for(endpoint({"headers": list(headers)}, receive, send, model, ""), 5)
+        await asyncio.wait_for(endpoint({"headers": list(headers)}, receive, send, model, ""), 60)
 
     asyncio.run(run())
     assert handle.leases == 0, "the lease was not given back"
@@ -294,8 +295,7 @@ def test_a_request_interrupted_by_the_shutdown_gets_an_error() -> None:
     async def run() -> None:
         endpoint = InferEndpoint(services(handle), ClientLimits(Limits(max_body_bytes=LIMIT)))
         task = asyncio.ensure_future(endpoint({"headers": []}, receive, send, "twice", ""))
-        await asyncio.sleep(0.01)
-        assert handle.requests
+        await until_async(lambda: handle.requests)
         task.cancel()
         await task
 

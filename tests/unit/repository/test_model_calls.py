@@ -72,7 +72,7 @@ def exchange(
         for kind, body in frames:
             sender.send(kind, 0, 7, 1, body)
         ours.setblocking(False)
-        answer = await asyncio.wait_for(loop.sock_recv(ours, 1 << 16), 5)
+        answer = await asyncio.wait_for(loop.sock_recv(ours, 1 << 16), 60)
         ours.close()
         return answer
 
@@ -220,7 +220,7 @@ class Caller:
         self.frames.send(protocol.CALL, 0, number, 1, body(inputs=inputs, **fields))
 
     async def reply(self) -> dict[str, Any]:
-        frame = await asyncio.wait_for(self.loop.sock_recv(self.end, 1 << 16), 5)
+        frame = await asyncio.wait_for(self.loop.sock_recv(self.end, 1 << 16), 60)
         return json.loads(frame[protocol.HEADER.size :])  # type: ignore[no-any-return]
 
     def outputs(self, reply: dict[str, Any]) -> dict[str, list[float]]:
@@ -263,7 +263,7 @@ async def test_a_reply_that_cannot_be_written_is_a_failure(monkeypatch: pytest.M
         request, completion = await until_called(version)
         monkeypatch.setattr(Slot, "put", _fail)
         completion.settle(InferResponse({"a": request.inputs["b"], "b": request.inputs["a"]}))
-        assert await asyncio.wait_for(caller.loop.sock_recv(caller.end, 1), 5) == b"", "the connection is closed"
+        assert await asyncio.wait_for(caller.loop.sock_recv(caller.end, 1), 60) == b"", "the connection is closed"
         assert version.failures == ["ModelFailed after its answer"]
 
 
@@ -303,7 +303,7 @@ async def test_a_reply_that_cannot_be_written_closes_the_connection_only() -> No
         caller.send()
         _request, completion = await until_called(version)
         completion.settle(InferResponse({"no output of the model": np.zeros(1)}))
-        assert await asyncio.wait_for(caller.loop.sock_recv(caller.end, 100), 5) == b""
+        assert await asyncio.wait_for(caller.loop.sock_recv(caller.end, 100), 60) == b""
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_memory_that_can_be_made_smaller_is_refused() -> None:
         sender = Frames(ours)
         sender.share(protocol.SHARE, 0, [descriptor])
         ours.setblocking(False)
-        answer = await asyncio.wait_for(loop.sock_recv(ours, 100), 5)
+        answer = await asyncio.wait_for(loop.sock_recv(ours, 100), 60)
         sender.close()
         return answer
 
@@ -385,7 +385,7 @@ async def test_descriptors_of_a_refused_frame_are_closed() -> None:
         sender = Frames(ours)
         sender.share(kind, first, [slot.fd] * 3)
         ours.setblocking(False)
-        assert await asyncio.wait_for(loop.sock_recv(ours, 100), 5) == b""
+        assert await asyncio.wait_for(loop.sock_recv(ours, 100), 60) == b""
         sender.close()
     assert count() == before
 
