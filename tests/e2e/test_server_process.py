@@ -133,7 +133,11 @@ def test_the_environment_sets_every_option_and_the_command_line_beats_it(
     try:
         server.wait_until_ready()
         assert server.port == http_port
+        # Only the model named is loaded; whatever else is there is listed, for a client to load.
         assert index(server) == {"row_sums": "READY", "busy": "UNAVAILABLE", "wrong": "UNAVAILABLE"}
+        status, _, answer = server.request("GET", "/v2/models/busy")
+        assert (status, "is not loaded" in json.loads(answer)["error"]) == (503, True)
+        assert server.request("GET", "/v2/health/ready")[0] == 200
         assert server.request("GET", "/metrics")[0] == 404
         apart = Server(process, server.log, metrics_port)
         status, _, page = apart.request("GET", "/metrics")
@@ -143,19 +147,9 @@ def test_the_environment_sets_every_option_and_the_command_line_beats_it(
         assert server.request("POST", "/v2/models/row_sums/infer", bytes(599))[0] == 400
         lines = [json.loads(line) for line in server.text.splitlines() if line.startswith("{")]
         assert any(line["message"] == "model row_sums serves version 1" for line in lines)
+        assert f"metrics: http://{HOST}:{metrics_port}/metrics " in server.text
     finally:
         server.stop()
-
-
-def test_only_the_models_named_are_loaded(mixed: Path, good: Path, tmp_path: Path) -> None:
-    options = ["--model-repository", str(good), "--model-control", "explicit", "--load-model", "busy"]
-    with serving(mixed, tmp_path, *options) as server:
-        # Whatever else is there is listed, for a client to load.
-        assert index(server) == {"busy": "READY", "row_sums": "UNAVAILABLE", "wrong": "UNAVAILABLE"}
-        status, _, answer = server.request("GET", "/v2/models/row_sums")
-        assert status == 503
-        assert "is not loaded" in json.loads(answer)["error"]
-        assert server.request("GET", "/v2/health/ready")[0] == 200
 
 
 def test_metrics_can_be_turned_off(good: Path, tmp_path: Path) -> None:
@@ -312,16 +306,9 @@ def test_the_console_script_serves(good: Path, tmp_path: Path) -> None:
     try:
         server.wait_until_ready()
         assert server.request("POST", "/v2/models/row_sums/infer", row(2))[0] == 200
+        assert f"metrics: http://{HOST}:{server.port}/metrics " in server.text
     finally:
         server.stop()
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["on-the-port-of-http", "on-a-port-of-their-own"])
-def test_the_banner_has_the_address_of_the_metrics(good: Path, tmp_path: Path, apart: bool) -> None:
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
-    with serving(good, tmp_path, *(("--metrics-port", str(port)) if apart else ())) as server:
-        assert f"metrics: http://{HOST}:{port if apart else server.port}/metrics " in server.text
 
 
 def serve_paths(folder: Path, *words: str, cwd: Path = ROOT, trial_limit_s: str = "0") -> Server:

@@ -149,6 +149,7 @@ AMBIGUOUS = [
     "Content-Length: +5",
     "Content-Length: -5",
     "Content-Length: 0x5",
+    "Content-Length: 1e3",
     "Content-Length: 5 5",
     "Content-Length: ",
     "Content-Length: 18446744073709551621",
