@@ -144,13 +144,17 @@ def test_a_load_returns_when_the_environment_is_installed(tmp_path: Path) -> Non
         assert facts(server, "measured")[2] == "gauge 2"
 
 
-def test_a_failed_installation_is_the_error_of_the_load(tmp_path: Path) -> None:
+def test_a_failed_installation_is_the_error_of_the_load_and_a_missing_archive_is_named(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     add_requirements(add_model(repository, "measured"), "package-that-is-not-there\n")
     add_model(repository, "plain")
+    parameter = 'parameters { key: "EXECUTION_ENV_PATH" value: { string_value: "/opt/gone.tar.gz" } }'
+    add_model(repository, "gone", parameter)
     options = ("--state-dir", str(tmp_path / "state"), "--model-control", "explicit", "--load-model", "*")
     with serving(repository, tmp_path, *options) as server:
         assert facts(server, "plain")
+        assert row(server, "gone")["state"] == "UNAVAILABLE"
+        assert "EXECUTION_ENV_PATH '/opt/gone.tar.gz' does not exist" in row(server, "gone")["reason"]
         until(lambda: row(server, "measured")["state"] == "UNAVAILABLE", 60)
         assert "package-that-is-not-there" in row(server, "measured")["reason"]
         status, _, content = server.request("POST", "/v2/repository/models/measured/load", b"{}")
@@ -219,16 +223,3 @@ def test_an_archive_brings_an_interpreter_of_its_own(tmp_path: Path, version: st
             assert python == version
             assert prefix.startswith(str(tmp_path / "state" / "environments" / "archive-"))
         assert len(re.findall(r"is made of env.tar.gz", server.text)) == 1
-
-
-def test_an_archive_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    add_model(
-        repository, "gone", 'parameters { key: "EXECUTION_ENV_PATH" value: { string_value: "/opt/gone.tar.gz" } }'
-    )
-    add_model(repository, "plain")
-    with serving(repository, tmp_path, "--state-dir", str(tmp_path / "state")) as server:
-        entry = row(server, "gone")
-        assert entry["state"] == "UNAVAILABLE"
-        assert "EXECUTION_ENV_PATH '/opt/gone.tar.gz' does not exist" in entry["reason"]
-        assert facts(server, "plain")

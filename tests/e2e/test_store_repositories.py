@@ -91,10 +91,14 @@ def status(server: Server) -> list[dict[str, Any]]:
 def test_models_of_a_bucket_and_of_a_folder_serve_together(bucket: Bucket, tmp_path: Path) -> None:
     bucket.put_model("remote", seed=1)
     bucket.put("README.md", b"text")
+    # Throttling and cut connections delay the start only.
+    bucket.put("remote/1/notes.bin", os.urandom(2_000_000))
+    bucket.proxy.slow_downs, bucket.proxy.cuts = 3, 2
     local = tmp_path / "local"
     models.add_model(local, "here", models.affine(seed=2))
     options = ["--model-repository", bucket.url, "--repository-cache-dir", str(tmp_path / "cache")]
     with serving(local, tmp_path, *options, env=bucket.env) as server:
+        assert (bucket.proxy.slow_downs, bucket.proxy.cuts) == (0, 0)
         assert serves(server, "remote", 1)
         assert serves(server, "here", 2)
         (store,) = status(server)
@@ -130,7 +134,7 @@ def test_polling_reads_changed_objects_only(bucket: Bucket, tmp_path: Path) -> N
         assert serves(server, "staying", 3)
 
 
-def test_a_store_that_refuses_leaves_the_models_in_service(
+def test_a_store_that_refuses_leaves_the_models_in_service_and_one_that_is_away_lets_the_server_stop(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused at once, not after the attempts of a store that is away, which take half a minute."""
@@ -150,12 +154,6 @@ def test_a_store_that_refuses_leaves_the_models_in_service(
         assert status(server)[0]["reachable"] is True
         assert server.text.count("what is loaded stays in service") == 1
         assert server.text.count("can be read again") == 1
-
-
-def test_a_server_stops_while_its_store_is_away(bucket: Bucket, tmp_path: Path) -> None:
-    bucket.put_model("net", seed=1)
-    options = ["--model-control", "poll", "--poll-interval-s", "0.2", "--repository-cache-dir", str(tmp_path / "cache")]
-    with serving(bucket.url, tmp_path, *options, env=bucket.env) as server:
         bucket.proxy.slow_downs = 1 << 30
         requests = len(bucket.proxy.requests)
         until(lambda: len(bucket.proxy.requests) > requests + 1)
@@ -197,16 +195,6 @@ def test_a_server_stops_in_the_middle_of_a_listing_without_an_end(tmp_path: Path
         server.signal()
         assert server.wait(60) == 0
     assert "Traceback" not in server.text
-
-
-def test_throttling_and_cut_connections_delay_the_start_only(bucket: Bucket, tmp_path: Path) -> None:
-    bucket.put_model("net", seed=1)
-    bucket.put("net/1/notes.bin", os.urandom(2_000_000))
-    bucket.proxy.slow_downs, bucket.proxy.cuts = 3, 2
-    options = ["--repository-cache-dir", str(tmp_path / "cache")]
-    with serving(bucket.url, tmp_path, *options, env=bucket.env) as server:
-        assert serves(server, "net", 1)
-    assert (bucket.proxy.slow_downs, bucket.proxy.cuts) == (0, 0)
 
 
 def test_a_load_request_compares_the_store_first(bucket: Bucket, tmp_path: Path) -> None:
