@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
-from headrace.core.clock import NS_PER_MS
+from headrace.core.clock import NS_PER_MS, monotonic_ns
 from headrace.core.errors import QuotaExceeded, WouldMiss
+from headrace.http import infer_endpoint
 from headrace.inference.load_report import FRESH_NS, LoadHeaders, LoadReports
 
 from tests.unit.http.test_infer_endpoint import BUSY, Handle, call, request
+
+
+@pytest.fixture(autouse=True)
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the endpoint's clock: the deadline counts from the first bytes of a request, `received_ns` from the last."""
+    now_ns = monotonic_ns()
+    monkeypatch.setattr(infer_endpoint, "monotonic_ns", lambda: now_ns)
 
 
 def test_the_earlier_of_header_and_parameter_counts() -> None:
