@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 import uvicorn
 from headrace.core.errors import Overloaded
@@ -17,8 +19,14 @@ from headrace.http.timeouts import ConnectionTimeouts
 from uvicorn.server import ServerState
 
 from tests.support.virtual_time import in_virtual_time
-from tests.unit.http.test_infer_endpoint import Handle, binary_request, services
+from tests.unit.http.test_infer_endpoint import Handle, services
 from tests.unit.http.test_infer_endpoint import request as json_body
+
+
+def binary_request() -> tuple[bytes, tuple[bytes, bytes]]:
+    tensor = {"name": "X", "datatype": "FP32", "shape": [1, 2], "parameters": {"binary_data_size": 8}}
+    header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    return header + np.full(2, 0.5, "<f4").tobytes(), (b"inference-header-content-length", b"%d" % len(header))
 
 
 class Transport:
