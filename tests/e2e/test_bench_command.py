@@ -37,7 +37,7 @@ class Bench:
         return self.server.url if protocol == "http" else f"grpc://{self.server.grpc_address}"
 
     def run(self, *words: str) -> tuple[int, str, str]:
-        done = run_headrace("bench", *words, timeout_s=90)
+        done = run_headrace("bench", *words, timeout_s=200)
         return done.returncode, done.stdout, done.stderr
 
     def measure(self, *words: str) -> dict[str, Any]:

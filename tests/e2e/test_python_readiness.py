@@ -132,9 +132,9 @@ def test_an_exception_is_in_the_log_and_not_in_the_answer(server: Server) -> Non
     assert status == 503
     assert b"secret" not in content
     assert b"is_ready returned false, failed or did not return" in content
-    until(lambda: "RuntimeError: the secret of the database" in server.text, 5)
+    until(lambda: "RuntimeError: the secret of the database" in server.text)
     assert not http_ready(server, "wrong")
-    until(lambda: "TypeError: is_ready returned str, not a bool" in server.text, 5)
+    until(lambda: "TypeError: is_ready returned str, not a bool" in server.text)
 
 
 def ask_in_model(server: Server, *names: str) -> list[bool]:
@@ -178,7 +178,7 @@ def test_a_pipeline_is_ready_once_the_code_of_its_models_says_so(server: Server,
     assert not http_ready(server, "by_file")
     assert not http_ready(server, "chain")
     (repository / "by_file" / "1" / "ready").touch()
-    until(lambda: http_ready(server, "by_file") and http_ready(server, "chain"), 5)
+    until(lambda: http_ready(server, "by_file") and http_ready(server, "chain"))
 
 
 def test_callers_share_an_answer(server: Server) -> None:
