@@ -477,3 +477,14 @@ def _append_lines(text: str, lines: list[str]) -> str:
     if not lines:
         return text
     return text + ("" if not text or text.endswith("\n") else "\n") + "".join(f"{line}\n" for line in lines)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the size of all files below a folder; a file with several links counts once."""
+    sizes: dict[tuple[int, int], int] = {}
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                status = os.lstat(os.path.join(path, name))
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())

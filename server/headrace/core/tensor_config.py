@@ -7,7 +7,7 @@ pixels; with `postprocess` they see the ranked classes instead of an output of s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -25,6 +25,7 @@ from headrace.core.config_base import (
     Text,
     option,
 )
+from headrace.core.tensor import BY_CONFIG_NAME
 
 # 50 megapixels, the limit of encoded images too.
 MAX_SOURCE_PIXELS = 50_000_000
@@ -382,3 +383,11 @@ def _takes(dims: tuple[int, ...], tensor: tuple[int, ...], max_batch_size: int |
 def _is_served(tensor: ModelInput, preprocess: Preprocess) -> bool:
     """Return True for an input in the form that clients send."""
     return tensor.data_type == "TYPE_UINT8" and tensor.dims[-3:] == preprocess.pixels
+
+
+def row_bytes_of(tensors: Iterable[ModelInput | ModelOutput]) -> int:
+    """Return the bytes of a row of tensors; free dimensions count as 1."""
+    return sum(
+        math.prod(max(size, 1) for size in tensor.dims) * BY_CONFIG_NAME[tensor.data_type].size_bytes
+        for tensor in tensors
+    )

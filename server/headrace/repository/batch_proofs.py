@@ -37,10 +37,10 @@ from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME, Array
-from headrace.core.tensor_config import ModelInput, ModelOutput
+from headrace.core.tensor_config import ModelInput, ModelOutput, row_bytes_of
 from headrace.pipelines.execution import steps_of
 from headrace.repository.accounted_model import AccountedModel, served_execution
-from headrace.repository.warmup import CONFIG_FIELDS, Warmup, machine_of, make_warmups, random_values, row_bytes_of
+from headrace.repository.warmup import CONFIG_FIELDS, Warmup, machine_of, make_warmups, random_values
 from headrace.scheduling.assembly import Staging
 from headrace.scheduling.batch_proof import (
     BatchTests,

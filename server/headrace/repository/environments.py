@@ -30,13 +30,12 @@ from pathlib import Path
 from typing import IO
 
 from headrace.config.documents import open_regular_file, refuse, within
-from headrace.config.files import locked
+from headrace.config.files import folder_bytes, locked
 from headrace.config.model_folder import ModelFolder
 from headrace.core.errors import ConfigError
 from headrace.core.threads import start_thread
 from headrace.processes.child_process import signal_group
 from headrace.repository.environment_archives import ArchiveRefused, unpack
-from headrace.stores.cache import folder_bytes
 
 logger = logging.getLogger("headrace.environments")
 

@@ -45,6 +45,7 @@ from headrace.core.model_config import RateLimits as ConfiguredLimits
 from headrace.core.quota import Quota
 from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, PaddedInputs, TensorSpec
+from headrace.core.tensor_config import row_bytes_of
 from headrace.cuda import devices as gpus
 from headrace.integrity.verified_copy import ModelVerifier
 from headrace.observability.counters import Recorder
@@ -62,7 +63,7 @@ from headrace.repository.python_models import folder_digest, open_python_model
 from headrace.repository.sequence_policy import sequence_policy, state_tensors
 from headrace.repository.trials import ModelTrials, trial_order
 from headrace.repository.version_loads import VersionLoads
-from headrace.repository.warmup import LatencyFile, LatencyStore, make_warmups, row_bytes_of
+from headrace.repository.warmup import LatencyFile, LatencyStore, make_warmups
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.policy import (

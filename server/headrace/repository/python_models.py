@@ -21,13 +21,12 @@ from headrace.config.serving_plan import ServingPlan
 from headrace.core.model_config import ModelConfig
 from headrace.core.response_stream import MAX_RESPONSE_BYTES, MAX_RESPONSES
 from headrace.core.tensor import BY_CONFIG_NAME
-from headrace.core.tensor_config import ModelInput, ModelOutput
+from headrace.core.tensor_config import ModelInput, ModelOutput, row_bytes_of
 from headrace.cuda import devices as gpus
 from headrace.observability.custom_metrics import CustomMetrics
 from headrace.processes.child_process import Message
 from headrace.repository.environments import Environments, Interpreter, own_interpreter
 from headrace.repository.model_calls import ModelCalls
-from headrace.repository.warmup import row_bytes_of
 
 PROGRAM = Path(headrace_model.__file__).parent / "__main__.py"
 

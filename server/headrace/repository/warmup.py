@@ -36,7 +36,7 @@ from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic
 from headrace.core.model_config import ModelConfig
 from headrace.core.sequence_config import state_tensors
 from headrace.core.tensor import BF16, BY_CONFIG_NAME, BYTES, Array, Datatype
-from headrace.core.tensor_config import ModelInput, ModelOutput, WarmupInput
+from headrace.core.tensor_config import ModelInput, WarmupInput, row_bytes_of
 from headrace.repository.data_files import read_values, zeros
 from headrace.scheduling.assembly import BatchLayout, Staging
 from headrace.scheduling.latency_table import LatencyTable, MeasuredTimes
@@ -613,14 +613,6 @@ def sizes(config: ModelConfig) -> list[int]:
         row_counts.update(config.dynamic_batching.preferred_batch_size)
     fitting = (rows for rows in row_counts if rows <= max_rows and rows * row_bytes <= MAX_RANDOM_BYTES)
     return sorted(rows for rows in fitting if rows * (row_bytes + output_bytes) <= max_bytes)
-
-
-def row_bytes_of(tensors: Iterable[ModelInput | ModelOutput]) -> int:
-    """Return the bytes of a row of tensors; free dimensions count as 1."""
-    return sum(
-        math.prod(max(size, 1) for size in tensor.dims) * BY_CONFIG_NAME[tensor.data_type].size_bytes
-        for tensor in tensors
-    )
 
 
 def unmeasurable(config: ModelConfig) -> str:

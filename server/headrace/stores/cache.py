@@ -15,11 +15,11 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from headrace.config.documents import refuse
-from headrace.config.files import locked
+from headrace.config.files import folder_bytes, locked
 from headrace.core.store_url import StoreUrl
 from headrace.stores.base import StoreError
 from headrace.stores.opening import check_packages
@@ -133,17 +133,6 @@ def make_room(mirror: Path, needed_bytes: int, bound_bytes: int, kept: Collectio
         f"{needed_bytes} bytes are missing, and the cache of repositories {cache} may have {bound_bytes}, "
         f"{-free} too few beside what is served: raise --repository-cache-bytes"
     )
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the size of all files below a folder; a file with several links counts once."""
-    sizes: dict[tuple[int, int], int] = {}
-    for path, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                status = os.lstat(os.path.join(path, name))
-                sizes[status.st_dev, status.st_ino] = status.st_size
-    return sum(sizes.values())
 
 
 def _entries(folder: Path) -> list[Path]:

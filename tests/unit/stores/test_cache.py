@@ -8,10 +8,11 @@ from importlib import util
 from pathlib import Path
 
 import pytest
+from headrace.config.files import folder_bytes
 from headrace.core.errors import ConfigError
 from headrace.core.store_url import parse_store_url
 from headrace.stores.base import StoreError
-from headrace.stores.cache import folder_bytes, make_room, open_mirrors
+from headrace.stores.cache import make_room, open_mirrors
 
 URL = parse_store_url("s3://bucket/models")
 OTHER = parse_store_url("gs://bucket/models")

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from headrace.config.files import folder_bytes
 from headrace.core.store_url import parse_store_url
 from headrace.stores.base import Stopped, StoreError
-from headrace.stores.cache import folder_bytes, open_mirrors
+from headrace.stores.cache import open_mirrors
 from headrace.stores.mirror import Mirror
 from headrace.stores.records import RECORD
 
