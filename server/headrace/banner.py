@@ -110,9 +110,7 @@ def announce(addresses: Addresses, registry: Registry, first_model: str = "") ->
     url = addresses.url
     console = open_console(highlight=False)
     rows = startup_rows(registry)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in rows[0] if rows else ("model", "version", "state"):
-        table.add_column(title)
+    table = Table(*(rows[0] if rows else ("model", "version", "state")), box=None, pad_edge=False, header_style="bold")
     for row in rows:
         texts = {title: Text(cell) for title, cell in row.items()}
         texts["state"].stylize("green" if row["state"] == "READY" else "red")

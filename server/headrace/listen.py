@@ -275,12 +275,7 @@ def has_metrics_port(settings: Settings) -> bool:
 
 def is_open(settings: Settings) -> bool:
     """Return True if every program of this machine may use every operation: on a loopback address, without keys."""
-    return not needs_keys(settings) and is_loopback(settings.host)
-
-
-def needs_keys(settings: Settings) -> bool:
-    """Return True if callers need a key or a token."""
-    return bool(settings.api_keys_file or settings.jwks)
+    return not settings.api_keys_file and not settings.jwks and is_loopback(settings.host)
 
 
 def origin_policy(settings: Settings, request_headers: Iterable[str]) -> OriginPolicy:

@@ -17,7 +17,7 @@ from rich.text import Text
 from headrace_engines.commands import add_model
 from headrace_engines.commands.inspect import has_engine, inspect, inspect_source, inspection_inputs, inspection_targets
 from headrace_engines.errors import CallError
-from headrace_engines.onnx_graph import Array, read_onnx
+from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.project import SOURCE, Project, open_project
 from headrace_engines.report import BuildDisplay, Heading, milliseconds, narrow_table, print_text, save_json, size
 from headrace_engines.split.models import SplitModel, is_coarse, prove, split_model
@@ -79,7 +79,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
             if not options.no_check:
                 report(0.7, "compares the parts with the whole")
                 files = [stage / name / "1" / SOURCE for name in published.parts]
-                prove(project.source, files, _few_rows(inputs) if project.batched else inputs)
+                if project.batched:
+                    inputs = {name: np.resize(array, (_PROOF_ROWS, *array.shape[1:])) for name, array in inputs.items()}
+                prove(project.source, files, inputs)
         display.finish(project.name, "split")
     result = _Result(project, layers, split, published, gpus, is_checked=not options.no_check)
     show(console, result)
@@ -150,10 +152,6 @@ def _measure(project: Project, options: argparse.Namespace) -> LayerReport:
         targets = inspection_targets("onnxruntime")
     report = inspect(project, targets, options.batch)
     return inspect_source(project) if is_coarse(report, options.parts) and report.artefact != SOURCE else report
-
-
-def _few_rows(inputs: dict[str, Array]) -> dict[str, Array]:
-    return {name: np.resize(array, (_PROOF_ROWS, *array.shape[1:])) for name, array in inputs.items()}
 
 
 def document(result: _Result) -> dict[str, Any]:

@@ -159,10 +159,6 @@ class DemoModel:
             digest.update(files("headrace_engines.demo").joinpath(file).read_bytes())
         return digest.hexdigest()
 
-    def is_recipe(self, digest: object) -> bool:
-        """Return whether a model with this digest in its stamp equals the model of the recipe."""
-        return digest == self.recipe_digest() or digest in self.equal_recipes
-
     def file_text(self, name: str) -> str:
         """Return the text of one of `files`."""
         return files("headrace_engines.demo").joinpath("files", self.files[name]).read_text(encoding="utf-8")
@@ -252,7 +248,8 @@ def demo_state(model: DemoModel, output: Path, fetched: WeightsFile | None) -> D
     # Fetched weights stay when `make serve` builds missing models.
     elif model.fetched_recipe and str(stamp.get("weights", "")).startswith("sha256:"):
         return DemoState.UP_TO_DATE
-    return DemoState.UP_TO_DATE if model.is_recipe(stamp.get("recipe")) else DemoState.OUTDATED
+    is_recipe = stamp.get("recipe") in (model.recipe_digest(), *model.equal_recipes)
+    return DemoState.UP_TO_DATE if is_recipe else DemoState.OUTDATED
 
 
 def read_stamp(folder: Path) -> dict[str, Any] | None:

@@ -180,18 +180,14 @@ class _Clock:
     """
 
     def __init__(self, stream: CudaStream) -> None:
-        self._base = TimingEvent()
-        self._base.record(stream)
+        self.base = TimingEvent()
+        self.base.record(stream)
         stream.synchronize()
         self._base_ns = time.perf_counter_ns()
 
     def host_us(self) -> float:
         """Return the present time."""
         return (time.perf_counter_ns() - self._base_ns) / 1e3
-
-    def gpu_us(self, event: TimingEvent) -> float:
-        """Return the time of a completed event."""
-        return event.us_since(self._base)
 
 
 class _Batch:
@@ -207,7 +203,7 @@ class _Batch:
 
     def intervals(self, clock: _Clock) -> list[StageInterval]:
         """Return the stages of the present batch, which is complete."""
-        at = {name: clock.gpu_us(event) for name, event in self.events.items()}
+        at = {name: event.us_since(clock.base) for name, event in self.events.items()}
         return [
             StageInterval("preprocess", self.number, *self.host["preprocess"]),
             StageInterval("copy", self.number, at["copy_start"], at["copy_end"]),

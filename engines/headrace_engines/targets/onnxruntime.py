@@ -184,14 +184,12 @@ class _Trace:
                 continue
             if tensor in self._folded and producer.name not in self._anchors:
                 continue
-            if self._is_shared(producer):
+            is_shared = sum(len(self._graph.consumers(output)) for output in producer.output) > 1
+            if is_shared and producer.name not in self._anchors:
                 self._nodes_of[name].add(producer.name)
             else:
                 self._assign(name, producer)
             waiting.extend(t for t in producer.input if t)
-
-    def _is_shared(self, node: onnx.NodeProto) -> bool:
-        return sum(len(self._graph.consumers(name)) for name in node.output) > 1 and node.name not in self._anchors
 
     def _is_folded(self, tensor: str) -> bool:
         return self._graph.is_constant(tensor) or tensor in self._folded

@@ -8,10 +8,9 @@ import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from rich.table import Table
 from rich.text import Text
 
-from headrace.core.command_line import open_console
+from headrace.core.command_line import open_console, plain_table
 from headrace.core.model_config import BACKENDS, Backend, served_backends
 
 # Packages that have the library of a backend, the usual one first.
@@ -32,9 +31,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         console.print(json.dumps(backends, indent=2), markup=False, soft_wrap=True)
         return 0
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("backend", "platform", "model file", "runs in", "library of the server"):
-        table.add_column(heading, overflow="fold")
+    table = plain_table("backend", "platform", "model file", "runs in", "library of the server")
     for backend in backends:
         table.add_row(*(Text(str(value)) for value in backend.values()))
     console.print(table)

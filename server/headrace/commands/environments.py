@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.table import Table
 from rich.text import Text
 
-from headrace.core.command_line import number_parser, open_console
+from headrace.core.command_line import number_parser, open_console, plain_table
 
 _UNUSED_DAYS = 30
 _DAY_S = 86_400.0
@@ -59,9 +58,7 @@ def _list(_args: argparse.Namespace, root: Path) -> int:
     from headrace.repository.environments import list_environments
 
     console = open_console(highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("environment", "Python", "NumPy", "size", "last use", "made of"):
-        table.add_column(heading, overflow="fold")
+    table = plain_table("environment", "Python", "NumPy", "size", "last use", "made of")
     entries = list_environments(root)
     for entry in entries:
         facts = entry.facts

@@ -10,11 +10,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from headrace.core.access import Scope
-from headrace.core.command_line import open_console
+from headrace.core.command_line import open_console, plain_table
 from headrace.core.errors import ConfigError
 
 _DEFAULT_SCOPES = (Scope.INFER, Scope.READ)
@@ -110,9 +109,7 @@ def _list(args: argparse.Namespace, path: Path) -> int:
 
     keys, warning = read_keys(path)
     console = open_console(highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("client", "scopes", "models", "quota", "keys", "certificates"):
-        table.add_column(heading, overflow="fold")
+    table = plain_table("client", "scopes", "models", "quota", "keys", "certificates")
     now = datetime.now(UTC)
     for name, client in keys.clients.items():
         quota = client.quota

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from headrace.core.store_url import StoreUrl, is_store_url, parse_store_url
 
@@ -166,6 +166,11 @@ def open_console(*, stderr: bool = False, highlight: bool = True) -> Console:
 def is_pipe(console: Console) -> bool:
     """Return True for a console of `open_console` that is not a terminal. Its tables have one line a row and no bars."""
     return console.width >= PIPE_WIDTH
+
+
+def plain_table(*headings: str) -> Table:
+    """Return a table without lines, whose columns wrap."""
+    return Table(*(Column(heading, overflow="fold") for heading in headings), box=None, padding=(0, 2, 0, 0))
 
 
 def fit_title(table: Table, width: int) -> Table:
