@@ -37,14 +37,14 @@ import numpy as np
 import uvloop
 from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.tensor import ModelSpec
-from headrace.front_ends import frames
-from headrace.front_ends.channel import Ports, Start, SupervisorChannel, close_all, send_start
-from headrace.front_ends.control_state import create_control_state
-from headrace.front_ends.counter_array import CounterArray
-from headrace.front_ends.meeting import Hello, connect, engine_listener
-from headrace.front_ends.table import VersionRow, decode_table
-from headrace.front_ends.tensors import TensorReader, TensorWriter
-from headrace.settings import Settings
+from headrace.server.front_ends import frames
+from headrace.server.front_ends.channel import Ports, Start, SupervisorChannel, close_all, send_start
+from headrace.server.front_ends.control_state import create_control_state
+from headrace.server.front_ends.counter_array import CounterArray
+from headrace.server.front_ends.meeting import Hello, connect, engine_listener
+from headrace.server.front_ends.table import VersionRow, decode_table
+from headrace.server.front_ends.tensors import TensorReader, TensorWriter
+from headrace.server.settings import Settings
 
 from loadtest.bench.report import markdown_table
 from loadtest.bench.results import Spread, differences
@@ -52,7 +52,7 @@ from loadtest.load import bench_point, url_of
 from loadtest.protocol import Array
 from loadtest.servers import HOST, ROOT, headrace, pinned, running
 
-_PROGRAM = (sys.executable, "-P", "-m", "headrace.front_ends")
+_PROGRAM = (sys.executable, "-P", "-m", "headrace.server.front_ends")
 _READ_BYTES = 1 << 20
 _SILENCE_S = 60.0
 # Offset of the arrival times in a REQUESTS frame: behind the header and four sizes.

@@ -27,8 +27,8 @@ from typing import Any, ClassVar
 import grpc.experimental.gevent
 import numpy as np
 import tritonclient.grpc as triton
-from headrace.commands.connection import API_KEY_VARIABLE, ConnectionOptions, add_arguments
-from headrace.commands.infer_client import parse_address
+from headrace.server.commands.connection import API_KEY_VARIABLE, ConnectionOptions, add_arguments
+from headrace.server.commands.infer_client import parse_address
 from locust import FastHttpUser, User, events, task
 from PIL import Image, ImageOps
 from tritonclient.utils import InferenceServerException

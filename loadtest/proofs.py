@@ -24,10 +24,10 @@ from unittest.mock import patch
 import headrace
 import onnx
 from headrace.config.model_folder import read_model_folder
-from headrace.core.optimization_config import Calibration
+from headrace.config.optimization_config import Calibration
 from headrace.core.tensor import BY_ORT_NAME
-from headrace.repository import batch_proofs
-from headrace.repository.batch_proofs import BOUNDS, LARGEST_BOUND
+from headrace.models import batch_proofs
+from headrace.models.batch_proofs import BOUNDS, LARGEST_BOUND
 from headrace_engines.errors import BuildError
 from headrace_engines.precision.lowering import cast_model
 from headrace_engines.progress import silent

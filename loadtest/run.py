@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from headrace.commands.connection import (
+from headrace.core.errors import BadRequest
+from headrace.server.commands.connection import (
     API_KEY_VARIABLE,
     ConnectionOptions,
     add_arguments,
@@ -32,7 +33,6 @@ from headrace.commands.connection import (
     host_of,
     request,
 )
-from headrace.core.errors import BadRequest
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -172,8 +172,8 @@ def check_target(
         _get(host, f"/v2/models/{model}/ready", options, problem, cure, timeout_s)
     if any(user.startswith("Grpc") for user in mix.users):
         # Imported where it is needed: runs over HTTP do without.
-        from headrace.commands.infer_client import InferClient
         from headrace.core.errors import HeadraceError
+        from headrace.server.commands.infer_client import InferClient
 
         try:
             with InferClient(grpc_address, timeout_s, options):

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.commands.connection import ConnectionOptions
+from headrace.server.commands.connection import ConnectionOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"

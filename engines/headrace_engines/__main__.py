@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from headrace.core.command_line import Parser
+from headrace_reports.command_line import Parser
 
 from headrace_engines.errors import BuildError, CallError
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop)
     # Logging is not configured: warnings then go to the current standard error, which a progress bar redirects.
 
-    from headrace.core.command_line import open_console
+    from headrace_reports.command_line import open_console
 
     try:
         return int(command.run(options, open_console()))

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from headrace.config.manifest import Machine, Stamp, artefact_name, config_digest
-from headrace.core.command_line import plural
+from headrace_reports.command_line import plural
 
 from headrace_engines.accuracy import Accuracy, judge, measure
 from headrace_engines.errors import BuildError, NoKernelError

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import (
     ModelFolder,
     check_model_file,
@@ -15,10 +16,7 @@ from headrace.config.model_folder import (
     read_model_folder,
     served_versions,
 )
-from headrace.config.ragged_rules import is_ragged
-from headrace.core.errors import ConfigError, NotFound
-from headrace.core.model_config import ModelConfig
-from headrace.core.optimization_config import (
+from headrace.config.optimization_config import (
     CALIBRATED,
     PRECISIONS,
     AccuracyBar,
@@ -27,7 +25,9 @@ from headrace.core.optimization_config import (
     requested_precision,
     tensorrt_accelerator,
 )
-from headrace.cuda.convolution_plugin import sources_digest
+from headrace.config.ragged_rules import is_ragged
+from headrace.core.errors import ConfigError, NotFound
+from headrace.runtimes.cuda.convolution_plugin import sources_digest
 
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import file_digest

@@ -12,9 +12,9 @@ from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Any
 
-from headrace.core.command_line import PIPE_WIDTH, fit_title, is_pipe, printable
-from headrace.core.html_page import page as page
-from headrace.core.html_page import table as table
+from headrace_reports.command_line import PIPE_WIDTH, fit_title, is_pipe, printable
+from headrace_reports.html_page import page as page
+from headrace_reports.html_page import table as table
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console

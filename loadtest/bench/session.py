@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import grpc
-from headrace.bench.processor import tree_cpu_s
+from headrace_bench.processor import tree_cpu_s
 
 from loadtest import grpc_protocol, servers
 from loadtest.bench.clients import CallLoad, Load, Sample, run_grpc, run_http

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.core.command_line import number_parser
+from headrace_reports.command_line import number_parser
 
 from loadtest.gpu import place
 from loadtest.gpu.parts import TWO_GPUS

@@ -37,7 +37,7 @@ Send = Callable[[], None]
 @contextmanager
 def cuda_region(http_port: int, name: str, content: Array) -> Iterator[None]:
     """Register memory of GPU 0 with a server, which opens it by its IPC handle."""
-    from headrace.cuda.driver import current, loaded
+    from headrace.runtimes.cuda.driver import current, loaded
 
     with current(0):
         memory = loaded().mem_alloc(content.nbytes)

@@ -13,10 +13,10 @@ from headrace.core.clock import monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.tensor import PINNED, ResidentRows, as_input
-from headrace.pipelines.execution import softmax, top_k
-from headrace.repository.gpu_backend import tensorrt_machine
-from headrace.repository.loader import Loader
-from headrace.scheduling.handle import ModelHandle
+from headrace.engine.pipelines.execution import softmax, top_k
+from headrace.engine.scheduling.handle import ModelHandle
+from headrace.models.gpu_backend import tensorrt_machine
+from headrace.models.loader import Loader
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import BatchTiming
 
@@ -100,7 +100,7 @@ def pinned(pixels: Array, on_gpu: bool) -> Array:
         on_gpu: False: `ResidentRows` all the same, over ordinary memory, which a model on the CPU copies.
     """
     if on_gpu:
-        from headrace.cuda.memory import pinned_empty, pinned_rows
+        from headrace.runtimes.cuda.memory import pinned_empty, pinned_rows
 
         buffer = pinned_empty(pixels.shape, pixels.dtype)
         buffer[:] = pixels

@@ -160,7 +160,7 @@ async def _sweep(options: argparse.Namespace, name: str, reporter: Reporter) -> 
         handles = [server.model(each)._lease() for each in models]
         try:
             if options.backend == "tensorrt" and options.layout == "two":
-                from headrace.cuda.peers import peer_copy
+                from headrace.runtimes.cuda.peers import peer_copy
 
                 reporter.note(f"copies from GPU 0 to GPU 1: {peer_copy(0, 1) is not None}")
             await _check(server, name, reporter)
@@ -214,8 +214,8 @@ def _inputs(options: argparse.Namespace, name: str, rows: int, spec: Any) -> Any
     if options.backend != "tensorrt":
         yield {tensor.name: pictures}
         return
-    from headrace.cuda.driver import CudaStream, current
-    from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, read_gpu, upload
+    from headrace.runtimes.cuda.driver import CudaStream, current
+    from headrace.runtimes.cuda.memory import DeviceBuffer, PinnedBuffer, read_gpu, upload
 
     staged, block = PinnedBuffer(), DeviceBuffer()
     with current(0):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from headrace.bench.processor import children
+from headrace_bench.processor import children
 
 from loadtest import grpc_protocol, protocol
 from loadtest.bench.machine import usable_cores

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from headrace.bench.regions import FOLDER, PREFIX
+from headrace_bench.regions import FOLDER, PREFIX
 
 from loadtest.gpu.setup import Setup
 from loadtest.gpu.subject import INPUT, pictures

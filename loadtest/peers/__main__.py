@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from headrace.core.svg_plot import Bar, bar_plot, bars_height, side_by_side
+from headrace_reports.svg_plot import Bar, bar_plot, bars_height, side_by_side
 from onnx import TensorProto, helper
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

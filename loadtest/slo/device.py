@@ -13,15 +13,14 @@ from functools import partial
 
 import numpy as np
 import uvloop
-from headrace.backends.base import Execution
 from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
-from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
-from headrace.simulation.replay import (
+from headrace.engine.scheduling.handle import ModelHandle
+from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
+from headrace.engine.simulation.replay import (
     ANSWERED,
     BatchHistory,
     BatchRecorder,
@@ -31,7 +30,8 @@ from headrace.simulation.replay import (
     StepLatency,
     replay,
 )
-from headrace.simulation.traces import Trace, Workload, make_trace
+from headrace.engine.simulation.traces import Trace, Workload, make_trace
+from headrace.runtimes.base import Execution
 
 from loadtest.bench.results import (
     CaseResult,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import grpc
-from headrace.bench.processor import children
+from headrace_bench.processor import children
 from tritonclient.grpc import service_pb2
 
 from loadtest.protocol import HttpRequest, binary_request
@@ -22,7 +22,7 @@ from loadtest.soak.models import GUEST, SEEDS, SWAPPED, Repository
 KILL = "kill"
 RELOADS = ("reload", "reload over gRPC")
 _LOAD = "/inference.GRPCInferenceService/RepositoryModelLoad"
-_CHILD = b"headrace.backends.process.child"
+_CHILD = b"headrace.runtimes.isolated.child"
 
 
 class Operator(ChannelClient):

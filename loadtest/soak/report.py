@@ -8,8 +8,8 @@ from dataclasses import asdict
 from html import escape
 
 import numpy as np
-from headrace.core.svg_plot import HEIGHT, WIDTH, Panel, PlotCurve, curve_picture, svg
 from headrace_engines.report import page, table
+from headrace_reports.svg_plot import HEIGHT, WIDTH, Panel, PlotCurve, curve_picture, svg
 
 from loadtest.soak.judge import Run, Verdict, phase_p99s
 from loadtest.soak.ledger import BAD, Line, Outcome, times_between

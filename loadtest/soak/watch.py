@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.bench.processor import children, cpu_s
+from headrace_bench.processor import children, cpu_s
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.servers import HOST, Running

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         Overloaded,
         Unavailable,
     )
-    from headrace.embedding import Model, Server
+    from headrace.server.embedding import Model, Server
 
 __all__ = [
     "BadRequest",
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
     if name in ("Model", "Server"):
-        from headrace import embedding as module
+        from headrace.server import embedding as module
     else:
         from headrace.core import errors as module  # type: ignore[no-redef]
     return getattr(module, name)

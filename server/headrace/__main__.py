@@ -16,14 +16,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from headrace_reports.command_line import Parser, open_console
 from rich.text import Text
 
-from headrace import settings
-from headrace.core.command_line import Parser, open_console
 from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.heap import use_one_arena
 from headrace.core.store_url import StoreUrl
-from headrace.program import configure_logging, end_process
+from headrace.server import settings
+from headrace.server.program import configure_logging, end_process
 
 # Commands of `python -m headrace_engines`.
 ENGINES_COMMANDS = {
@@ -114,9 +114,9 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_validate(commands)
     _add_proof(commands)
-    from headrace.commands import explain as explain_command
-    from headrace.commands import infer as infer_command
-    from headrace.simulation import options as simulation
+    from headrace.engine.simulation import options as simulation
+    from headrace.server.commands import explain as explain_command
+    from headrace.server.commands import infer as infer_command
 
     infer = commands.add_parser("infer", help="send pictures or tensors to a running server")
     infer_command.add_arguments(infer, settings.api_key())
@@ -126,17 +126,17 @@ def _parser() -> argparse.ArgumentParser:
     explain_command.add_arguments(explain, settings.api_key())
     explain.set_defaults(run=explain_command.main)
 
-    from headrace.bench import options as bench_options
+    from headrace_bench import options as bench_options
 
     bench = commands.add_parser("bench", help="put load on a running server and measure it")
     bench_options.add_arguments(bench, settings.api_key())
-    bench.set_defaults(run=partial(_import_and_run, "headrace.bench.command"))
+    bench.set_defaults(run=partial(_import_and_run, "headrace_bench.command"))
 
     simulate = commands.add_parser("simulate", help="replay a load against a policy in virtual time")
     simulation.add_arguments(simulate)
-    _read_stores(simulate, partial(_import_and_run, "headrace.commands.simulate"))
+    _read_stores(simulate, partial(_import_and_run, "headrace.server.commands.simulate"))
 
-    from headrace.commands import tune as tune_command
+    from headrace.server.commands import tune as tune_command
 
     tune = commands.add_parser("tune", help="try numbers of instances and batch sizes of a model")
     tune_command.add_arguments(tune)
@@ -150,8 +150,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_administration(commands: argparse._SubParsersAction[_Parser]) -> None:
     """Declare the commands that need no server: keys, checksums, backends and environments."""
-    from headrace.commands import checksums as checksums_command
-    from headrace.commands import keys as keys_command
+    from headrace.server.commands import checksums as checksums_command
+    from headrace.server.commands import keys as keys_command
 
     keys = commands.add_parser("keys", help="create, list and revoke the keys of clients")
     keys_command.add_arguments(keys, settings.default_keys_file(), settings.expandable_path)
@@ -163,9 +163,9 @@ def _add_administration(commands: argparse._SubParsersAction[_Parser]) -> None:
 
     backends = commands.add_parser("backends", help="list the backends and what is installed for them")
     backends.add_argument("--json", action="store_true", help="print JSON")
-    backends.set_defaults(run=partial(_import_and_run, "headrace.commands.backends"))
+    backends.set_defaults(run=partial(_import_and_run, "headrace.server.commands.backends"))
 
-    from headrace.commands import environments as environments_command
+    from headrace.server.commands import environments as environments_command
 
     environments = commands.add_parser("environments", help="list and remove Python environments of models")
     environments_command.add_arguments(environments, (settings.add_state, settings.add_environments))
@@ -185,8 +185,8 @@ def _serve(args: argparse.Namespace) -> int:
         open_console(stderr=True, highlight=False).print(f"headrace: {error}", style="red", markup=False)
         return 1
     from headrace.config.documents import refuse
-    from headrace.repository.folders import open_paths
-    from headrace.stores.cache import open_mirrors
+    from headrace.models.folders import open_paths
+    from headrace.models.stores.cache import open_mirrors
 
     paths = [path for path in args.path if isinstance(path, Path)]
     mirrors = open_mirrors(settings.repository_locations(args), settings.repository_cache(options))
@@ -198,7 +198,7 @@ def _serve(args: argparse.Namespace) -> int:
                 stores=tuple((str(folder), str(url)) for folder, url in folders.items() if url is not None),
             )
             if options.front_ends == settings.AUTO:
-                from headrace.front_ends.automatic import available_cores, choose_front_ends, memory_limit
+                from headrace.server.front_ends.automatic import available_cores, choose_front_ends, memory_limit
 
                 count, reason = choose_front_ends(available_cores(), memory_bytes=memory_limit())
                 options = replace(options, front_ends=count, front_ends_reason=reason)
@@ -206,11 +206,11 @@ def _serve(args: argparse.Namespace) -> int:
                 if sys.platform != "linux":
                     message, cure = "needs Linux", "leave it out: one process serves everything"
                     raise refuse(f"--front-ends {options.front_ends}", None, message, cure)
-                from headrace.front_ends.supervisor import ServerSupervisor
+                from headrace.server.front_ends.supervisor import ServerSupervisor
 
                 return ServerSupervisor(options, served.model_filter, served.first_model).run()
-            from headrace.app import HeadraceServer
-            from headrace.banner import announce, log_announcement
+            from headrace.server.app import HeadraceServer
+            from headrace.server.banner import announce, log_announcement
 
             text = partial(announce, first_model=served.first_model)
             return HeadraceServer(
@@ -223,7 +223,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _health(arguments: Sequence[str]) -> int:
     """Run `health` without the libraries of the other commands, whose import takes longer than the server's response."""
-    from headrace.commands import health as health_command
+    from headrace.server.commands import health as health_command
 
     parser = argparse.ArgumentParser()
     settings.add_arguments(parser)
@@ -254,7 +254,7 @@ def _add_proof(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _proof(args: argparse.Namespace) -> int:
-    from headrace.commands import validate
+    from headrace.server.commands import validate
 
     return validate.repeat_difference(args.model, args.state_dir, open_console(highlight=False))
 
@@ -277,7 +277,7 @@ def _run_on_copies(command: Callable[[argparse.Namespace], int], args: argparse.
         text = f"--apply changes a local configuration, {args.model_repository} is in a store"
         errors.print(Text(f"headrace tune: {text}: leave it out, and write the change into the store"), soft_wrap=True)
         return 2
-    from headrace.stores.sync import local_copies
+    from headrace.models.stores.sync import local_copies
 
     cache, bound_bytes = settings.repository_cache(args), args.repository_cache_bytes
     try:
@@ -291,7 +291,7 @@ def _run_on_copies(command: Callable[[argparse.Namespace], int], args: argparse.
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from headrace.commands import validate
+    from headrace.server.commands import validate
 
     folders_used = (args.state_dir, args.environments_dir, args.model_keys_file)
     try:

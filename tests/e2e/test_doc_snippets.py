@@ -28,7 +28,7 @@ import numpy as np
 import onnx
 import pytest
 import yaml
-from headrace.access.keys_file import parse_keys
+from headrace.wire.access.keys_file import parse_keys
 from headrace_engines.demo.build import CATALOGUE, build_demo_model
 from PIL import Image
 

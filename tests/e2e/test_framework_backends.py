@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.repository.folders import open_paths
+from headrace.models.folders import open_paths
 
 from tests.support.serving import Server, serving
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
-from headrace.repository.gpu_backend import tensorrt_machine
+from headrace.models.gpu_backend import tensorrt_machine
 
 from tests.support.control_thread import X, expected
 from tests.support.fake_gpu import install_gpu
@@ -20,7 +20,7 @@ from tests.support.models import add_model, affine
 from tests.support.serving import Server, start
 from tests.support.serving import serving as support_serving
 from tests.support.waiting import on_threads, until
-from tests.unit.repository.test_gpu_backend import plan_of
+from tests.unit.models.test_gpu_backend import plan_of
 
 TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
 MEMORY = re.compile(r'^headrace_gpu_memory_bytes\{gpu="0",kind="\w+",model="(\w+)",version="1"\} (\S+)$', re.MULTILINE)

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from headrace.core.access import Scope
-from headrace.inference.operations import OPERATIONS, Operation
+from headrace.wire.requests.operations import OPERATIONS, Operation
 from tritonclient.grpc import service_pb2
 
 from tests.support.grpc_requests import message

@@ -145,7 +145,7 @@ def test_a_port_in_use_is_logged_in_json(tmp_path: Path) -> None:
 
 SURPRISES = """
 import gc, logging, sys, threading, warnings
-from headrace.program import configure_logging
+from headrace.server.program import configure_logging
 configure_logging({format!r})
 warnings.warn("a library warns", stacklevel=1)
 def fail(): raise RuntimeError("of a thread")

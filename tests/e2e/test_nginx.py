@@ -22,8 +22,8 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from headrace.commands.connection import ConnectionOptions
-from headrace.commands.infer_client import InferClient
+from headrace.server.commands.connection import ConnectionOptions
+from headrace.server.commands.infer_client import InferClient
 from tritonclient.utils import InferenceServerException
 
 from deploy.make_keys import KEYS, KEYS_FILE, make_keys

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 import skimage
-from headrace.http.routes import page_routes
+from headrace.wire.http.routes import page_routes
 
 from tests.support import models
 from tests.support.browser import PHONE, Browser, Page
@@ -21,7 +21,7 @@ from tests.support.serving import ROOT, Server, run_headrace, serving
 pytestmark = pytest.mark.slow
 
 PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
-PAGES = ROOT / "server" / "headrace" / "http" / "page"
+PAGES = ROOT / "server/headrace/wire/http/page"
 HOSTILE = "<img src=x onerror=alert(1)>"
 LABELS = [f"{HOSTILE} number {number}" for number in range(10)]
 RECIPE = {"interpolation": "bicubic", "mean": [127.0] * 3, "std": [128.0] * 3}

@@ -38,7 +38,7 @@ from tests.support.sequence_models import add_echo
 from tests.support.serving import HOST, Server, free_port, serving, start
 from tests.support.store_servers import s3_client, s3_environment, s3_server
 from tests.support.waiting import on_threads, until
-from tests.unit.repository.test_gpu_backend import plan_of
+from tests.unit.models.test_gpu_backend import plan_of
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 import pytest
 import tritonclient.http as triton
-from headrace.commands import validate
-from headrace.commands.validate import ModelCheck
+from headrace.server.commands import validate
+from headrace.server.commands.validate import ModelCheck
 from onnx import TensorProto, helper
 from rich.console import Console
 

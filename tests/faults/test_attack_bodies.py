@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from headrace.http2 import frames
-from headrace.http2.frames import ErrorCode
+from headrace.wire.http2 import frames
+from headrace.wire.http2.frames import ErrorCode
 
 from tests.support.attacks import MAX_BODY_BYTES, SERVICE, Attacked, grpc_request, head, http_body
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request

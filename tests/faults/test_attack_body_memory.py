@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from headrace.http2 import frames
+from headrace.wire.http2 import frames
 from onnx import TensorProto, helper
 from tritonclient.grpc import service_pb2
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.core.limits import Limits
-from headrace.http2 import frames
+from headrace.wire.http2 import frames
 from tritonclient.grpc import service_pb2
 
 from tests.support import scaled_server

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 
 import pytest
-from headrace.http2 import frames
-from headrace.http2.frames import ErrorCode, Setting, encode, encode_integer
+from headrace.wire.http2 import frames
+from headrace.wire.http2.frames import ErrorCode, Setting, encode, encode_integer
 
 from tests.support.attacks import FLAT_BYTES, SERVICE, Attacked, watched
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request

@@ -23,7 +23,14 @@ from tests.support.models import add_model, add_pipeline, channel_means
 from tests.support.processes import isolated_children, stop
 from tests.support.serving import Server, serving
 from tests.support.waiting import on_threads, until
-from tests.unit.pipelines.test_image import WEBP_KINDS, jpeg_claiming, png_chunk, png_claiming, saved, webp_claiming
+from tests.unit.engine.pipelines.test_image import (
+    WEBP_KINDS,
+    jpeg_claiming,
+    png_chunk,
+    png_claiming,
+    saved,
+    webp_claiming,
+)
 
 # Made by the test that sends it, not by the collection of tests.
 BOMB = b"a bomb"

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from headrace.commands import explain
+from headrace.server.commands import explain
 from rich.console import Console
 from tritonclient.grpc import service_pb2
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from headrace.banner import describe_access
-from headrace.listen import is_loopback
-from headrace.settings import Settings
+from headrace.server.banner import describe_access
+from headrace.server.listen import is_loopback
+from headrace.server.settings import Settings
 
 from tests.support.attacks import Attacked, attack, grpc_request, http_body, http_changes, pb
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from headrace.http2 import frames
+from headrace.wire.http2 import frames
 from tritonclient.grpc import service_pb2
 
 from tests.support.attacks import (

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 import trustme
-from headrace.http2 import frames
+from headrace.wire.http2 import frames
 
 from tests.support.attacks import SERVICE, build, grpc_request, http_body, is_closed
 from tests.support.certificates import Certificates

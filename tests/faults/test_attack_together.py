@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from headrace.http2 import frames
+from headrace.wire.http2 import frames
 from tritonclient.grpc import service_pb2
 
 from tests.support.attacks import SERVICE, Attacked, Wire, attack, busy_request, grpc_request, head, http_body, is_idle

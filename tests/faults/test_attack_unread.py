@@ -17,8 +17,8 @@ import grpc
 import numpy as np
 import onnx
 import pytest
-from headrace.grpc.large_contents import varint
-from headrace.http2 import frames
+from headrace.wire.grpc.large_contents import varint
+from headrace.wire.http2 import frames
 from onnx import TensorProto, helper
 from tritonclient.grpc import service_pb2
 

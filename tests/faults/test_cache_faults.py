@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.caching.key import KeyFactory
-from headrace.caching.local import LocalStore, frozen
-from headrace.caching.response_cache import ResponseCaches
-from headrace.caching.values import MAX_VALUE_BYTES
-from headrace.core.cache_config import ResponseCache
+from headrace.config.cache_config import ResponseCache
+from headrace.config.model_config import ModelConfig
 from headrace.core.cache_options import CacheOptions, RedisOptions
 from headrace.core.completion import Mailbox
 from headrace.core.errors import Cancelled
-from headrace.core.model_config import ModelConfig
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
+from headrace.engine.caching.key import KeyFactory
+from headrace.engine.caching.local import LocalStore, frozen
+from headrace.engine.caching.response_cache import ResponseCaches
+from headrace.engine.caching.values import MAX_VALUE_BYTES
 
 from tests.e2e.test_response_cache import CACHED, body, explained, post, statistics
 from tests.support import models

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from headrace.grpc.call import UnaryCall
-from headrace.http2 import frames
-from headrace.http2.frames import ErrorCode
-from headrace.http2.stream import Http2Limits
+from headrace.wire.grpc.call import UnaryCall
+from headrace.wire.http2 import frames
+from headrace.wire.http2.frames import ErrorCode
+from headrace.wire.http2.stream import Http2Limits
 
 from tests.support.grpc_echo import HOST, EchoServer, echo_server
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request

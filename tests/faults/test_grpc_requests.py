@@ -6,8 +6,8 @@ import struct
 from collections.abc import Iterator
 
 import pytest
-from headrace.http2 import frames
-from headrace.http2.frames import ErrorCode, HeaderField
+from headrace.wire.http2 import frames
+from headrace.wire.http2.frames import ErrorCode, HeaderField
 
 from tests.support.grpc_echo import EchoServer, echo_server
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request

@@ -9,8 +9,8 @@ import time
 import grpc
 import pytest
 from headrace.core.limits import ClientLimits, Limits
-from headrace.grpc.methods import Methods
-from headrace.grpc.server import GrpcServer
+from headrace.wire.grpc.methods import Methods
+from headrace.wire.grpc.server import GrpcServer
 
 from tests.support.grpc_echo import HOST, echo_server
 from tests.support.serving import accepts

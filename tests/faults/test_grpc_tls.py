@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import trustme
-from headrace.http2.stream import Http2Limits
-from headrace.tls import TlsFiles
+from headrace.wire.http2.stream import Http2Limits
+from headrace.wire.tls import TlsFiles
 
 from tests.support.grpc_echo import HOST, echo_server
 

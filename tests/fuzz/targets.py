@@ -17,16 +17,16 @@ from headrace.config.completion import bind, screen
 from headrace.config.documents import Document, read_config_json, read_pbtxt, read_value, read_yaml
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.limits import ClientLimits, Limits
-from headrace.grpc.call import DeadlineTimer
-from headrace.grpc.methods import Message, Methods, StreamCall, StreamMethod, UnaryMethod
-from headrace.grpc.server import GrpcServer
-from headrace.grpc.wire import MessageReader
-from headrace.http2.frames import HpackDecoder, Http2ConnectionError
+from headrace.wire.grpc.call import DeadlineTimer
+from headrace.wire.grpc.methods import Message, Methods, StreamCall, StreamMethod, UnaryMethod
+from headrace.wire.grpc.server import GrpcServer
+from headrace.wire.grpc.wire import MessageReader
+from headrace.wire.http2.frames import HpackDecoder, Http2ConnectionError
 
 from tests.support.http2_peer import HELLO, Wire, read_frames
-from tests.unit.grpc import test_codec_fuzz as grpc_cases
-from tests.unit.http import test_codec_fuzz as json_cases
-from tests.unit.http.test_repeated import Case
+from tests.unit.wire.grpc import test_codec_fuzz as grpc_cases
+from tests.unit.wire.http import test_codec_fuzz as json_cases
+from tests.unit.wire.http.test_repeated import Case
 
 # Far above the time of any input of the corpus, also on a busy machine and with coverage counters.
 MAX_PROCESSOR_S = 2.0

@@ -1,4 +1,4 @@
-"""Entry points of `headrace.cuda` on threads without a current context: each sets its own and restores the thread."""
+"""Entry points of `headrace.runtimes.cuda` on threads without a current context: each sets its own and restores the thread."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from headrace.cuda import devices, driver
-from headrace.cuda.driver import loaded
-from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
-from headrace.cuda.kernels.convolution.resources import Algorithm
-from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather
+from headrace.runtimes.cuda import devices, driver
+from headrace.runtimes.cuda.driver import loaded
+from headrace.runtimes.cuda.kernels.convolution.algorithms import ALGORITHMS
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
+from headrace.runtimes.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather
 
 from tests.support.convolution_cases import FUSED, check, random_operands
 from tests.support.gpu_marks import gpu_marks

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.core.errors import ConfigError
-from headrace.cuda.devices import describe
-from headrace.cuda.driver import current
-from headrace.cuda.memory import DeviceBuffer
-from headrace.repository.gpu_model_cache import GpuModelCache
-from headrace.repository.reconciler import ControlPolicy, Reconciler
-from headrace.repository.registry import Registry
+from headrace.models.gpu_model_cache import GpuModelCache
+from headrace.models.reconciler import ControlPolicy, Reconciler
+from headrace.models.registry import Registry
+from headrace.runtimes.cuda.devices import describe
+from headrace.runtimes.cuda.driver import current
+from headrace.runtimes.cuda.memory import DeviceBuffer
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from headrace.cuda import driver
-from headrace.cuda.driver import CudaStream, current
-from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, read_gpu, upload
-from headrace.cuda.peers import peer_copy
+from headrace.runtimes.cuda import driver
+from headrace.runtimes.cuda.driver import CudaStream, current
+from headrace.runtimes.cuda.memory import DeviceBuffer, PinnedBuffer, read_gpu, upload
+from headrace.runtimes.cuda.peers import peer_copy
 
 from tests.support import gpu_pipeline_cases as cases
 from tests.support.exported_memory import export

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from headrace.repository.reconciler import ControlPolicy, Reconciler
-from headrace.repository.registry import Registry
-from headrace.scheduling.latency_table import LatencyEntry
+from headrace.engine.scheduling.latency_table import LatencyEntry
+from headrace.models.reconciler import ControlPolicy, Reconciler
+from headrace.models.registry import Registry
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

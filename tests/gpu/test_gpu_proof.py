@@ -7,8 +7,8 @@ from pathlib import Path
 
 import onnx
 import pytest
-from headrace.repository.batch_proofs import BatchProofs
-from headrace.repository.explanation import explain
+from headrace.models.batch_proofs import BatchProofs
+from headrace.models.explanation import explain
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

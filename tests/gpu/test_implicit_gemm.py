@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from headrace.cuda import devices, driver
-from headrace.cuda.driver import loaded
-from headrace.cuda.kernels.convolution import implicit_gemm, implicit_gemm_hopper
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
-from headrace.cuda.kernels.convolution.implicit_gemm import ImplicitGemm
-from headrace.cuda.kernels.convolution.implicit_gemm_hopper import ImplicitGemmHopper
-from headrace.cuda.kernels.convolution.resources import Algorithm
+from headrace.runtimes.cuda import devices, driver
+from headrace.runtimes.cuda.driver import loaded
+from headrace.runtimes.cuda.kernels.convolution import implicit_gemm, implicit_gemm_hopper
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.runtimes.cuda.kernels.convolution.implicit_gemm import ImplicitGemm
+from headrace.runtimes.cuda.kernels.convolution.implicit_gemm_hopper import ImplicitGemmHopper
+from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
 
 from tests.support.convolution_cases import FUSED, PLAIN, check
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.backends.base import is_pipelined
-from headrace.backends.process.backend import IsolatedBackend
-from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace.core.ledger import Ledger
-from headrace.cuda.driver import current, loaded
-from headrace.repository.loader import FACTORIES
+from headrace.models.loader import FACTORIES
+from headrace.runtimes.base import is_pipelined
+from headrace.runtimes.cuda.driver import current, loaded
+from headrace.runtimes.isolated.backend import IsolatedBackend
+from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.http as triton
-from headrace.backends.onnxruntime_cuda import provider_problem
 from headrace.config.serving_plan import CUDA_RUNTIME
 from headrace.core.tensor import Array
+from headrace.runtimes.onnxruntime_cuda import provider_problem
 
 from tests.support.gpu_marks import every_gpu, gpu_marks
 from tests.support.serving import ROOT, Server, serving

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from headrace.cuda import devices
-from headrace.cuda.devices import Nvml
+from headrace.runtimes.cuda import devices
+from headrace.runtimes.cuda.devices import Nvml
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not devices.count(), reason="needs an NVIDIA GPU and PyCUDA")]
 

@@ -20,17 +20,17 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from headrace.backends.base import is_pipelined
-from headrace.backends.onnxruntime_cuda import PROVIDER, OnnxRuntimeCudaBackend, provider_problem
-from headrace.backends.process.backend import IsolatedBackend
-from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE
 from headrace.config.serving_plan import CUDA_RUNTIME
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import Ledger
 from headrace.core.tensor import Array, ResidentRows
-from headrace.cuda.driver import current, loaded
-from headrace.cuda.memory import DeviceBuffer, pinned_empty, pinned_rows
-from headrace.repository.loader import FACTORIES
+from headrace.models.loader import FACTORIES
+from headrace.runtimes.base import is_pipelined
+from headrace.runtimes.cuda.driver import current, loaded
+from headrace.runtimes.cuda.memory import DeviceBuffer, pinned_empty, pinned_rows
+from headrace.runtimes.isolated.backend import IsolatedBackend
+from headrace.runtimes.onnxruntime_cuda import PROVIDER, OnnxRuntimeCudaBackend, provider_problem
+from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.core.tensor import Array
-from headrace.cuda.shared_memory import ClientMemory, PinnedFile
+from headrace.runtimes.cuda.shared_memory import ClientMemory, PinnedFile
 
 from tests.gpu.contract.test_shared_memory import Fetch, finished
 from tests.gpu.contract.test_shared_memory import pinned as pinned_descriptor
@@ -81,8 +81,8 @@ def cut_down_while_it_is_pinned(path: Path, left: int) -> None:
 
 
 def cut_down_before_it_is_pinned(path: Path, left: int) -> None:
-    from headrace.cuda.driver import DeviceError
-    from headrace.cuda.memory import PinnedMapping
+    from headrace.runtimes.cuda.driver import DeviceError
+    from headrace.runtimes.cuda.memory import PinnedMapping
 
     with path.open("r+b") as file:
         mapping = mmap.mmap(file.fileno(), SIZE, mmap.MAP_SHARED)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from headrace.cuda import driver
-from headrace.cuda.peers import peer_copy
+from headrace.runtimes.cuda import driver
+from headrace.runtimes.cuda.peers import peer_copy
 
 from tests.support import split_cases as cases
 from tests.support.gpu_marks import gpu_marks

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE
 from headrace.core.errors import ConfigError
+from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

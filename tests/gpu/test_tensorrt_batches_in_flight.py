@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace.core.errors import ModelFailed
 from headrace.core.tensor import ResidentRows
-from headrace.cuda.driver import current, loaded
-from headrace.cuda.kernels.launching import ClassStage, PictureStage
-from headrace.cuda.memory import DeviceBuffer, pinned_empty, pinned_rows
-from headrace.pipelines.recipe import ImageRecipe
+from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.runtimes.cuda.driver import current, loaded
+from headrace.runtimes.cuda.kernels.launching import ClassStage, PictureStage
+from headrace.runtimes.cuda.memory import DeviceBuffer, pinned_empty, pinned_rows
+from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from headrace.cuda.devices import describe
-from headrace.cuda.driver import CudaGraph, CudaStream, DeviceError, OutOfDeviceMemory, current
-from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download
+from headrace.runtimes.cuda.devices import describe
+from headrace.runtimes.cuda.driver import CudaGraph, CudaStream, DeviceError, OutOfDeviceMemory, current
+from headrace.runtimes.cuda.memory import DeviceBuffer, PinnedBuffer, download
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import TargetSpec
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from headrace.cuda.devices import Nvml
+from headrace.runtimes.cuda.devices import Nvml
 from headrace_engines.build import build_engine, sample_batch
 from headrace_engines.lab.memory import STRATEGIES, measure_memory
 from headrace_engines.lab.overlap import OverlapLab, TensorStage

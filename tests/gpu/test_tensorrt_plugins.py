@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace.core.errors import ConfigError
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
-from headrace.cuda import convolution_plugin
-from headrace.repository.reconciler import ControlPolicy, Reconciler
-from headrace.repository.registry import Registry
+from headrace.models.reconciler import ControlPolicy, Reconciler
+from headrace.models.registry import Registry
+from headrace.runtimes.cuda import convolution_plugin
+from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace_engines.__main__ import main
 from headrace_engines.onnx_graph import OnnxRunner
 from headrace_engines.progress import PLUGIN_PHASES

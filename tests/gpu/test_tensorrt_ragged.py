@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 import pytest
-from headrace.backends.onnxruntime_cuda import PROVIDER
+from headrace.runtimes.onnxruntime_cuda import PROVIDER
 
 from tests.support import gpu_ragged_cases as cases
 from tests.support.gpu_marks import gpu_marks

@@ -183,10 +183,10 @@ def test_every_demo_model_is_ready(server: Container) -> None:
 def test_its_page_and_its_kernels_are_in_it(server: Container) -> None:
     status, page = server.get(server.http, "/")
     assert (status, "<html" in page) == (200, True)
-    kernels = server.inside("sh", "-c", "ls /opt/headrace/lib/python3*/site-packages/headrace/cuda/kernels/*.cu")
-    assert (
-        len(kernels.stdout.split()) == len(list((ROOT / "server" / "headrace" / "cuda" / "kernels").glob("*.cu"))) > 0
+    kernels = server.inside(
+        "sh", "-c", "ls /opt/headrace/lib/python3*/site-packages/headrace/runtimes/cuda/kernels/*.cu"
     )
+    assert len(kernels.stdout.split()) == len(list((ROOT / "server/headrace/runtimes/cuda/kernels").glob("*.cu"))) > 0
 
 
 def test_it_answers_over_grpc(server: Container) -> None:

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from headrace.core.clock import NS_PER_MS
 from headrace.core.request import BatchTimes
+from headrace.engine.scheduling.bottlenecks import Bottleneck, LoadSnapshot, find_bottlenecks, snapshot_figures
+from headrace.engine.scheduling.latency_table import LatencyTable
+from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
+from headrace.engine.simulation import replay
+from headrace.engine.simulation.replay import BatchHistory, BatchRecorder, SimulatedModel, StepLatency
+from headrace.engine.simulation.replay import LatencyProfile as Steps
+from headrace.engine.simulation.traces import ArrivalPattern, Workload, make_trace
 from headrace.observability.counters import BatchRecord, Recorder
-from headrace.scheduling.bottlenecks import Bottleneck, LoadSnapshot, find_bottlenecks, snapshot_figures
-from headrace.scheduling.latency_table import LatencyTable
-from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
-from headrace.simulation import replay
-from headrace.simulation.replay import BatchHistory, BatchRecorder, SimulatedModel, StepLatency
-from headrace.simulation.replay import LatencyProfile as Steps
-from headrace.simulation.traces import ArrivalPattern, Workload, make_trace
 
 MS = NS_PER_MS
 

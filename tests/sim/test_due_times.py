@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from headrace.core.errors import HeadraceError, WouldMiss
 from headrace.core.request import InferResponse
-from headrace.scheduling.admission import AdmissionController
-from headrace.scheduling.batching import CostModel, WaitUntil
-from headrace.scheduling.latency_table import LatencyTable
-from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
-from headrace.scheduling.queue import FAR_NS, Entry, QueueOrder
-from headrace.scheduling.scheduler import Batch, Scheduler
-from headrace.simulation.replay import ANSWERED, SimulatedModel, StepLatency, replay
-from headrace.simulation.replay import LatencyProfile as Simulated
-from headrace.simulation.report import Figures, report
-from headrace.simulation.traces import ArrivalPattern, Workload, make_trace
+from headrace.engine.scheduling.admission import AdmissionController
+from headrace.engine.scheduling.batching import CostModel, WaitUntil
+from headrace.engine.scheduling.latency_table import LatencyTable
+from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
+from headrace.engine.scheduling.queue import FAR_NS, Entry, QueueOrder
+from headrace.engine.scheduling.scheduler import Batch, Scheduler
+from headrace.engine.simulation.replay import ANSWERED, SimulatedModel, StepLatency, replay
+from headrace.engine.simulation.replay import LatencyProfile as Simulated
+from headrace.engine.simulation.report import Figures, report
+from headrace.engine.simulation.traces import ArrivalPattern, Workload, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

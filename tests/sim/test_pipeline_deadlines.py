@@ -13,15 +13,15 @@ from headrace.core.completion import Completion, LoopCompletion, Mailbox
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import ModelSpec
+from headrace.engine.pipelines.graph import build_graph
+from headrace.engine.pipelines.handle import PipelineHandle
+from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
+from headrace.engine.simulation import replay
+from headrace.engine.simulation.replay import LatencyProfile, SimulatedModel, StepLatency, VirtualDevice, VirtualLoop
 from headrace.observability.counters import Recorder
-from headrace.pipelines.graph import build_graph
-from headrace.pipelines.handle import PipelineHandle
-from headrace.scheduling.policy import BatchPolicy, HandlePolicy
-from headrace.simulation import replay
-from headrace.simulation.replay import LatencyProfile, SimulatedModel, StepLatency, VirtualDevice, VirtualLoop
 
 from tests.support.fake_versions import FakeMembers, spec_of
-from tests.unit.pipelines.test_graph import config, step
+from tests.unit.engine.pipelines.test_graph import config, step
 
 MAX_ROWS = 8
 STEPS = [step("a", {"X": "x"}, {"Y": "m"}), step("b", {"X": "m"}, {"Y": "n"}), step("c", {"X": "n"}, {"Y": "y"})]

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from headrace.core.request import InferResponse
+from headrace.engine.scheduling.executor import OutputCheck, SerialRunner
+from headrace.engine.scheduling.pipeline import LaunchPacing, Pipeline
+from headrace.engine.scheduling.policy import BatchPolicy
+from headrace.engine.scheduling.queue import Entry
+from headrace.engine.scheduling.scheduler import Batch, Scheduler
 from headrace.observability.counters import Recorder
-from headrace.scheduling.executor import OutputCheck, SerialRunner
-from headrace.scheduling.pipeline import LaunchPacing, Pipeline
-from headrace.scheduling.policy import BatchPolicy
-from headrace.scheduling.queue import Entry
-from headrace.scheduling.scheduler import Batch, Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -11,10 +11,10 @@ import itertools
 from dataclasses import dataclass, field
 
 from headrace.core.errors import Overloaded, QueueTimeout
-from headrace.scheduling.batching import Idle, WaitUntil
-from headrace.scheduling.policy import BatchPolicy, QueueLimits
-from headrace.scheduling.queue import Entry
-from headrace.scheduling.scheduler import Batch, Scheduler
+from headrace.engine.scheduling.batching import Idle, WaitUntil
+from headrace.engine.scheduling.policy import BatchPolicy, QueueLimits
+from headrace.engine.scheduling.queue import Entry
+from headrace.engine.scheduling.scheduler import Batch, Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -63,7 +63,7 @@ class Commands:
 
 def _serve() -> None:
     from headrace import __main__ as server
-    from headrace import settings
+    from headrace.server import settings
     from headrace_engines import __main__ as builder
 
     def execute(program: str, words: list[str]) -> NoReturn:

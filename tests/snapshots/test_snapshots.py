@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from headrace.core import errors
 from headrace.core.errors import HeadraceError
-from headrace.inference import status
+from headrace.wire.requests import status
 
 from tests.snapshots.commands import Commands
 from tests.snapshots.comparison import compare

@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 
 import grpc
 import numpy as np
-from headrace import settings
-from headrace.app import HeadraceServer
-from headrace.banner import Addresses
-from headrace.repository.registry import Registry
-from headrace.scheduling import executor
+from headrace.engine.scheduling import executor
+from headrace.models.registry import Registry
+from headrace.server import settings
+from headrace.server.app import HeadraceServer
+from headrace.server.banner import Addresses
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support.serving import HOST, ROOT

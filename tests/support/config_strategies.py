@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.core.model_config import ModelConfig
-from headrace.core.optimization_config import METHODS, PRECISIONS
+from headrace.config.model_config import ModelConfig
+from headrace.config.optimization_config import METHODS, PRECISIONS
 from headrace.core.tensor import BY_CONFIG_NAME
 from hypothesis import strategies as st
 

@@ -15,10 +15,10 @@ import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import Forbidden, Unavailable
 from headrace.core.request import InferRequest
-from headrace.repository.builds import BUILDER
-from headrace.repository.loader import Loader
-from headrace.repository.reconciler import ControlPolicy, ModelSelection, Reconciler
-from headrace.repository.registry import Registry
+from headrace.models.builds import BUILDER
+from headrace.models.loader import Loader
+from headrace.models.reconciler import ControlPolicy, ModelSelection, Reconciler
+from headrace.models.registry import Registry
 
 from tests.support.models import add_model, affine
 from tests.support.waiting import until_async

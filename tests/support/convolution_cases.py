@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from headrace.core.tensor import Array
-from headrace.cuda import driver
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
-from headrace.cuda.kernels.convolution.resources import Algorithm
-from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
+from headrace.runtimes.cuda import driver
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
+from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
+from headrace.runtimes.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
 
 PLAIN = Epilogue()
 FUSED = Epilogue(bias=True, residual=True, relu=True)

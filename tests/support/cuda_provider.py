@@ -14,9 +14,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from headrace.backends import onnxruntime_cuda as backend
-from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE
 from headrace.core.tensor import Array
+from headrace.runtimes import onnxruntime_cuda as backend
+from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE
 
 
 class FakeProvider:
@@ -32,7 +32,7 @@ class FakeProvider:
         self.failure: Exception | None = None
 
     def open(self, file: Path, options: ort.SessionOptions, provider: Mapping[str, str]) -> Any:
-        """As `headrace.backends.onnxruntime_cuda.open_session`."""
+        """As `headrace.runtimes.onnxruntime_cuda.open_session`."""
         self.options.append(dict(provider))
         if self.failure is not None:
             raise self.failure

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.backends.python.backend import PythonBackend, PythonModel
-from headrace.backends.python.outputs import ModelTensors
-from headrace.backends.python.process import ProcessOptions
 from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.response_stream import MAX_RESPONSE_BYTES, MAX_RESPONSES, ResponseStream
 from headrace.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
+from headrace.engine.scheduling.handle import ModelHandle
+from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
-from headrace.repository.environments import own_interpreter
-from headrace.repository.python_models import program_command
-from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import BatchPolicy, HandlePolicy
+from headrace.python.backend import PythonBackend, PythonModel
+from headrace.python.environments import own_interpreter
+from headrace.python.outputs import ModelTensors
+from headrace.python.process import ProcessOptions
+from headrace.python.python_models import program_command
 from headrace_model import protocol
 
 from tests.support.python_models import load_order

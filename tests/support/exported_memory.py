@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from headrace.cuda.shared_memory import ClientMemory, PinnedFile
+from headrace.runtimes.cuda.shared_memory import ClientMemory, PinnedFile
 
 # Program of a client's process: copies the first bytes of its input to GPU 0 and prints the IPC handle. For each further line it
 # prints the bytes that the memory has then. At the end of its input it frees the memory.

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.core.errors import Unsupported
-from headrace.cuda import devices, driver, peers
-from headrace.cuda.kernels import loading
+from headrace.runtimes.cuda import devices, driver, peers
+from headrace.runtimes.cuda.kernels import loading
 
 from tests.support.fake_modules import DriverModules
 
@@ -481,7 +481,7 @@ def _no_compiler(*_: object) -> bytes:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
-    """Let `headrace.cuda` find the fake until the test is over."""
+    """Let `headrace.runtimes.cuda` find the fake until the test is over."""
     package: Any = ModuleType("pycuda")
     package.driver = _driver_module(cuda)
     monkeypatch.setitem(sys.modules, "pycuda", package)

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace import data_plane
 from headrace.__main__ import main
-from headrace.backends.tensorrt import buffers
 from headrace.core.tensor import Array
-from headrace.cuda import devices
-from headrace.front_ends import __main__ as child_program
+from headrace.runtimes.cuda import devices
+from headrace.runtimes.tensorrt import buffers
+from headrace.server import data_plane
+from headrace.server.front_ends import __main__ as child_program
 
 from tests.support import fake_builder, fake_nvml
 from tests.support.fake_gpu import install_gpu
@@ -65,7 +65,7 @@ class Memory:
 
 
 class FakeGather:
-    """Stands for `headrace.cuda.kernels.launching.RowGather`."""
+    """Stands for `headrace.runtimes.cuda.kernels.launching.RowGather`."""
 
     def __init__(self, cuda: LateCuda, memory: Memory, gpu: int) -> None:
         self._cuda = cuda

@@ -12,7 +12,7 @@ from typing import Any
 
 import pynvml
 import pytest
-from headrace.cuda import devices
+from headrace.runtimes.cuda import devices
 
 NOT_SUPPORTED, UNKNOWN, GPU_IS_LOST = 3, 999, 15
 
@@ -26,7 +26,7 @@ def install(monkeypatch: pytest.MonkeyPatch, library: FakeNvml) -> None:
 
 
 class FakeNvml:
-    """The functions that `headrace.cuda.devices` calls through pynvml.
+    """The functions that `headrace.runtimes.cuda.devices` calls through pynvml.
 
     Attributes:
         lost: numbers of GPUs that do not answer any more.

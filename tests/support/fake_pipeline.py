@@ -1,6 +1,6 @@
 """A pipelined model under the test's control: y = 2x; the test decides when batches in flight end.
 
-It holds the data plane to the contract of `headrace.backends.base.PipelinedExecution`: `depth`, threads, order, and ownership of
+It holds the data plane to the contract of `headrace.runtimes.base.PipelinedExecution`: `depth`, threads, order, and ownership of
 memory at each step. Nothing in it sleeps; `wait_for` waits for something to be written into `log`.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from headrace.backends.base import ExecutionLost, InFlightBatch
 from headrace.core.tensor import NOWHERE, Array, is_resident
+from headrace.runtimes.base import ExecutionLost, InFlightBatch
 
 from tests.support.fakes import InstanceKilledError
 from tests.support.resident_rows import read

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from headrace.backends.tensorrt import tuning as tensorrt_tuning
+from headrace.runtimes.tensorrt import tuning as tensorrt_tuning
 
 from tests.support import fake_cuda
 from tests.support.fake_cuda import DriverError, FakeCuda
@@ -102,7 +102,7 @@ class LateCuda(FakeCuda):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
-    """Let `headrace.cuda` find the fake until the test is over."""
+    """Let `headrace.runtimes.cuda` find the fake until the test is over."""
     fake_cuda.install(monkeypatch, cuda)
     # What is measured is the work itself, one piece after the other; once is enough.
     monkeypatch.setattr(tensorrt_tuning, "_BATCHES_QUEUED", 1)

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from headrace.backends.tensorrt.backend import TensorRtBackend, TensorRtModel
 from headrace.core.ledger import MemoryAccount
+from headrace.runtimes.tensorrt.backend import TensorRtBackend, TensorRtModel
 
 from tests.support.fake_gpu import install_gpu
 
@@ -15,7 +15,7 @@ FACTORY = "tests.support.fake_tensorrt_child:Backend"
 
 
 class Backend:
-    """See `headrace.backends.base.Backend`."""
+    """See `headrace.runtimes.base.Backend`."""
 
     def __init__(self) -> None:
         install_gpu(pytest.MonkeyPatch())

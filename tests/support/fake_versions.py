@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from headrace.backends.base import LoadedModel, ProcessStatus
 from headrace.core.completion import LoopCompletion, Mailbox, Outcome
 from headrace.core.errors import HeadraceError, NotFound, Unavailable
 from headrace.core.request import BatchTimes, InferRequest, InferResponse, ModelLoad
 from headrace.core.tensor import FP32, Array, Datatype, ModelSpec, TensorSpec
+from headrace.engine.scheduling.instance import WarmUp
+from headrace.engine.scheduling.latency_table import LatencyTable
+from headrace.engine.scheduling.policy import HandlePolicy
+from headrace.engine.scheduling.version_handle import Prediction, VersionHandle
 from headrace.observability.counters import Recorder
-from headrace.scheduling.instance import WarmUp
-from headrace.scheduling.latency_table import LatencyTable
-from headrace.scheduling.policy import HandlePolicy
-from headrace.scheduling.version_handle import Prediction, VersionHandle
+from headrace.runtimes.base import LoadedModel, ProcessStatus
 
 
 def spec_of(

@@ -11,9 +11,9 @@ from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
+from headrace.engine.scheduling.handle import ModelHandle
+from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
-from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 POISON = -1.0  # the model raises on a batch that holds this value
 DEATH = -2.0  # the instance dies of it

@@ -13,8 +13,8 @@ import threading
 
 import numpy as np
 from headrace.__main__ import main
-from headrace.backends.onnxruntime import OnnxRuntimeExecution
 from headrace.core.tensor import Array
+from headrace.runtimes.onnxruntime import OnnxRuntimeExecution
 
 _RUN = OnnxRuntimeExecution.run
 _WRONG_EVERY = 200

@@ -34,14 +34,14 @@ MODULES = (
     "onnx",
     "onnxruntime",
     "headrace.__main__",
-    "headrace.app",
-    "headrace.backends.onnxruntime",
-    "headrace.bench.options",
-    "headrace.commands.tune",
-    "headrace.front_ends.supervisor",
-    "headrace.grpc.server",
-    "headrace.simulation.options",
-    "headrace.stores.cache",
+    "headrace.server.app",
+    "headrace.runtimes.onnxruntime",
+    "headrace_bench.options",
+    "headrace.server.commands.tune",
+    "headrace.server.front_ends.supervisor",
+    "headrace.wire.grpc.server",
+    "headrace.engine.simulation.options",
+    "headrace.models.stores.cache",
     "pydantic.v1",
     "uvicorn.lifespan.off",
 )
@@ -232,14 +232,14 @@ def _forget_random_state() -> None:
 
 def main() -> int:
     """Import the modules, fork, and run a program in each child."""
-    from headrace import settings
+    from headrace.server import settings
 
     settings.disable_ort_telemetry()  # as `headrace` does before it imports ONNX Runtime
     for module in MODULES:
         importlib.import_module(module)
     # Children of frozen modules neither collect nor, at their end, free one by one what these hold: that took longer than most
     # commands.
-    importlib.import_module("headrace.front_ends.children").prepare_forks()
+    importlib.import_module("headrace.server.front_ends.children").prepare_forks()
     requests = socket.socket(fileno=int(sys.argv[1]))
     words = _serve(requests)
     requests.detach()

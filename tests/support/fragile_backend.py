@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from headrace.backends.base import ExecutionLost, InFlightBatch, InputRefused, PipelinedExecution
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.ledger import HOST, Kind, MemoryAccount
 from headrace.core.tensor import Array
+from headrace.runtimes.base import ExecutionLost, InFlightBatch, InputRefused, PipelinedExecution
 
 FACTORY = "tests.support.fragile_backend:FragileBackend"
 ABORT, SEGFAULT, HANG, RAISE, REFUSE, LOST, EXIT, BIG, UNKNOWN = -1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0, -9.0
@@ -30,7 +30,7 @@ logger = logging.getLogger("headrace.fragile")
 
 
 class FragileBackend:
-    """See `headrace.backends.base.Backend`."""
+    """See `headrace.runtimes.base.Backend`."""
 
     def load(
         self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount | None = None
@@ -53,7 +53,7 @@ class FragileBackend:
 
 
 class FragileModel:
-    """See `headrace.backends.base.LoadedModel`."""
+    """See `headrace.runtimes.base.LoadedModel`."""
 
     def __init__(self, words: list[str], go: Path) -> None:
         self._words = words

@@ -13,16 +13,16 @@ from typing import Any
 
 from headrace.core.limits import ClientLimits, Limits
 from headrace.core.request import InferResponse
-from headrace.data_plane import DataPlane
-from headrace.front_ends.engine_requests import EngineRequests
-from headrace.front_ends.remote_models import RemoteModels
-from headrace.grpc.codec import scan
-from headrace.grpc.infer import GrpcInference
-from headrace.http.infer_endpoint import InferEndpoint
-from headrace.inference.request_options import RequestOptions
-from headrace.inference.services import Models, Services
-from headrace.repository.shared_memory import SharedMemoryRegions
-from headrace.settings import Settings
+from headrace.models.shared_memory import SharedMemoryRegions
+from headrace.server.data_plane import DataPlane
+from headrace.server.front_ends.engine_requests import EngineRequests
+from headrace.server.front_ends.remote_models import RemoteModels
+from headrace.server.settings import Settings
+from headrace.wire.grpc.codec import scan
+from headrace.wire.grpc.infer import GrpcInference
+from headrace.wire.http.infer_endpoint import InferEndpoint
+from headrace.wire.requests.request_options import RequestOptions
+from headrace.wire.requests.services import Models, Services
 
 from tests.support.access_recorder import AccessRecorder
 

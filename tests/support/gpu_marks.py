@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from headrace.cuda import devices
+from headrace.runtimes.cuda import devices
 
 
 def gpu_marks(timeout_s: int, *packages: str) -> list[pytest.MarkDecorator]:

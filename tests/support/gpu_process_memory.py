@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from headrace.cuda import devices
-from headrace.cuda.driver import current, load
+from headrace.runtimes.cuda import devices
+from headrace.runtimes.cuda.driver import current, load
 
 
 def process_gpu_bytes(device: int = 0) -> int:

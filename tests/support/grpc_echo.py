@@ -14,10 +14,10 @@ from headrace.core import limits as core_limits
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import BadRequest, Cancelled, Overloaded
 from headrace.core.limits import ClientLimits
-from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
-from headrace.grpc.server import GrpcServer
-from headrace.http2.stream import Http2Limits
-from headrace.tls import ServerTls, TlsFiles
+from headrace.wire.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
+from headrace.wire.grpc.server import GrpcServer
+from headrace.wire.http2.stream import Http2Limits
+from headrace.wire.tls import ServerTls, TlsFiles
 
 HOST = "127.0.0.1"
 MAX_MESSAGE_BYTES = 64 << 20

@@ -9,8 +9,8 @@ import numpy as np
 import tritonclient.grpc as triton
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
-from headrace.grpc.codec import GrpcCodec, scan
-from headrace.inference.request_template import RequestTemplate
+from headrace.wire.grpc.codec import GrpcCodec, scan
+from headrace.wire.requests.request_template import RequestTemplate
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc._utils import _get_inference_request
 

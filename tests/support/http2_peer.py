@@ -8,10 +8,10 @@ import struct
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, NamedTuple
 
-from headrace.http2 import frames
-from headrace.http2.connection import Http2Connection, MalformedHeadersError
-from headrace.http2.frames import END_HEADERS, END_STREAM, ErrorCode, HeaderField, HpackDecoder, encode
-from headrace.http2.stream import Http2Limits, Http2Stream
+from headrace.wire.http2 import frames
+from headrace.wire.http2.connection import Http2Connection, MalformedHeadersError
+from headrace.wire.http2.frames import END_HEADERS, END_STREAM, ErrorCode, HeaderField, HpackDecoder, encode
+from headrace.wire.http2.stream import Http2Limits, Http2Stream
 
 HELLO = frames.PREFACE + frames.settings({})
 POST: list[HeaderField] = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/"), (b":authority", b"here")]

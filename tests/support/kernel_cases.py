@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from headrace.cuda import driver
-from headrace.cuda.driver import CudaGraph
-from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather, picture_kernel
-from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
-from headrace.pipelines.recipe import ImageRecipe
+from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.runtimes.cuda import driver
+from headrace.runtimes.cuda.driver import CudaGraph
+from headrace.runtimes.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather, picture_kernel
+from headrace.runtimes.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
 
 from tests.support import kernel_reference as reference
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from headrace.core.errors import Unsupported
-from headrace.cuda.kernels import loading
+from headrace.runtimes.cuda.kernels import loading
 
 from tests.support.fake_cuda import DriverError, FakeCuda
 
@@ -227,7 +227,7 @@ class HostKernels:
         *,
         own_instructions: bool = False,
     ) -> bytes:
-        """As `headrace.cuda.kernels.loading.compile_cuda`; gives the path of a shared library."""
+        """As `headrace.runtimes.cuda.kernels.loading.compile_cuda`; gives the path of a shared library."""
         if own_instructions:
             raise Unsupported(f"{name} needs instructions of a GPU that the host cannot stand for: run it on the GPU")
         source = _FUNCTION.sub(lambda function: "" if "asm" in function[0] else function[0], source)

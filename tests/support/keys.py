@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from headrace.access.keys_file import key_hash, new_key
 from headrace.core.access import Scope
+from headrace.wire.access.keys_file import key_hash, new_key
 
 # A running server reads a changed file within a second.
 RELOAD_TIMEOUT_S = 15.0

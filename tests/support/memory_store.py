@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from headrace.stores.base import ObjectChanged, Stopped, StoredObject, StoreError
+from headrace.models.stores.base import ObjectChanged, Stopped, StoredObject, StoreError
 
 
 class MemoryStore:

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 from headrace.config.completion import bind
+from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import CONFIG_FILES
 from headrace.core.errors import ConfigError, Finding
-from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_NAME
 from onnx import TensorProto, helper, numpy_helper
 

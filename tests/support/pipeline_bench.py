@@ -9,21 +9,21 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-from headrace.backends.base import Execution, PipelinedExecution
 from headrace.core.completion import settle_all
 from headrace.core.errors import Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import FP32, Array, TensorSpec
+from headrace.engine.scheduling.admission import AdmissionController
+from headrace.engine.scheduling.batching import CostModel
+from headrace.engine.scheduling.executor import BatchResults, OutputCheck, SerialRunner
+from headrace.engine.scheduling.instance import BatchRunner, Instance, OnDeath
+from headrace.engine.scheduling.latency_table import LatencyTable
+from headrace.engine.scheduling.pipeline import LaunchPacing, Pipeline
+from headrace.engine.scheduling.policy import BatchPolicy
+from headrace.engine.scheduling.queue import Entry
+from headrace.engine.scheduling.scheduler import Batch, Scheduler
 from headrace.observability.counters import Recorder
-from headrace.scheduling.admission import AdmissionController
-from headrace.scheduling.batching import CostModel
-from headrace.scheduling.executor import BatchResults, OutputCheck, SerialRunner
-from headrace.scheduling.instance import BatchRunner, Instance, OnDeath
-from headrace.scheduling.latency_table import LatencyTable
-from headrace.scheduling.pipeline import LaunchPacing, Pipeline
-from headrace.scheduling.policy import BatchPolicy
-from headrace.scheduling.queue import Entry
-from headrace.scheduling.scheduler import Batch, Scheduler
+from headrace.runtimes.base import Execution, PipelinedExecution
 
 from tests.support.completions import RecordedCompletion
 from tests.support.fake_pipeline import FakePipeline

@@ -30,7 +30,7 @@ def words(process: int) -> list[str]:
 
 def isolated_children(parent: int) -> list[int]:
     """Return the live children that run a model for a process."""
-    return [child for child in children(parent) if "headrace.backends.process.child" in words(child)]
+    return [child for child in children(parent) if "headrace.runtimes.isolated.child" in words(child)]
 
 
 def stop(process: int) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import onnx
 from headrace.core.request import InferRequest, InferResponse
-from headrace.repository.batch_proofs import BatchProofs
-from headrace.repository.explanation import explain
-from headrace.repository.idle_tasks import IdleTasks
-from headrace.repository.reconciler import ControlPolicy
-from headrace.repository.registry import Registry
+from headrace.models.batch_proofs import BatchProofs
+from headrace.models.explanation import explain
+from headrace.models.idle_tasks import IdleTasks
+from headrace.models.reconciler import ControlPolicy
+from headrace.models.registry import Registry
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

@@ -18,7 +18,9 @@ from tests.architecture.rules import ROOT, dotted, imported
 # Roots of the product; the tests of a package are in the folder of the same name below the second one.
 FOLDERS = {
     "server/headrace": "tests/unit",
+    "server/headrace_bench": "tests/unit/headrace_bench",
     "server/headrace_model": "tests/unit/headrace_model",
+    "server/headrace_reports": "tests/unit/headrace_reports",
     "engines/headrace_engines": "tests/unit/engines",
     "loadtest": "tests/unit/loadtest",
     "deploy": "tests/unit/deploy",

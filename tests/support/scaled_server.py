@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.__main__ import main
-from headrace.front_ends import automatic, supervisor
-from headrace.front_ends.scaling import Scaling
+from headrace.server.front_ends import automatic, supervisor
+from headrace.server.front_ends.scaling import Scaling
 
 WANTED, LEAVE_S = "SCALED_SERVER_WANTED", "SCALED_SERVER_LEAVE_S"
 COMMAND = (sys.executable, "-m", "tests.support.scaled_server")

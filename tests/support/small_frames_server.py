@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from headrace.__main__ import main
 from headrace.core.limits import ClientLimits
-from headrace.grpc import server as grpc_server
-from headrace.http2.frames import DEFAULT_FRAME_BYTES
-from headrace.http2.stream import Http2Limits
+from headrace.wire.grpc import server as grpc_server
+from headrace.wire.http2.frames import DEFAULT_FRAME_BYTES
+from headrace.wire.http2.stream import Http2Limits
 
 _HTTP2_LIMITS = grpc_server._http2_limits
 

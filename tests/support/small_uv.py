@@ -1,6 +1,6 @@
 """Stands for uv: makes a virtual environment and installs wheels of local folders, within half a second.
 
-It reads what `headrace.repository.environments` passes, UV_FIND_LINKS, and requirements that are names, with `==version` or with
+It reads what `headrace.python.environments` passes, UV_FIND_LINKS, and requirements that are names, with `==version` or with
 `>=version`, which is not compared, or folders with a build backend. pip and the real uv install what is marked slow.
 """
 

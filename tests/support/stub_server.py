@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from headrace.bench.pool import Address, Answer, Pool, PoolOptions
+from headrace_bench.pool import Address, Answer, Pool, PoolOptions
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend, TensorRtModel
-from headrace.backends.tensorrt.states import DeviceStates, PlanStates
 from headrace.core.ledger import MemoryAccount
 from headrace.core.tensor import ModelSpec
-from headrace.scheduling.policy import SequencePolicy
-from headrace.scheduling.sequences.controls import ControlledExecution
-from headrace.scheduling.sequences.runner import SequenceRunner
+from headrace.engine.scheduling.policy import SequencePolicy
+from headrace.engine.scheduling.sequences.controls import ControlledExecution
+from headrace.engine.scheduling.sequences.runner import SequenceRunner
+from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend, TensorRtModel
+from headrace.runtimes.tensorrt.states import DeviceStates, PlanStates
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 
 from tests.support.sequence_models import state_sums

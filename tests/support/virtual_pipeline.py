@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from headrace.backends.base import InFlightBatch
 from headrace.core.tensor import Array
+from headrace.runtimes.base import InFlightBatch
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import numpy as np
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Overloaded
 from headrace.core.request import InferRequest, InferResponse
-from headrace.scheduling.policy import QueueLimits, SequencePolicy
-from headrace.scheduling.scheduler import Batch
-from headrace.scheduling.sequences.table import SequenceEntry, SequenceTable
+from headrace.engine.scheduling.policy import QueueLimits, SequencePolicy
+from headrace.engine.scheduling.scheduler import Batch
+from headrace.engine.scheduling.sequences.table import SequenceEntry, SequenceTable
 
 
 @dataclass(eq=False)

@@ -7,17 +7,17 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from headrace.backends.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeModel
 from headrace.core.completion import settle_all
 from headrace.core.errors import Cancelled
 from headrace.core.request import InferResponse
 from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
-from headrace.scheduling.executor import OutputCheck
-from headrace.scheduling.policy import SequencePolicy
-from headrace.scheduling.scheduler import Batch
-from headrace.scheduling.sequences.runner import SequenceRunner
-from headrace.scheduling.sequences.table import SequenceEntry
+from headrace.engine.scheduling.executor import OutputCheck
+from headrace.engine.scheduling.policy import SequencePolicy
+from headrace.engine.scheduling.scheduler import Batch
+from headrace.engine.scheduling.sequences.runner import SequenceRunner
+from headrace.engine.scheduling.sequences.table import SequenceEntry
+from headrace.runtimes.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeModel
 
 from tests.support.sequence_models import state_sums
 from tests.support.virtual_sequences import VirtualInstance, VirtualSequences

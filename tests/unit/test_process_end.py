@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import atexit, sys, types
-from headrace.program import end_process
+from headrace.server.program import end_process
 
 class Kept:
     def __del__(self):

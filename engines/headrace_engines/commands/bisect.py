@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.core.command_line import plural, printable
-from headrace.core.optimization_config import PRECISIONS
+from headrace.config.optimization_config import PRECISIONS
+from headrace_reports.command_line import plural, printable
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table

@@ -20,13 +20,13 @@ from typing import Any
 from headrace.config.files import read_config_file
 from headrace.config.manifest import LIBRARIES, Machine, Stamp, artefact_name, config_digest, write_stamp
 from headrace.config.model_folder import served_versions
+from headrace.config.optimization_config import PRECISIONS, cuda_accelerator
 from headrace.config.serving_plan import CUDA_RUNTIME, GpuRuntime, ServingPlan, cpu_pin, engine_folder, serving_plan
 from headrace.config.tried_files import TriedFiles
-from headrace.core.command_line import number_parser, open_console, pickup_text, plural, printable
 from headrace.core.errors import ConfigError, HeadraceError, Unsupported
-from headrace.core.optimization_config import PRECISIONS, cuda_accelerator
-from headrace.cuda import devices as gpus
-from headrace.cuda.convolution_plugin import plugin_problem
+from headrace.runtimes.cuda import devices as gpus
+from headrace.runtimes.cuda.convolution_plugin import plugin_problem
+from headrace_reports.command_line import number_parser, open_console, pickup_text, plural, printable
 from rich.console import Console
 from rich.text import Text
 
@@ -351,7 +351,7 @@ def gpu_runtime() -> GpuRuntime:
         return TensorRtTarget().describe()
 
     def cuda_problem() -> str:
-        from headrace.backends import onnxruntime_cuda  # with it come the libraries of the GPU backends
+        from headrace.runtimes import onnxruntime_cuda  # with it come the libraries of the GPU backends
 
         return onnxruntime_cuda.provider_problem()
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import onnx
 from headrace.config.manifest import Machine
-from headrace.core.command_line import plural, printable
-from headrace.core.optimization_config import PRECISIONS
-from headrace.core.svg_plot import (
+from headrace.config.optimization_config import PRECISIONS
+from headrace_reports.command_line import plural, printable
+from headrace_reports.svg_plot import (
     HEIGHT,
     LEGEND_HEIGHT,
     WIDTH,

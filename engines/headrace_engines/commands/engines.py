@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import manifest
-from headrace.core.command_line import fit_title, number_parser, printable
 from headrace.core.errors import ConfigError
+from headrace_reports.command_line import fit_title, number_parser, printable
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text

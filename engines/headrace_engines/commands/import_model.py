@@ -8,7 +8,7 @@ import platform
 import re
 from pathlib import Path
 
-from headrace.core.command_line import pickup_text
+from headrace_reports.command_line import pickup_text
 from rich.console import Console
 from rich.text import Text
 

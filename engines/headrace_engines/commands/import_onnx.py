@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headrace.core.command_line import pickup_text, plural
+from headrace_reports.command_line import pickup_text, plural
 from rich.console import Console
 
 from headrace_engines.commands import add_repository

@@ -15,8 +15,8 @@ import onnx
 from headrace.config.files import write_durably
 from headrace.config.manifest import FORMAT, LAYERS_FILE, LayerReport, MeasuredLayer, Stamp, choose_from_folder
 from headrace.config.ragged_rules import is_ragged
-from headrace.core.command_line import is_pipe, plural, printable
-from headrace.core.svg_plot import colour
+from headrace_reports.command_line import is_pipe, plural, printable
+from headrace_reports.svg_plot import colour
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table

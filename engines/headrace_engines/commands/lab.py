@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.core.command_line import nearest, number_parser, positive_count
 from headrace.core.errors import HeadraceError
-from headrace.cuda.driver import current
-from headrace.cuda.kernels.code_files import CodeFiles
-from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
-from headrace.cuda.kernels.convolution.base import Epilogue
-from headrace.cuda.kernels.loading import keep_code
+from headrace.runtimes.cuda.driver import current
+from headrace.runtimes.cuda.kernels.code_files import CodeFiles
+from headrace.runtimes.cuda.kernels.convolution.algorithms import ALGORITHMS
+from headrace.runtimes.cuda.kernels.convolution.base import Epilogue
+from headrace.runtimes.cuda.kernels.loading import keep_code
+from headrace_reports.command_line import nearest, number_parser, positive_count
 from rich.console import Console
 
 from headrace_engines.commands import add_repository, add_version, folder_path

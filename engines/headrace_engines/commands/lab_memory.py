@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
-from headrace.cuda import devices
-from headrace.cuda.devices import Nvml
+from headrace.runtimes.cuda import devices
+from headrace.runtimes.cuda.devices import Nvml
 from rich.console import Console
 
 from headrace_engines.errors import BuildError, CallError

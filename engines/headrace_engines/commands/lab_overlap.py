@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-from headrace.cuda.devices import Nvml
+from headrace.runtimes.cuda.devices import Nvml
 from rich.console import Console
 
 from headrace_engines.build import BuildResult, build_engine, sample_batch

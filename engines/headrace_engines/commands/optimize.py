@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from headrace.core.command_line import pickup_text, printable
-from headrace.core.optimization_config import PRECISIONS
+from headrace.config.optimization_config import PRECISIONS
+from headrace_reports.command_line import pickup_text, printable
 from rich.console import Console
 
 from headrace_engines.accuracy import Accuracy, measure

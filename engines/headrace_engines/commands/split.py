@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 from headrace.config.manifest import LayerReport
-from headrace.core.command_line import is_pipe, pickup_text, plural, printable
-from headrace.cuda import devices
+from headrace.runtimes.cuda import devices
+from headrace_reports.command_line import is_pipe, pickup_text, plural, printable
 from rich.console import Console
 from rich.text import Text
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.core.command_line import fit_title
+from headrace_reports.command_line import fit_title
 from rich.console import Console
 from rich.table import Table
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from headrace.core.model_config import ModelConfig
-from headrace.core.tensor_config import Preprocess
+from headrace.config.model_config import ModelConfig
+from headrace.config.tensor_config import Preprocess
 
 from headrace_engines.errors import BuildError
 from headrace_engines.quantization.sample_sources import open_samples

@@ -1,6 +1,6 @@
 """Interpreters with a framework: the builder's own, one that the user names, or that of an environment which is made once.
 
-Environments are those of Python models (`headrace.repository.environments`): made by uv or venv and pip, complete or absent,
+Environments are those of Python models (`headrace.python.environments`): made by uv or venv and pip, complete or absent,
 shared by all that need the same requirements, listed and removed by `headrace environments`.
 """
 
@@ -18,7 +18,7 @@ from concurrent.futures import TimeoutError as WaitTimeout
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
-from headrace.repository.environments import (
+from headrace.python.environments import (
     REQUIREMENTS,
     EnvironmentPending,
     Environments,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-from headrace.core.model_config import ModelConfig
+from headrace.config.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME
 
 from headrace_engines.errors import BuildError

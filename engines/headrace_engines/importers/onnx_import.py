@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 from headrace.config.files import sync
+from headrace.config.model_config import ModelConfig, name_problem
 from headrace.config.model_folder import CONFIG_FILES, find_versions, read_model_folder
 from headrace.config.onnx_model import external_files
 from headrace.core.errors import ConfigError
-from headrace.core.model_config import ModelConfig, name_problem
 
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.importers.onnx_batch import free_batch

@@ -34,8 +34,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from headrace.core.tensor import Array
-from headrace.cuda.kernels.convolution import winograd
-from headrace.cuda.kernels.convolution.base import ConvShape
+from headrace.runtimes.cuda.kernels.convolution import winograd
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape
 
 from headrace_engines.lab.inputs import HostOperands
 

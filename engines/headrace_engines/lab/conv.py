@@ -17,12 +17,12 @@ import numpy.typing as npt
 from headrace.core.errors import HeadraceError
 from headrace.core.telemetry import GpuReading
 from headrace.core.tensor import Array
-from headrace.cuda.devices import Nvml, describe, driver_version
-from headrace.cuda.driver import CudaStream, check, is_context_usable, loaded
-from headrace.cuda.kernels.convolution.base import Epilogue
-from headrace.cuda.kernels.convolution.resources import Algorithm
-from headrace.cuda.kernels.loading import Kernels, is_half
-from headrace.cuda.memory import DeviceBuffer, copy_address, read_gpu
+from headrace.runtimes.cuda.devices import Nvml, describe, driver_version
+from headrace.runtimes.cuda.driver import CudaStream, check, is_context_usable, loaded
+from headrace.runtimes.cuda.kernels.convolution.base import Epilogue
+from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
+from headrace.runtimes.cuda.kernels.loading import Kernels, is_half
+from headrace.runtimes.cuda.memory import DeviceBuffer, copy_address, read_gpu
 
 from headrace_engines.errors import BuildError
 from headrace_engines.lab.check import Errors, ExactSums, SampledReference, sample

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from headrace.cuda.driver import CudaStream, DeviceError
+from headrace.runtimes.cuda.driver import CudaStream, DeviceError
 
 from headrace_engines.lab.check import SEPARATE
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from headrace.core.telemetry import GpuReading
-from headrace.cuda.devices import Nvml
+from headrace.runtimes.cuda.devices import Nvml
 
 # Interval of the readings; NVML updates power about every 100 ms.
 INTERVAL_S = 0.1

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from headrace.core.tensor import Array
-from headrace.cuda.driver import CudaStream, check, loaded
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
-from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, copy_on_gpu, upload
+from headrace.runtimes.cuda.driver import CudaStream, check, loaded
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.runtimes.cuda.memory import DeviceBuffer, PinnedBuffer, copy_on_gpu, upload
 
 # Largest prime below 2^20.
 _BLOCK = 1_048_573

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
 from onnx import shape_inference
 
 from headrace_engines.errors import BuildError, CallError

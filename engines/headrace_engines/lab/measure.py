@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from headrace.cuda.driver import CudaGraph, CudaStream, TimingEvent
+from headrace.runtimes.cuda.driver import CudaGraph, CudaStream, TimingEvent
 
 # Duration of a candidate in a round; a launch that takes longer is a round of its own.
 ROUND_US = 1000.0

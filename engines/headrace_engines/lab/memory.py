@@ -19,11 +19,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import numpy as np
-from headrace.core.command_line import plural
-from headrace.cuda import memory_pool
-from headrace.cuda.devices import Nvml
-from headrace.cuda.driver import CudaStream, DeviceError, current
-from headrace.cuda.memory import DeviceBlock, DeviceBuffer, PinnedBuffer, copy_on_gpu, download, upload
+from headrace.runtimes.cuda import memory_pool
+from headrace.runtimes.cuda.devices import Nvml
+from headrace.runtimes.cuda.driver import CudaStream, DeviceError, current
+from headrace.runtimes.cuda.memory import DeviceBlock, DeviceBuffer, PinnedBuffer, copy_on_gpu, download, upload
+from headrace_reports.command_line import plural
 
 from headrace_engines.lab.gpu_load import GpuLoad, LoadSampler
 from headrace_engines.onnx_graph import Array

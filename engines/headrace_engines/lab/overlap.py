@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from headrace.cuda.devices import Nvml
-from headrace.cuda.driver import CompletionEvent, CudaStream, TimingEvent, current
+from headrace.runtimes.cuda.devices import Nvml
+from headrace.runtimes.cuda.driver import CompletionEvent, CudaStream, TimingEvent, current
 
 from headrace_engines.errors import BuildError
 from headrace_engines.lab.gpu_load import GpuLoad, LoadSampler

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from headrace.core.svg_plot import nth_colour, short, svg, text_element, ticks
+from headrace_reports.svg_plot import nth_colour, short, svg, text_element, ticks
 
 from headrace_engines.lab.overlap import STAGES, OverlapResult
 from headrace_engines.report import milliseconds, page, rate, table

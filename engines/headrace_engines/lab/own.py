@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy.typing as npt
 from headrace.core.errors import HeadraceError
-from headrace.cuda.driver import CudaStream, current
-from headrace.cuda.kernels.convolution.base import Convolution, ConvShape
-from headrace.cuda.kernels.convolution.resources import Algorithm, compile_only
+from headrace.runtimes.cuda.driver import CudaStream, current
+from headrace.runtimes.cuda.kernels.convolution.base import Convolution, ConvShape
+from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm, compile_only
 
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands
 from headrace_engines.lab.measure import RecordedLaunches, capture_launches, trial_us

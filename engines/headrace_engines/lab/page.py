@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from headrace.core.svg_plot import colour, nth_colour, short, svg, text_element
 from headrace.core.telemetry import GpuReading
-from headrace.cuda.kernels.convolution.base import Epilogue
+from headrace.runtimes.cuda.kernels.convolution.base import Epilogue
+from headrace_reports.svg_plot import colour, nth_colour, short, svg, text_element
 from rich.console import Console
 
 from headrace_engines.lab.check import Errors

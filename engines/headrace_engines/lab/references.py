@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from headrace.cuda.kernels.convolution.base import ConvShape, convolve
-from headrace.cuda.kernels.convolution.resources import Algorithm
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, convolve
+from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
 from rich.console import Console
 
 from headrace_engines.errors import CallError

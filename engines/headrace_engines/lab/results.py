@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from headrace.core.telemetry import GpuReading
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
 
 from headrace_engines.lab.check import Errors
 from headrace_engines.lab.layers import PLAIN

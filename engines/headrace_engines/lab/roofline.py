@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from headrace.cuda.driver import CudaStream, check, loaded
-from headrace.cuda.kernels.convolution.base import ConvShape
-from headrace.cuda.memory import DeviceBuffer
+from headrace.runtimes.cuda.driver import CudaStream, check, loaded
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape
+from headrace.runtimes.cuda.memory import DeviceBuffer
 
 from headrace_engines.lab.cudnn import Torch
 from headrace_engines.lab.measure import timed_us

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-from headrace.cuda.devices import Gpu
-from headrace.cuda.driver import CudaStream
-from headrace.cuda.kernels.loading import Kernels
-from headrace.cuda.memory import DeviceBuffer
+from headrace.runtimes.cuda.devices import Gpu
+from headrace.runtimes.cuda.driver import CudaStream
+from headrace.runtimes.cuda.kernels.loading import Kernels
+from headrace.runtimes.cuda.memory import DeviceBuffer
 from onnx import helper, numpy_helper
 
 from headrace_engines.errors import BuildError

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from headrace.core.command_line import printable
-from headrace.core.svg_plot import HEIGHT, WIDTH, Panel, PlotCurve, curve_legend, curve_plot, svg
+from headrace_reports.command_line import printable
+from headrace_reports.svg_plot import HEIGHT, WIDTH, Panel, PlotCurve, curve_legend, curve_plot, svg
 from rich.console import Console
 
 from headrace_engines.layers.comparison import LayerComparison, LayerRow

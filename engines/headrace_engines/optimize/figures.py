@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from headrace.cuda.devices import Nvml
+from headrace.runtimes.cuda.devices import Nvml
 
 from headrace_engines.build import BuildResult, build_engine, sample_batch
 from headrace_engines.commands.compare import median_timing, time_in_turns

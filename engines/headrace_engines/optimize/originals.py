@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import numpy as np
 import onnx
-from headrace.core.model_config import ModelConfig
+from headrace.config.model_config import ModelConfig
 
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import Array, OnnxRunner, read_onnx, write_onnx

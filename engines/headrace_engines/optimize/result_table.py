@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from headrace.core.command_line import printable
+from headrace_reports.command_line import printable
 from rich.console import Console
 
 from headrace_engines.optimize.publishing import REPORT_FILE

@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from headrace.config.manifest import cpu_capability, has_vnni
-from headrace.core.optimization_config import Calibration
+from headrace.config.optimization_config import Calibration
 from onnx import TensorProto, helper, numpy_helper
 
 from headrace_engines.accuracy import judge, measure

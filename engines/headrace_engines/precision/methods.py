@@ -12,8 +12,8 @@ from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError
+from headrace.config.optimization_config import CALIBRATED, tensorrt_accelerator
 from headrace.config.ragged_rules import is_ragged
-from headrace.core.optimization_config import CALIBRATED, tensorrt_accelerator
 
 from headrace_engines.errors import BuildError
 from headrace_engines.project import BuildSpec, Project

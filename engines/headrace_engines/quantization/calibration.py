@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from headrace.config.files import write_durably
-from headrace.core.optimization_config import Calibration
+from headrace.config.optimization_config import Calibration
 from onnx import numpy_helper
 
 from headrace_engines.errors import BuildError

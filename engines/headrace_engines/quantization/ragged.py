@@ -10,12 +10,12 @@ import hashlib
 import math
 
 import numpy as np
+from headrace.config.model_config import ModelConfig
+from headrace.config.optimization_config import EngineProfile
 from headrace.config.ragged_rules import joined_inputs
-from headrace.core.model_config import ModelConfig
-from headrace.core.optimization_config import EngineProfile
+from headrace.config.tensor_config import ModelInput
 from headrace.core.ragged import SourceSizes, computed_values
 from headrace.core.tensor import BY_CONFIG_NAME
-from headrace.core.tensor_config import ModelInput
 
 from headrace_engines.errors import BuildError
 from headrace_engines.quantization.samples import SEED, Sample, Samples

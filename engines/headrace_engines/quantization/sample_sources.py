@@ -34,11 +34,11 @@ from typing import IO, Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from headrace.config.documents import within
+from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import filename_problem, read_labels
 from headrace.core.errors import BadRequest, ConfigError
-from headrace.core.model_config import ModelConfig
-from headrace.pipelines.image import decode, prepare
-from headrace.pipelines.recipe import ImageRecipe
+from headrace.engine.pipelines.image import decode, prepare
+from headrace.engine.pipelines.recipe import ImageRecipe
 
 from headrace_engines.errors import BuildError
 from headrace_engines.quantization.samples import (

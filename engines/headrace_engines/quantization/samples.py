@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from headrace.core.model_config import ModelConfig
+from headrace.config.model_config import ModelConfig
 from headrace.core.tensor import BF16, BY_CONFIG_NAME, Datatype
 
 from headrace_engines.errors import BuildError

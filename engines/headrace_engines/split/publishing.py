@@ -17,8 +17,8 @@ from typing import Any
 
 import onnx
 import yaml
-from headrace.core.model_config import ModelConfig
-from headrace.core.optimization_config import CALIBRATED, EngineProfile, requested_precision
+from headrace.config.model_config import ModelConfig
+from headrace.config.optimization_config import CALIBRATED, EngineProfile, requested_precision
 from headrace.core.tensor import BY_ONNX_NUMBER
 
 from headrace_engines.errors import BuildError

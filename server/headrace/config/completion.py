@@ -18,13 +18,9 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from headrace.config.config_base import Location, Problem, Problems
 from headrace.config.documents import Document, did_you_mean, read_value
-from headrace.config.onnx_model import OnnxSignature, RowVerdict, TensorSignature
-from headrace.config.ragged_rules import ragged_problems, with_rows
-from headrace.config.sequence_rules import control_problems, state_problems, without_sequence_tensors
-from headrace.core.config_base import Location, Problem, Problems
-from headrace.core.errors import ConfigError, Finding
-from headrace.core.model_config import (
+from headrace.config.model_config import (
     BACKENDS,
     HEADRACE_FIELD_PATHS,
     DynamicBatching,
@@ -33,9 +29,13 @@ from headrace.core.model_config import (
     is_headrace_field,
     served_backends,
 )
-from headrace.core.optimization_config import CUDA_ACCELERATOR, CUDA_PARAMETERS, TENSORRT_ACCELERATORS, Optimization
+from headrace.config.onnx_model import OnnxSignature, RowVerdict, TensorSignature
+from headrace.config.optimization_config import CUDA_ACCELERATOR, CUDA_PARAMETERS, TENSORRT_ACCELERATORS, Optimization
+from headrace.config.ragged_rules import ragged_problems, with_rows
+from headrace.config.sequence_rules import control_problems, state_problems, without_sequence_tensors
+from headrace.config.tensor_config import ModelInput, ModelOutput, completed_problems, model_inputs, model_outputs
+from headrace.core.errors import ConfigError, Finding
 from headrace.core.tensor import fits_shape
-from headrace.core.tensor_config import ModelInput, ModelOutput, completed_problems, model_inputs, model_outputs
 
 _TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
 

@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
+from headrace_reports.command_line import nearest
 from pydantic import BaseModel
 
-from headrace.core.command_line import nearest
-from headrace.core.config_base import Location, Problem
+from headrace.config.config_base import Location, Problem
+from headrace.config.model_config import HEADRACE_FIELD_PATHS, ModelConfig
+from headrace.config.optimization_config import HEADRACE_OPTIMIZATION_FIELDS
+from headrace.config.sequence_config import SequenceBatching
+from headrace.config.tensor_config import ModelWarmup
 from headrace.core.errors import ConfigError, Finding
-from headrace.core.model_config import HEADRACE_FIELD_PATHS, ModelConfig
-from headrace.core.optimization_config import HEADRACE_OPTIMIZATION_FIELDS
-from headrace.core.sequence_config import SequenceBatching
-from headrace.core.tensor_config import ModelWarmup
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor

@@ -31,16 +31,16 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from headrace.config.documents import open_regular_file, refuse
 from headrace.config.files import locked_folder, write_durably
+from headrace.config.model_config import ModelConfig
 from headrace.config.onnx_model import external_files
-from headrace.core.errors import ConfigError
-from headrace.core.model_config import ModelConfig
-from headrace.core.optimization_config import (
+from headrace.config.optimization_config import (
     HEADRACE_OPTIMIZATION_FIELDS,
     PRECISIONS,
     Optimization,
     requested_precision,
     tensorrt_accelerator,
 )
+from headrace.core.errors import ConfigError
 from headrace.core.response_bodies import LayerTimes
 
 

@@ -5,7 +5,7 @@ r"""Reads a model's folder: version folders, labels, warm-up data and the config
     config.yaml  -> read_yaml  -/
 
 Nothing outside of the repository is read. Problems of `model_warmup` are found before anything is loaded;
-`headrace.repository.warmup` creates and runs the requests.
+`headrace.models.warmup` creates and runs the requests.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from headrace_reports.command_line import did_you_mean
 from pydantic import ValidationError
 
 from headrace.config import completion
+from headrace.config.config_base import Location, Problem, is_version_number
 from headrace.config.documents import (
     MAX_CONFIG_BYTES,
     Document,
@@ -28,19 +30,17 @@ from headrace.config.documents import (
     refuse,
     within,
 )
+from headrace.config.model_config import ModelConfig, name_problem
 from headrace.config.onnx_model import OnnxSignature, read_signature
+from headrace.config.optimization_config import CALIBRATED, requested_precision
 from headrace.config.python_rules import decoupled_problems, python_problems
 from headrace.config.ragged_rules import is_ragged
 from headrace.config.sequence_rules import iterative_problems, state_backend_problems
-from headrace.core.command_line import did_you_mean
-from headrace.core.config_base import Location, Problem, is_version_number
+from headrace.config.tensor_config import ModelInput, WarmupInput
+from headrace.config.traffic_config import own_traffic_problems
 from headrace.core.errors import ConfigError, Finding, NotFound
-from headrace.core.model_config import ModelConfig, name_problem
-from headrace.core.optimization_config import CALIBRATED, requested_precision
 from headrace.core.store_url import is_store_url
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Datatype, fits_shape
-from headrace.core.tensor_config import ModelInput, WarmupInput
-from headrace.core.traffic_config import own_traffic_problems
 
 # ImageNet's labels take 30 KB; the largest vocabularies some megabytes.
 MAX_LABELS_BYTES = 16 * 1024 * 1024

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from headrace.config.completion import incomplete, problems_of
-from headrace.core.config_base import Problem
+from headrace.config.config_base import Problem
+from headrace.config.model_config import DynamicBatching, ModelConfig, ModelTransactionPolicy
+from headrace.config.tensor_config import ModelInput, ModelOutput
 from headrace.core.errors import ConfigError, Finding
-from headrace.core.model_config import DynamicBatching, ModelConfig, ModelTransactionPolicy
-from headrace.core.tensor_config import ModelInput, ModelOutput
 
 OPTION = "--allow-python-uploads"
 
@@ -57,7 +57,7 @@ def decoupled_problems(config: ModelConfig) -> Iterator[Problem]:
         config: configuration, identity completed.
     """
     loc = ("model_transaction_policy", "decoupled")
-    # The steps of a pipeline decide: see headrace.pipelines.decoupled_rules.
+    # The steps of a pipeline decide: see headrace.engine.pipelines.decoupled_rules.
     if not config.is_decoupled or config.kind == "pipeline":
         return
     if config.kind != "python" or config.backend != "python":

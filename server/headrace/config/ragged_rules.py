@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from headrace.config.config_base import Problem
+from headrace.config.model_config import ModelConfig
 from headrace.config.onnx_model import OnnxSignature, RowVerdict, TensorSignature
-from headrace.core.config_base import Problem
-from headrace.core.model_config import ModelConfig
-from headrace.core.tensor_config import ModelInput, ModelOutput, Reshape
+from headrace.config.tensor_config import ModelInput, ModelOutput, Reshape
 
 _FREE = (-1, -1)  # rows, and any size: the shape of an input without dims
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from headrace.config.config_base import Location, Problem
+from headrace.config.model_config import ModelConfig
 from headrace.config.onnx_model import OnnxSignature, TensorSignature
-from headrace.core.config_base import Location, Problem
-from headrace.core.model_config import ModelConfig
-from headrace.core.sequence_config import SequenceState, control_inputs, state_tensors
+from headrace.config.sequence_config import SequenceState, control_inputs, state_tensors
 from headrace.core.tensor import fits_shape
 
 

@@ -26,11 +26,11 @@ from headrace.config.manifest import (
     onnxruntime_machine,
     read_stamps,
 )
+from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import ModelFolder, sample_paths
+from headrace.config.optimization_config import cuda_accelerator, requested_precision, tensorrt_accelerator
+from headrace.config.tensor_config import ModelInput, ModelOutput
 from headrace.core.errors import ConfigError, Unsupported
-from headrace.core.model_config import ModelConfig
-from headrace.core.optimization_config import cuda_accelerator, requested_precision, tensorrt_accelerator
-from headrace.core.tensor_config import ModelInput, ModelOutput
 
 ENGINES_FOLDER = "engines"
 """Folder in the state folder: engines of models whose own folder is read-only."""

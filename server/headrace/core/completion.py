@@ -49,7 +49,7 @@ class Mailbox:
         loop: see Args.
         measures_lag: True once a request has a due time.
         lag_ns: delay of the loop, from a post to its delivery: large ones of the latest deliveries.
-        latest, mixed_ns: for `headrace.scheduling.executor.InlineGate`: the model version of the latest request, and until when
+        latest, mixed_ns: for `InlineGate`: the model version of the latest request, and until when
             requests count as those of several.
     """
 

@@ -20,7 +20,7 @@
     |  |- BatchLost          the model's process ended while it ran the batch
     |- ConfigError           a model's configuration is invalid: file, line, cure
 
-One table maps the tree to HTTP statuses and gRPC codes (`headrace/inference/status.py`).
+One table maps the tree to HTTP statuses and gRPC codes (`headrace/wire/requests/status.py`).
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class ResidentRows:
     """A C-contiguous tensor in memory that a GPU reads, by its address. Immutable; slices and reshapes share the memory.
 
     Memory at `PINNED` addresses may be a client's file, which the client may truncate: only kernels may read it. A read by the
-    host would raise SIGBUS, and the driver's copies are partly done by the host (`headrace.cuda.shared_memory`).
+    host would raise SIGBUS, and the driver's copies are partly done by the host (`headrace.runtimes.cuda.shared_memory`).
 
     Attributes:
         address: CUdeviceptr of the first element, for kernels; aligned to the dtype except for `NOWHERE`.

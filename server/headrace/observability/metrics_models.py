@@ -265,14 +265,14 @@ _COUNTERS: dict[str, Callable[[Totals], float]] = {
 
 
 class LatencySummary(Protocol):
-    """See `headrace.scheduling.latency_table.LatencyTable`."""
+    """See `headrace.engine.scheduling.latency_table.LatencyTable`."""
 
     def summary(self) -> Iterable[tuple[int, int, int]]:
         """Return rows, expected time and 95th percentile in nanoseconds, for a bounded number of sizes."""
 
 
 class ObservedProcess(Protocol):
-    """See `headrace.backends.base.ProcessStatus`."""
+    """See `headrace.runtimes.base.ProcessStatus`."""
 
     @property
     def up(self) -> bool:
@@ -284,7 +284,7 @@ class ObservedProcess(Protocol):
 
 
 class Batching(Protocol):
-    """See `headrace.scheduling.policy.BatchPolicy`."""
+    """See `headrace.engine.scheduling.policy.BatchPolicy`."""
 
     @property
     def objective_ns(self) -> int:
@@ -292,7 +292,7 @@ class Batching(Protocol):
 
 
 class Policy(Protocol):
-    """See `headrace.scheduling.policy.HandlePolicy`."""
+    """See `headrace.engine.scheduling.policy.HandlePolicy`."""
 
     @property
     def instances(self) -> int:
@@ -304,7 +304,7 @@ class Policy(Protocol):
 
 
 class HandleStatus(Protocol):
-    """State of a loaded version; see `headrace.scheduling.version_handle.VersionHandle`."""
+    """State of a loaded version; see `headrace.engine.scheduling.version_handle.VersionHandle`."""
 
     @property
     def policy(self) -> Policy:
@@ -328,14 +328,14 @@ class HandleStatus(Protocol):
 
 
 class ScrapedCache(Protocol):
-    """See `headrace.scheduling.version_handle.RequestCache`."""
+    """See `headrace.engine.scheduling.version_handle.RequestCache`."""
 
     def report(self) -> Mapping[str, object]:
         """Return state, counts and memory."""
 
 
 class ScrapedModel(HandleStatus, Protocol):
-    """A loaded model version; see `headrace.scheduling.version_handle.VersionHandle`."""
+    """A loaded model version; see `headrace.engine.scheduling.version_handle.VersionHandle`."""
 
     recorder: Recorder
     spec: ModelSpec

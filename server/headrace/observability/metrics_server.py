@@ -35,7 +35,7 @@ _INTERVAL_S = 0.25
 
 
 class States(Protocol):
-    """States of all models; see `headrace.repository.registry.Registry`."""
+    """States of all models; see `headrace.models.registry.Registry`."""
 
     def states(self) -> Sequence[tuple[str, str, str, bool]]:
         """Return model, version ("" while the versions are unknown), state, and whether it serves but was never used."""
@@ -215,7 +215,7 @@ def _process_metrics(processes: Sequence[ProcessFigures]) -> Iterator[Metric]:
     yield from (up, cpu, memory, starts, connections, moved)
 
 
-# In the order in which a version passes them; see `headrace.repository.registry.State`.
+# In the order in which a version passes them; see `headrace.models.registry.State`.
 _STATES = ("UNKNOWN", "LOADING", "READY", "UNAVAILABLE", "UNLOADING", "UNLOADED")
 _LABELLED_COUNTERS = {
     "headrace_errors_total": ERRORS,
@@ -227,7 +227,7 @@ _LABELLED_COUNTERS = {
 
 
 class GpuMemory(Protocol):
-    """GPU memory by model; see `headrace.repository.gpu_model_cache.GpuModelCache`."""
+    """GPU memory by model; see `headrace.models.gpu_model_cache.GpuModelCache`."""
 
     ledger: Ledger
 
@@ -236,7 +236,7 @@ class GpuMemory(Protocol):
 
 
 class GpuReader(Protocol):
-    """See `headrace.cuda.devices.Nvml`."""
+    """See `headrace.runtimes.cuda.devices.Nvml`."""
 
     def readings(self) -> Iterable[GpuReading]:
         """Return a reading of every GPU, none without a driver. Takes some milliseconds."""

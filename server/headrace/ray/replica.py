@@ -11,8 +11,8 @@ import ray
 from ray import serve
 
 from headrace.core.errors import Unavailable
-from headrace.embedding import Model, Server
 from headrace.ray.scaling import load_metrics
+from headrace.server.embedding import Model, Server
 
 
 class ReplicaOptions(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from headrace.embedding import ServerLoad
+    from headrace.server.embedding import ServerLoad
 
 UTILIZATION = "headrace_utilization"
 """Name of the metric that the policy reads."""

@@ -94,7 +94,7 @@ def real_gpu() -> GpuUnderTest:
     """The machine's GPU."""
     if importlib.util.find_spec("pycuda") is None:
         pytest.skip("needs an NVIDIA GPU and PyCUDA")
-    from headrace.cuda import devices
+    from headrace.runtimes.cuda import devices
 
     from tests.support.gpu_process_memory import process_gpu_bytes
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from headrace.cuda import driver, memory
-from headrace.cuda.driver import CudaGraph
+from headrace.runtimes.cuda import driver, memory
+from headrace.runtimes.cuda.driver import CudaGraph
 
 from tests.gpu.contract.conftest import GpuUnderTest
 

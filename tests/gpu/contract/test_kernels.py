@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from headrace.cuda import driver
-from headrace.cuda.driver import CudaStream
-from headrace.cuda.kernels import launching, loading
-from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor
-from headrace.pipelines.recipe import ImageRecipe
+from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.runtimes.cuda import driver
+from headrace.runtimes.cuda.driver import CudaStream
+from headrace.runtimes.cuda.kernels import launching, loading
+from headrace.runtimes.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor
 
 from tests.support.kernel_cases import (
     RECIPES,

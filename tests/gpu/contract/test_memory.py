@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from headrace.core.errors import Unsupported
 from headrace.core.tensor import Array
-from headrace.cuda import devices, driver, memory
+from headrace.runtimes.cuda import devices, driver, memory
 
 from tests.gpu.contract.conftest import GpuUnderTest
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from headrace.core.errors import BadRequest
 from headrace.core.tensor import PINNED, Array
-from headrace.cuda.driver import CudaStream, DeviceError, current, loaded
-from headrace.cuda.kernels.launching import RowGather
-from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, pinned_empty, pinned_rows
-from headrace.cuda.shared_memory import ClientMemory, find_client_memory
+from headrace.runtimes.cuda.driver import CudaStream, DeviceError, current, loaded
+from headrace.runtimes.cuda.kernels.launching import RowGather
+from headrace.runtimes.cuda.memory import DeviceBuffer, PinnedBuffer, pinned_empty, pinned_rows
+from headrace.runtimes.cuda.shared_memory import ClientMemory, find_client_memory
 
 from tests.gpu.contract.conftest import GpuUnderTest
 from tests.support.exported_memory import finished, pinned, shared_file

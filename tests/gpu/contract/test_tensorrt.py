@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, ModelFailed
 from headrace.core.request import InferRequest
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
+from headrace.engine.scheduling.handle import ModelHandle
+from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
-from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import BatchPolicy, HandlePolicy
+from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from onnx import helper
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from headrace.config.completion import REFUSED, bind
 from headrace.config.documents import Document, read_pbtxt, read_yaml
+from headrace.config.model_config import ModelConfig, is_headrace_field
+from headrace.config.sequence_config import SequenceBatching
 from headrace.core.errors import Finding
-from headrace.core.model_config import ModelConfig, is_headrace_field
-from headrace.core.sequence_config import SequenceBatching
 
 from tests.support.models import read_config_text
 

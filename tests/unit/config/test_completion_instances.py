@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from headrace.config.documents import to_triton_json
+from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import read_model_folder
-from headrace.core.model_config import ModelConfig
-from headrace.repository.loader import handle_policy
+from headrace.models.loader import handle_policy
 from onnx import TensorProto
 
 from tests.support.onnx_models import identity_model, write_model

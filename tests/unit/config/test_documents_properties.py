@@ -12,8 +12,8 @@ import yaml
 from google.protobuf import json_format, text_format
 from headrace.config.completion import bind
 from headrace.config.documents import EXPONENT_NUMBER, Document, read_pbtxt, read_yaml, to_triton_json
+from headrace.config.model_config import ModelConfig
 from headrace.core.errors import ConfigError
-from headrace.core.model_config import ModelConfig
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2

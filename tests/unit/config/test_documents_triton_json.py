@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from headrace.config.documents import to_triton_json
-from headrace.core.model_config import ModelConfig
+from headrace.config.model_config import ModelConfig
 
 from tests.support.models import read_config_text
 

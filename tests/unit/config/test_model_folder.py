@@ -5,13 +5,13 @@ from pathlib import Path
 import onnx
 import pytest
 from headrace.config.documents import Document
+from headrace.config.model_config import BACKENDS, ModelConfig, is_version
 from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
+from headrace.config.pipeline_config import EnsembleStep
 from headrace.config.python_rules import reads_device_rows
+from headrace.config.traffic_config import Traffic
 from headrace.core.errors import ConfigError, Finding
-from headrace.core.model_config import BACKENDS, ModelConfig, is_version
-from headrace.core.pipeline_config import EnsembleStep
-from headrace.core.traffic_config import Traffic
-from headrace.repository.uploads import check_files
+from headrace.models.uploads import check_files
 from onnx import TensorProto
 
 from tests.support.onnx_models import identity_model, write_model

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import read_model_folder
 from headrace.core.errors import ConfigError
-from headrace.core.model_config import ModelConfig
-from headrace.repository.loader import handle_policy
-from headrace.repository.sequence_policy import state_tensors
-from headrace.repository.warmup import MAX_RANDOM_BYTES, sizes
+from headrace.models.loader import handle_policy
+from headrace.models.sequence_policy import state_tensors
+from headrace.models.warmup import MAX_RANDOM_BYTES, sizes
 from onnx import TensorProto
 
 from tests.support.models import add_model

@@ -8,7 +8,7 @@ from headrace.core.access import ALL_SCOPES, Grant, OpenAccess, Principal, Quota
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import Forbidden, QuotaExceeded, Unauthenticated
 from headrace.core.quota import Quota
-from headrace.inference.status import grpc_code, http_status
+from headrace.wire.requests.status import grpc_code, http_status
 
 
 def test_a_principal_without_a_grant_is_unauthenticated() -> None:

@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from headrace.settings import Settings
-from headrace.tls import TlsFiles
+from headrace.server.settings import Settings
+from headrace.wire.tls import TlsFiles
 
 from deploy.make_keys import KEYS, KEYS_FILE
 from tests.support.certificates import Certificates

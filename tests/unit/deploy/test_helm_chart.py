@@ -16,7 +16,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import yaml
-from headrace import settings
+from headrace.server import settings
 
 from tests.support import manifest_wheels
 from tests.support.models import add_model, affine

@@ -88,9 +88,9 @@ def test_classes_and_methods_of_a_page_exist(name: str) -> None:
 
 
 def test_missing_paths_and_symbols_are_reported() -> None:
-    assert missing_paths("`http/codec.py` `scheduling/` `tests/unit` `http/no_such.py`, `infer/x` `model.onnx`") == [
-        "http/no_such.py"
-    ]
+    assert missing_paths(
+        "`wire/http/codec.py` `scheduling/` `tests/unit` `http/no_such.py`, `infer/x` `model.onnx`"
+    ) == ["http/no_such.py"]
     assert missing_paths("```\n`http/no_such.py`\n```\n    `grpc/no_such.py`\n") == []
     assert missing_symbols("`ModelHandle.compute` `ModelHandle` `decide` `NoSuchClass` `ModelHandle.no_such`") == [
         "NoSuchClass",

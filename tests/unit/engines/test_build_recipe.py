@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from headrace.core.optimization_config import AccuracyBar, Calibration
+from headrace.config.optimization_config import AccuracyBar, Calibration
 from headrace_engines import project as spec
 from headrace_engines.precision import lowering
 from headrace_engines.precision.lowering import lower_model

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from headrace.core.optimization_config import AccuracyBar, Calibration
+from headrace.config.optimization_config import AccuracyBar, Calibration
 from headrace_engines import project as spec
 from headrace_engines.project import BuildSpec
 from headrace_engines.quantization import calibration as ranges

@@ -6,10 +6,10 @@ import gc
 
 from headrace.core.clock import NS_PER_S
 from headrace.core.limits import ClientLimits, Limits
+from headrace.engine.simulation.replay import VirtualLoop
 from headrace.observability.labelled_counter import LOADS
 from headrace.observability.metrics import PROTOBUF, MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
-from headrace.simulation.replay import VirtualLoop
 from prometheus_client.parser import text_string_to_metric_families
 
 

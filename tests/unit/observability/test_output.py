@@ -205,7 +205,7 @@ def test_a_forked_child_writes_its_lines() -> None:
     """The thread that writes exists only in the parent: lines of the child vanished."""
     code = """
 import logging, os, sys
-from headrace.program import configure_logging
+from headrace.server.program import configure_logging
 configure_logging("text")
 print("parent before")
 child = os.fork()
@@ -235,7 +235,7 @@ def test_the_queue_calls_back_after_a_time() -> None:
 def test_nothing_is_lost_at_exit() -> None:
     code = """
 import logging, sys
-from headrace.program import configure_logging
+from headrace.server.program import configure_logging
 configure_logging("text")
 for number in range(5000):
     logging.getLogger("headrace").info("line %d", number)

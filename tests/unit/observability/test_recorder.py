@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from headrace.backends.base import ProcessStatus
 from headrace.core.clock import NS_PER_S
 from headrace.core.request import BatchTimes, LevelLoad, ModelLoad
 from headrace.core.tensor import ModelSpec
 from headrace.observability.counters import BatchRecord, Recorder
 from headrace.observability.histograms import BUCKETS_S, Histogram
 from headrace.observability.metrics import MetricsPage
+from headrace.runtimes.base import ProcessStatus
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry

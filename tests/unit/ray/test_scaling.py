@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import headrace.ray
 import pytest
-from headrace.embedding import ServerLoad
 from headrace.ray.scaling import UTILIZATION, UtilizationPolicy, load_metrics
+from headrace.server.embedding import ServerLoad
 
 
 @pytest.mark.parametrize(

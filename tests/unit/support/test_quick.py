@@ -10,17 +10,21 @@ from tests.support.quick import ranked
 IMPORTS = {
     "server/headrace/core/errors.py": set(),
     "server/headrace/core/tensor.py": {"headrace.core.errors.BadRequest"},
-    "server/headrace/http/codec.py": {"numpy", "headrace.core.tensor"},
+    "server/headrace/wire/http/codec.py": {"numpy", "headrace.core.tensor"},
     "server/headrace_model/slots.py": set(),
     "engines/headrace_engines/targets/onnx.py": {"headrace.core.errors"},
-    "tests/support/models.py": {"headrace.http.codec.encode"},
+    "tests/support/models.py": {"headrace.wire.http.codec.encode"},
     "tests/unit/core/test_errors.py": {"headrace.core.errors"},
     "tests/unit/core/test_other.py": {"json"},
-    "tests/unit/http/test_codec.py": {"headrace.http.codec"},
-    "tests/unit/http/test_routes.py": {"tests.support.models.affine"},
-    "tests/unit/http/test_tensors.py": {"headrace.core.errors", "headrace.core.tensor", "headrace.http.codec"},
+    "tests/unit/wire/http/test_codec.py": {"headrace.wire.http.codec"},
+    "tests/unit/wire/http/test_routes.py": {"tests.support.models.affine"},
+    "tests/unit/wire/http/test_tensors.py": {
+        "headrace.core.errors",
+        "headrace.core.tensor",
+        "headrace.wire.http.codec",
+    },
     "tests/unit/engines/targets/test_onnx.py": {"headrace_engines.targets.onnx.Target"},
-    "tests/e2e/test_server.py": {"headrace.http.codec"},
+    "tests/e2e/test_server.py": {"headrace.wire.http.codec"},
 }
 
 
@@ -29,12 +33,15 @@ IMPORTS = {
     [
         (
             "server/headrace/core/errors.py",
-            "core/test_other core/test_errors http/test_tensors engines/targets/test_onnx",
+            "core/test_other core/test_errors wire/http/test_tensors engines/targets/test_onnx",
         ),
-        ("server/headrace/core/tensor.py", "core/test_other core/test_errors http/test_tensors http/test_codec"),
-        ("server/headrace/http/codec.py", "http/test_codec http/test_routes http/test_tensors"),
-        ("server/headrace/http/notes.html", "http/test_codec http/test_routes http/test_tensors"),
-        ("tests/support/models.py", "http/test_routes"),
+        (
+            "server/headrace/core/tensor.py",
+            "core/test_other core/test_errors wire/http/test_tensors wire/http/test_codec",
+        ),
+        ("server/headrace/wire/http/codec.py", "wire/http/test_codec wire/http/test_routes wire/http/test_tensors"),
+        ("server/headrace/wire/http/notes.html", "wire/http/test_codec wire/http/test_routes wire/http/test_tensors"),
+        ("tests/support/models.py", "wire/http/test_routes"),
         ("README.md", ""),
     ],
 )
@@ -55,12 +62,16 @@ def test_at_the_same_distance_one_file_of_each_folder_comes_in_turn() -> None:
     """In a folder the one that imports least comes first."""
     imports = {
         "server/headrace/core/errors.py": set(),
-        "tests/unit/grpc/test_a.py": {"headrace.core.errors", "headrace.core.errors.BadRequest", "headrace.grpc.call"},
-        "tests/unit/grpc/test_b.py": {"headrace.core.errors"},
-        "tests/unit/http/test_a.py": {"headrace.core.errors"},
-        "server/headrace/grpc/call.py": set(),
+        "tests/unit/wire/grpc/test_a.py": {
+            "headrace.core.errors",
+            "headrace.core.errors.BadRequest",
+            "headrace.wire.grpc.call",
+        },
+        "tests/unit/wire/grpc/test_b.py": {"headrace.core.errors"},
+        "tests/unit/wire/http/test_a.py": {"headrace.core.errors"},
+        "server/headrace/wire/grpc/call.py": set(),
     }
-    names = ("grpc/test_b", "http/test_a", "grpc/test_a")
+    names = ("wire/grpc/test_b", "wire/http/test_a", "wire/grpc/test_a")
     assert ranked(["server/headrace/core/errors.py"], imports) == [f"tests/unit/{name}.py" for name in names]
 
 
@@ -74,5 +85,5 @@ def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     printed, said = capsys.readouterr()
     assert printed.split() == ["tests/unit/core/test_other.py", "tests/unit/core/test_errors.py"]
     assert said == (
-        "quick: left to `make test`, 2 of 4 test files, the farthest from the change: 1 of http, 1 of engines\n"
+        "quick: left to `make test`, 2 of 4 test files, the farthest from the change: 1 of wire, 1 of engines\n"
     )

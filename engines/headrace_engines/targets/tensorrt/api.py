@@ -29,8 +29,8 @@ from typing import Any
 import onnx
 from headrace.config.files import write_durably
 from headrace.core.errors import HeadraceError, Unsupported
-from headrace.cuda import tensorrt
-from headrace.cuda.convolution_plugin import Creator, missing_plugin
+from headrace.runtimes.cuda import tensorrt
+from headrace.runtimes.cuda.convolution_plugin import Creator, missing_plugin
 
 from headrace_engines.errors import BuildError, NoKernelError
 from headrace_engines.progress import Report

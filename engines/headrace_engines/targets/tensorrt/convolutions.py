@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 from headrace.core.tensor import Array
-from headrace.cuda.convolution_plugin import INDEX_FIELD, PLUGIN, PluginLayer
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
-from headrace.cuda.kernels.convolution.resources import Algorithm
+from headrace.runtimes.cuda.convolution_plugin import INDEX_FIELD, PLUGIN, PluginLayer
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
 from onnx import TensorProto, helper
 
 from headrace_engines.onnx_graph import OnnxGraph, copy_model

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from headrace.cuda.convolution_plugin import CURE, collect_refusals
-from headrace.cuda.devices import describe
-from headrace.cuda.driver import CudaGraph, CudaStream, DeviceError, OutOfDeviceMemory, TimingEvent, current
-from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, read_now, upload
+from headrace.runtimes.cuda.convolution_plugin import CURE, collect_refusals
+from headrace.runtimes.cuda.devices import describe
+from headrace.runtimes.cuda.driver import CudaGraph, CudaStream, DeviceError, OutOfDeviceMemory, TimingEvent, current
+from headrace.runtimes.cuda.memory import DeviceBuffer, PinnedBuffer, download, read_now, upload
 
 from headrace_engines.errors import BuildError
 from headrace_engines.targets.base import BatchTiming, MeasuredLayer

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.cuda.driver import CudaStream
+from headrace.runtimes.cuda.driver import CudaStream
 
 from headrace_engines.errors import BuildError
 from headrace_engines.targets.base import Array
@@ -31,7 +31,7 @@ class BatchSlot:
 
 
 class PipelinedPlan(TensorRtEngine):
-    """An engine with several batch slots; the caller makes the GPU current (`headrace.cuda.driver.current`).
+    """An engine with several batch slots; the caller makes the GPU current (`headrace.runtimes.cuda.driver.current`).
 
     Args:
         api: TensorRT.

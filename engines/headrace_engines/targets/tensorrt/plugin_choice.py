@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from headrace.core.command_line import plural
 from headrace.core.tensor import Array
-from headrace.cuda.convolution_plugin import PLUGIN, VERSION, PluginLayer, plugin_digest
-from headrace.cuda.kernels.convolution.resources import Algorithm
+from headrace.runtimes.cuda.convolution_plugin import PLUGIN, VERSION, PluginLayer, plugin_digest
+from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
+from headrace_reports.command_line import plural
 
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import PLUGIN_PHASES, Report, part

@@ -20,10 +20,10 @@ from typing import Any
 import onnx
 from headrace.config.manifest import Machine
 from headrace.core.errors import HeadraceError
-from headrace.cuda import devices as gpus
-from headrace.cuda.convolution_plugin import PluginLayer, collect_refusals
-from headrace.cuda.devices import Gpu
-from headrace.cuda.driver import current
+from headrace.runtimes.cuda import devices as gpus
+from headrace.runtimes.cuda.convolution_plugin import PluginLayer, collect_refusals
+from headrace.runtimes.cuda.devices import Gpu
+from headrace.runtimes.cuda.driver import current
 
 from headrace_engines.apart import call_apart
 from headrace_engines.errors import BuildError

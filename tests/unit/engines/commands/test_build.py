@@ -8,12 +8,12 @@ from typing import Any
 
 import onnx
 import pytest
-from headrace.backends import onnxruntime_cuda
 from headrace.config.manifest import Machine, onnxruntime_machine
 from headrace.config.model_folder import read_model_folder
 from headrace.config.serving_plan import CUDA_RUNTIME, GpuRuntime, ServingPlan, cpu_pin, engine_folder, serving_plan
 from headrace.core.errors import ConfigError, Unsupported
-from headrace.repository.loader import Loader
+from headrace.models.loader import Loader
+from headrace.runtimes import onnxruntime_cuda
 from headrace_engines.__main__ import main
 from headrace_engines.commands import build as build_command
 from headrace_engines.commands.build import (
@@ -203,7 +203,7 @@ def loader_plan(project: Project) -> ServingPlan | str:
 def test_the_forecast_is_the_plan_of_the_servers_loader(
     trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, has_tensorrt: bool, provider: str
 ) -> None:
-    monkeypatch.setattr("headrace.cuda.devices.is_visible", lambda: True)
+    monkeypatch.setattr("headrace.runtimes.cuda.devices.is_visible", lambda: True)
     monkeypatch.setattr(onnxruntime_cuda, "provider_problem", lambda: provider)
     if not has_tensorrt:
         monkeypatch.setitem(sys.modules, "tensorrt", None)

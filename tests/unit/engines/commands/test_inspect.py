@@ -15,7 +15,7 @@ import onnx
 import pytest
 from headrace.config.manifest import Stamp, artefact_name, config_digest, onnx_digest, read_layers, write_stamp
 from headrace.config.model_folder import read_model_folder
-from headrace.repository.folders import fingerprint_version, without_builds
+from headrace.models.folders import fingerprint_version, without_builds
 from headrace_engines.commands.inspect import add_arguments, run
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import read_onnx

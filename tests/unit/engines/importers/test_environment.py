@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from headrace.repository.environments import list_environments
+from headrace.python.environments import list_environments
 from headrace_engines.errors import BuildError
 from headrace_engines.importers.environment import framework_python, missing_packages
 

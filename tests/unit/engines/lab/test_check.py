@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from headrace.cuda.kernels.convolution import winograd
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
+from headrace.runtimes.cuda.kernels.convolution import winograd
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
 from headrace_engines.lab.check import HALF_VERDICT, SEPARATE, Errors, SampledReference, sample, transform_gain
 from headrace_engines.lab.inputs import HostOperands, host_operands
 

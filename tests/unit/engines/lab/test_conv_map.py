@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.cuda.kernels.convolution.base import ConvShape
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape
 from headrace_engines.__main__ import main
 from headrace_engines.commands import lab
 from headrace_engines.lab import conv as module

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from headrace.cuda import driver
-from headrace.cuda.driver import CudaStream
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.runtimes.cuda import driver
+from headrace.runtimes.cuda.driver import CudaStream
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
 from headrace_engines.lab.check import SampledReference, sample
 from headrace_engines.lab.conv import read_pixels
 from headrace_engines.lab.cudnn import CudnnCandidate, Torch, cudnn_candidates, load_torch

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.lab.layers import kernel_size_layers, model_layers, resnet50_layers, shape_layer
 from onnx import helper, numpy_helper

@@ -7,7 +7,7 @@ import json
 import math
 
 import pytest
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
 from headrace_engines.__main__ import main
 from headrace_engines.commands import lab
 from headrace_engines.lab.check import Errors

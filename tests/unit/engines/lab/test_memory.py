@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from headrace.core.errors import HeadraceError
-from headrace.cuda import memory_pool
-from headrace.cuda.devices import Nvml
-from headrace.cuda.driver import CudaStream, DeviceError, current
+from headrace.runtimes.cuda import memory_pool
+from headrace.runtimes.cuda.devices import Nvml
+from headrace.runtimes.cuda.driver import CudaStream, DeviceError, current
 from headrace_engines.commands import lab_memory
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.lab.gpu_load import GpuLoad

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from headrace.cuda.devices import Nvml
+from headrace.runtimes.cuda.devices import Nvml
 from headrace_engines.commands import lab_overlap
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.lab.gpu_load import GpuLoad
@@ -105,7 +105,7 @@ def test_errors_of_any_thread_end_the_measurement(
             lab.measure(0.001, overlapped=overlapped)
         # The GPU may still work on a batch.
         for stream in lab._streams:
-            from headrace.cuda.driver import current
+            from headrace.runtimes.cuda.driver import current
 
             with current():
                 stream.synchronize()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from headrace.core.optimization_config import AccuracyBar, Calibration
+from headrace.config.optimization_config import AccuracyBar, Calibration
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model
 from headrace_engines.precision import lowering

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from headrace.core.optimization_config import Calibration
+from headrace.config.optimization_config import Calibration
 from headrace_engines.accuracy import measure
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import onnx
 import pytest
-from headrace.core.optimization_config import Calibration
+from headrace.config.optimization_config import Calibration
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent
 from headrace_engines.quantization.calibration import calibrate

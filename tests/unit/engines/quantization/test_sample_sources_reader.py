@@ -2,8 +2,8 @@ import textwrap
 
 import numpy as np
 import pytest
-from headrace.core.model_config import ModelConfig
-from headrace.core.tensor_config import ModelInput, ModelOutput
+from headrace.config.model_config import ModelConfig
+from headrace.config.tensor_config import ModelInput, ModelOutput
 from headrace_engines.errors import BuildError
 from headrace_engines.quantization.sample_sources import open_samples
 

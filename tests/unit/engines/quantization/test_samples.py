@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-from headrace.core.model_config import ModelConfig
-from headrace.core.tensor_config import ModelInput, ModelOutput, Preprocess, Reshape
+from headrace.config.model_config import ModelConfig
+from headrace.config.tensor_config import ModelInput, ModelOutput, Preprocess, Reshape
 from headrace_engines.errors import BuildError
 from headrace_engines.quantization.sample_sources import open_samples
 from headrace_engines.quantization.samples import Samples, random_samples

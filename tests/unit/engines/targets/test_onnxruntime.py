@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from headrace.backends.onnxruntime import session_options as server_options
+from headrace.runtimes.onnxruntime import session_options as server_options
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import silent

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.cuda.driver import current
+from headrace.runtimes.cuda.driver import current
 from headrace_engines.errors import BuildError
 from headrace_engines.targets.base import TargetSpec
 from headrace_engines.targets.tensorrt.engine import TensorRtEngine, pointer_of

@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 import pytest
 from headrace.config.manifest import BatchTiming, MeasuredLayer
-from headrace.cuda.kernels.convolution import algorithms
-from headrace.cuda.kernels.convolution.direct import DirectAlgorithm
+from headrace.runtimes.cuda.kernels.convolution import algorithms
+from headrace.runtimes.cuda.kernels.convolution.direct import DirectAlgorithm
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
 from headrace_engines.progress import PLUGIN_PHASES, silent

@@ -1,0 +1,706 @@
+"""Overlaps several batches of one instance: while one computes, the next is pulled, filled and launched.
+
+An instance has two threads. Its first thread pulls, begins, fills and launches batches. Its finisher thread waits for each
+batch in the order of launch, splits the outputs and settles the requests. Two queues connect them: `_launched` to the finisher,
+`_finished` back. A batch that fails as a whole is returned that way. Its members run again one by one, ahead of the queue,
+while later batches continue.
+
+A caller that would block until its response may do the work of both threads for its batch while they sleep (`run`). No thread
+is woken then.
+
+`Filler` copies rows into the memory of a batch, or records rows that the GPU fetches by itself. Large batches are copied by
+several threads, since one thread does not use the memory bandwidth of a server. Measured on 16 cores, images into pinned
+memory: 6 GB/s with one thread, 31 GB/s with four, no more with eight. A GPU reads 50 GB/s.
+
+`LaunchPacing` delays the next pull while the device has work. A batch that is pulled as soon as a slot is free is small, and
+requests that arrive a moment later wait for the next one. A batch that is pulled just before the device runs out of work holds
+all requests that have arrived by then, at no loss. Service times are learned by number of rows. An estimate that is too long
+costs at most the overlap, because a finished batch ends the wait. One that is too short costs at most a smaller batch. A batch
+that cannot grow is never delayed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.core.clock import NS_PER_S, NS_PER_US, Clock
+from headrace.core.request import BatchTimes
+from headrace.core.scattered_rows import ScatteredRows, in_pieces, is_scattered
+from headrace.core.tensor import NOWHERE, Array, ResidentRows, is_resident
+from headrace.engine.scheduling.admission import InFlightWork
+from headrace.engine.scheduling.executor import BatchResults, InlineGate, SerialRunner, exceed_deadline
+from headrace.engine.scheduling.instance import OnDeath
+from headrace.engine.scheduling.joining import RaggedLayout
+from headrace.engine.scheduling.queue import Entry
+from headrace.engine.scheduling.ragged import PaddedLayout
+from headrace.engine.scheduling.scheduler import Batch, CallerThread, Scheduler
+from headrace.runtimes.base import ExecutionLost, InFlightBatch, PipelinedExecution, never_blocks
+
+# Larger requests are copied by the instance's thread, so that the event loop is not blocked for other callers.
+_SHORT_BYTES = 1 << 18
+
+
+class _Finished(NamedTuple):
+    """Result of an in-flight batch, for the instance's thread.
+
+    Attributes:
+        done_ns: monotonic time at which its outputs were complete; 0 if it failed.
+        retries: its members, to be run one by one, if it failed.
+    """
+
+    done_ns: int
+    retries: list[Batch]
+
+
+@dataclass(eq=False, repr=False)
+class Pipeline:
+    """Runs an execution that overlaps batches; see `headrace.engine.scheduling.instance.BatchRunner`.
+
+    A batch that lacks an optional input, or whose requests of different length cannot be padded yet, runs through the execution's
+    `run`, with no other batch in flight. For a model without a batch dimension a batch is one request.
+
+    Ownership: `_open`, `_retries`, `pacing` and `_last_done_ns` belong to one thread each, as noted below, or to the thread that
+    runs in its place. A caller holds `_caller_lock` from before the launch of its batch until that batch is finished. `_pending`
+    needs no lock: each change, and the copy in `give_up`, is atomic under the interpreter's lock.
+
+    Attributes:
+        name: name of the instance, for its threads and log lines.
+        execution: the loaded model.
+        scheduler: source of batches.
+        inputs: number of inputs of the model.
+        serial: runs batches that cannot be pipelined on the same execution.
+        batch_results: settles the requests of batches.
+        on_death: callback of a thread that fails, called before the thread waits for anything.
+        pacing: delays pulls while batches are in flight; None pulls at once.
+        clock: returns monotonic nanoseconds.
+        fill_threads: most threads that copy the rows of a large batch.
+        batched: False if the model has no batch dimension, or joins its requests.
+        layout: pads or joins requests of different shapes; None if the requests of a batch have equal shapes.
+        inline_gate: decides which requests the event loop waits for; None for none.
+        asynchronous: see `scheduler.InlineDispatch`.
+    """
+
+    asynchronous = True
+
+    name: str
+    execution: PipelinedExecution
+    scheduler: Scheduler
+    inputs: int
+    serial: SerialRunner
+    batch_results: BatchResults
+    on_death: OnDeath
+    pacing: LaunchPacing | None
+    clock: Clock
+    fill_threads: int
+    batched: bool
+    layout: PaddedLayout | RaggedLayout | None = None
+    inline_gate: InlineGate | None = None
+
+    def __post_init__(self) -> None:
+        self._filler = Filler(self.name, self.fill_threads)
+        self._pending: set[Batch] = set()
+        self._launched: SimpleQueue[Batch | None] = SimpleQueue()
+        self._finished: SimpleQueue[_Finished | BaseException] = SimpleQueue()
+        self._prompt = never_blocks(self.execution)
+        self._defer: Callable[..., object] | None = None  # while the event loop waits for a batch
+        # These four belong to the instance's thread:
+        self._launched_inline = False  # another thread has launched a batch in its place
+        self._inline_error: BaseException | None = None  # error of that launch
+        self._open = 0  # batches in flight: launched and not returned through `_finished`
+        self._retries: deque[Batch] = deque()  # members to run one by one, and further groups of a batch
+        self._last_done_ns = 0  # the finisher's: completion of the batch before
+        self._caller_lock = threading.Lock()
+        self._sleeper = threading.Lock()
+        self._sleeper.acquire()
+        self._finisher = threading.Thread(target=self._finish_all, name=self.name + " finisher", daemon=True)
+
+    def serve(self) -> None:
+        """Run batches until the scheduler is closed and empty and no batch is in flight."""
+        self._finisher.start()
+        if self._prompt and self.inline_gate is not None:
+            self.inline_gate.support(self.execution)
+        try:
+            self._pull()
+        except BaseException as error:
+            self.on_death(error)  # now, since batches in flight may take long to finish
+            raise
+        finally:
+            self._filler.close()
+            self._launched.put(None)
+            self._finisher.join()
+            self._await_caller()
+            self.batch_results.busy_runners.discard(self)
+
+    def give_up(self, error: Exception) -> None:
+        """Settle every pulled request that is not settled with `error`; any thread may call."""
+        self.batch_results.give_up([entry for batch in list(self._pending) for entry in batch.entries], error)
+
+    def in_flight_work(self) -> InFlightWork:
+        """Return the batches that were pulled and are not settled; any thread may call."""
+        pending = list(self._pending)
+        return InFlightWork(self._last_done_ns, sorted([(batch.taken_ns, batch.rows) for batch in pending]))
+
+    # On the instance's thread
+
+    def _pull(self) -> None:
+        depth = self.execution.depth
+        while self._inline_error is None:
+            self._launched_inline = False
+            while self._open >= depth or not self._finished.empty():
+                self._collect_finished()
+            if self._wait_to_pull():
+                continue
+            batch = self._next()
+            if batch is not None:
+                if self._start(batch):
+                    self._launched.put(batch)
+                del batch  # it may hold a client's memory, and the next batch may come late
+            elif (task := self.scheduler.take_offer(self._sleeper)) is not None:
+                while self._open:
+                    self._collect_finished()
+                if not self._retries:
+                    task(self.execution)
+            elif self._launched_inline or self.needs_wake_up():
+                continue
+            elif self._open:
+                self._collect_finished()
+            else:
+                return
+        raise self._inline_error
+
+    def _collect_finished(self, timeout_s: float | None = None) -> None:
+        """Wait until the finisher returns a batch.
+
+        Raises:
+            Empty: none was returned within `timeout_s`.
+            RuntimeError: the finisher thread failed.
+        """
+        completed = self._finished.get(timeout=timeout_s)
+        if isinstance(completed, BaseException):
+            raise RuntimeError("the finisher thread failed") from completed
+        self._open -= 1
+        if self.pacing is not None:
+            self.pacing.completed(completed.done_ns)
+        self._retries.extend(completed.retries)
+
+    def _wait_to_pull(self) -> bool:
+        """Wait until it is time to pull; True if a batch finished first, which changes that time."""
+        if self.pacing is None or not self._open or self._retries:
+            return False
+        wait_ns = self.pacing.pull_ns(self.scheduler.waiting_rows) - self.clock()
+        if wait_ns <= 0:
+            return False
+        try:
+            self._collect_finished(wait_ns / NS_PER_S)
+        except Empty:
+            return False
+        return True
+
+    def _next(self) -> Batch | None:
+        """Return the next batch to launch; None if there is none, or if a finished batch or an error must be handled first."""
+        if self._retries:
+            batch = self._retries.popleft()
+            batch.taken_ns = self.clock()
+            return batch
+        inline_dispatch = self if self._prompt else None
+        begins_ns = self.pacing.free_ns if self.pacing is not None and self._open else 0
+        next_batch = self.scheduler.next_batch(
+            self._sleeper, self.needs_wake_up, self._open > 0, inline_dispatch, begins_ns
+        )
+        if next_batch is not None:
+            self._add_pending(next_batch)
+        return next_batch
+
+    def _add_pending(self, batch: Batch) -> None:
+        self._pending.add(batch)
+        self.batch_results.begin(self)
+
+    def _start(self, batch: Batch) -> bool:
+        """Launch a batch, run it serially, or drop it if no caller waits; True if it is in flight."""
+        layout = self.layout
+        is_live = batch.drop_settled()
+        if is_live and isinstance(layout, RaggedLayout):
+            self._divide(batch, layout)
+        if not is_live:
+            self._remove_pending(batch)
+        elif len(batch.entries[0].inputs) != self.inputs or (
+            layout is not None and layout.runs_in_groups(batch.entries)
+        ):
+            while self._open:
+                self._collect_finished()
+            if layout is None:
+                self.serial.execute(batch)
+            else:
+                self.serial.execute_groups(batch, layout)
+            self._remove_pending(batch)
+        else:
+            try:
+                launched = self._launch(batch)
+            except ExecutionLost:
+                raise
+            except Exception as error:  # every other error of a backend fails this batch only
+                self._retries.extend(self._failed(batch, error))
+                return False
+            if launched:
+                self._open += 1
+                if self.pacing is not None:
+                    self.pacing.launched(batch.rows, batch.taken_ns, batch.assembled_ns)
+                return True
+            self._remove_pending(batch)
+        return False
+
+    def _divide(self, batch: Batch, layout: RaggedLayout) -> None:
+        """Reduce a batch to the first of its groups; the others run next, ahead of the queue."""
+        first, *others = layout.divide(batch.entries).groups
+        if not others:
+            return
+        batch.entries, batch.rows = first, sum([entry.rows for entry in first])
+        rest = [Batch(group, batch.reason, batch.taken_ns, sum([entry.rows for entry in group])) for group in others]
+        self._pending.update(rest)
+        self._retries.extendleft(reversed(rest))
+
+    def _launch(self, batch: Batch) -> bool:
+        """Begin, fill and launch; False if every request was settled meanwhile."""
+        execution, entries = self.execution, batch.entries
+        arrangement, layout = None, self.layout
+        if layout is not None and not layout.is_plain(entries, batch.taken_ns):
+            arrangement = layout.arrange([entry.inputs for entry in entries])
+        like = entries[0].inputs if arrangement is None else arrangement.like()
+        in_flight = execution.begin(like, batch.rows if self.batched else 0)
+        try:
+            if arrangement is None:
+                self._filler.fill(in_flight, entries)
+            else:
+                arrangement.fill(in_flight.inputs)
+        except Exception:
+            execution.discard(in_flight)
+            raise
+        if all(entry.completion.is_settled for entry in entries):
+            execution.discard(in_flight)
+            return False
+        batch.in_flight, batch.arrangement = in_flight, arrangement
+        batch.instances = len(self.batch_results.busy_runners)
+        if arrangement is None and in_flight.device is not None and entries[0].resident_outputs:
+            in_flight.resident_outputs = entries[0].resident_outputs.intersection(
+                *[entry.resident_outputs for entry in entries[1:]]
+            )
+        batch.assembled_ns = self.clock()
+        execution.launch(in_flight)
+        return True
+
+    # On another thread, while the instance's thread sleeps in `next_batch`; see `scheduler.InlineDispatch`
+
+    def accepts(self, entry: Entry, caller: CallerThread) -> bool:
+        """Return True if no batch is in flight, and the entry has all inputs and is small or its caller blocks."""
+        try:
+            while not self._finished.empty():
+                self._collect_finished()
+        except RuntimeError as error:
+            self._inline_error = error
+        busy = self._open or self._retries or self._inline_error is not None
+        is_short = caller is CallerThread.WAITS or entry.inline or entry.size_bytes <= _SHORT_BYTES
+        return not busy and len(entry.inputs) == self.inputs and is_short
+
+    def dispatch(self, batch: Batch) -> None:
+        """Launch a batch on the event loop, without waking the instance's thread; finish it there too if it is short."""
+        gate = self.inline_gate
+        if gate is None or not batch.entries[0].inline:
+            if self._launch_inline(batch):
+                self._launched.put(batch)
+            return
+        gate.begin()
+        self._defer = gate.mailbox.loop.call_soon
+        try:
+            self.run(batch, _nothing)
+            while not self._finished.empty():
+                self._collect_finished()
+        except BaseException as error:  # ends the instance's thread, which is woken for it
+            self._inline_error = error
+        finally:
+            self._defer = None
+            gate.end(batch.taken_ns)
+
+    def run(self, batch: Batch, on_launched: Callable[[], None]) -> None:
+        """Launch and finish a batch on the calling thread, without waking a thread of the instance."""
+        with self._caller_lock:  # free while no batch is in flight
+            try:
+                is_launched = self._launch_inline(batch)
+            finally:
+                on_launched()
+            if not is_launched:
+                return
+            try:
+                self._complete(batch)
+            except BaseException as error:  # as in `_finish_all`
+                self._report_death(error)
+                if isinstance(error, KeyboardInterrupt):  # meant for the calling thread
+                    raise
+
+    def _launch_inline(self, batch: Batch) -> bool:
+        """Launch a batch for the instance's thread; True if it is in flight."""
+        self._add_pending(batch)
+        try:
+            is_launched = self._start(batch)
+            self._launched_inline = True
+            return is_launched
+        except BaseException as error:  # ends the instance's thread, as if raised there: `needs_wake_up` wakes it
+            self._inline_error = error
+            self.on_death(error)
+            return False
+
+    def needs_wake_up(self) -> bool:
+        """Return True if the instance's thread has a result, a retry or an error to handle."""
+        return not self._finished.empty() or bool(self._retries) or self._inline_error is not None
+
+    # On the finisher's thread
+
+    def _finish_all(self) -> None:
+        try:
+            while (batch := self._launched.get()) is not None:
+                self._await_caller()
+                self._complete(batch)
+                del batch  # its arrays may be large, and the next batch may come late
+        except BaseException as error:  # every failure of the thread is reported
+            self._report_death(error)
+
+    # On the finisher's thread, or on the thread of a caller that finishes its own batch
+
+    def _complete(self, batch: Batch) -> None:
+        """Finish a batch and pass the result to the instance's thread."""
+        finished = self._finish(batch)
+        self._finished.put(finished)
+        if finished.retries:
+            self.scheduler.interrupt(self._sleeper)
+
+    def _report_death(self, error: BaseException) -> None:
+        """Report a failure of the finisher."""
+        try:
+            self.on_death(error)
+        finally:
+            self._finished.put(error)
+            self.scheduler.interrupt(self._sleeper)
+
+    def _finish(self, batch: Batch) -> _Finished:
+        """Wait for the outputs of a batch and settle its members."""
+        in_flight, batch.in_flight = batch.in_flight, None
+        assert in_flight is not None, "a launched batch has an InFlightBatch"
+        try:
+            outputs = self.execution.finish(in_flight)
+            computed_ns = self.clock()
+            arrangement, batch.arrangement = batch.arrangement, None
+            if arrangement is None:
+                results = self.batch_results.split(outputs, batch)
+            else:
+                results = arrangement.split(outputs, self.batch_results.check.check)
+                arrangement.record(outputs, 0, 0)
+        except ExecutionLost:
+            raise
+        except Exception as error:
+            return _Finished(0, self._failed(batch, error))
+        times = BatchTimes(batch.taken_ns, batch.assembled_ns, computed_ns, self.clock())
+        # Busy time counts once: the overlap with the batch before is excluded.
+        busy_ns = times.split_ns - max(batch.taken_ns, self._last_done_ns)
+        self._last_done_ns = times.split_ns
+        if len(self._pending) == 1:  # before `settle`: its caller may send the next request at once
+            self.batch_results.busy_runners.discard(self)
+        if self._defer is not None and batch.entries[0].deadline_ns <= times.split_ns:
+            exceed_deadline(batch.entries[0])  # the loop was blocked, and its timer with it
+        self.batch_results.settle(batch, times, results, busy_ns, self._defer)
+        self._remove_pending(batch)
+        return _Finished(computed_ns, [])
+
+    # On either thread
+
+    def _await_caller(self) -> None:
+        """Wait until no caller finishes a batch of its own, which was launched before all others."""
+        with self._caller_lock:
+            pass
+
+    def _remove_pending(self, batch: Batch) -> None:
+        """Remove a batch that is settled or dropped."""
+        self._pending.discard(batch)
+        if not self._pending:  # a batch that is pulled at this moment is not counted; the next one is
+            self.batch_results.busy_runners.discard(self)
+
+    def _failed(self, batch: Batch, error: Exception) -> list[Batch]:
+        retries = self.batch_results.failed(batch, error)
+        self._pending.update(retries)
+        self._remove_pending(batch)
+        return retries
+
+
+def _nothing() -> None:
+    """Other batches wait until the event loop goes on."""
+
+
+logger = logging.getLogger("headrace.instance")
+
+# Waking another thread takes longer than copying less than this.
+_SHARE_BYTES = 1 << 19
+
+# Destination, and the arrays that are concatenated into it.
+_Copy = tuple[Array, list[Array]]
+
+
+@dataclass(eq=False, repr=False)
+class Filler:
+    """Fills the input buffers of an instance's batches; large ones with helper threads, which the first large batch starts.
+
+    Ownership: the instance's thread makes every call. A helper has work only during `fill`, which waits for it and raises its
+    errors.
+
+    Attributes:
+        name: name of the instance.
+        threads: most threads that copy at the same time, including the instance's.
+    """
+
+    name: str
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        self._helpers: list[_Helper] = []
+
+    def fill(self, in_flight: InFlightBatch, entries: list[Entry]) -> None:
+        """Copy the rows of all entries, in their order, from the request bodies into the batch's input buffers.
+
+        Rows that the batch's GPU reads by itself, also those on another GPU, are recorded in `in_flight.resident_inputs` instead
+        of copied. NumPy releases the interpreter's lock while it copies a part of some 500 elements or more, aligned or not.
+        Smaller parts are copied faster than the lock changes threads.
+
+        Args:
+            in_flight: a batch with buffers of shape (sum of the entries' rows, ...).
+            entries: entries with the same inputs, of the same row shape.
+
+        Raises:
+            ValueError, TypeError: an input of an entry has another shape or dtype than its buffer.
+            KeyError: an entry lacks an input.
+            HeadraceError: rows that are copied cannot be read.
+        """
+        copies = _copies(in_flight, entries)
+        shares = 1
+        if self.threads > 1:
+            shares = min(sum([buffer.nbytes for buffer, _ in copies]) // _SHARE_BYTES, self.threads)
+        if shares > 1 and all(_parts_fit(*copy) for copy in copies):
+            self._fill_parallel(copies, shares)
+        else:
+            _copy_all(copies)
+
+    def close(self) -> None:
+        """End the helper threads."""
+        for helper in self._helpers:
+            helper.tasks.put(None)
+        self._helpers.clear()
+
+    def _fill_parallel(self, copies: list[_Copy], shares: int) -> None:
+        # An input of a few elements has no part in some shares.
+        cut = zip(*(_shares(*copy, shares) for copy in copies), strict=True)
+        work = [[copy for copy in share if copy[1]] for share in cut]
+        helpers = self._start_helpers(shares - 1)
+        for helper, share in zip(helpers, work, strict=False):
+            helper.tasks.put(share)
+        outcomes: list[BaseException | None] = []
+        for share in work[len(helpers) :]:
+            try:
+                _copy_all(share)
+            except BaseException as error:  # raised below, once no helper writes into the buffers
+                outcomes.append(error)
+        outcomes += [helper.done.get() for helper in helpers]
+        try:
+            for outcome in outcomes:
+                if outcome is not None:
+                    raise outcome
+        finally:
+            outcome = None  # breaks the reference cycle of error and frame, which would keep the arrays alive
+            outcomes.clear()
+
+    def _start_helpers(self, number: int) -> list[_Helper]:
+        """Return `number` helpers, or fewer if the system starts no more threads."""
+        while len(self._helpers) < number:
+            try:
+                self._helpers.append(_Helper(f"{self.name} filler {len(self._helpers)}"))
+            except RuntimeError as error:
+                logger.warning(
+                    "%s: a copy thread could not be started (%s), continuing with %d of %d: raise the limit of threads",
+                    self.name, error, len(self._helpers) + 1, self.threads,
+                )  # fmt: skip
+                self.threads = len(self._helpers) + 1
+                break
+        return self._helpers[:number]
+
+
+class _Helper:
+    """Thread that runs the copies in `tasks` and puts the error, or None, into `done`; None in `tasks` ends it."""
+
+    def __init__(self, name: str) -> None:
+        self.tasks: SimpleQueue[list[_Copy] | None] = SimpleQueue()
+        self.done: SimpleQueue[BaseException | None] = SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def _work(self) -> None:
+        while (copies := self.tasks.get()) is not None:
+            failure: BaseException | None = None
+            try:
+                _copy_all(copies)
+            except BaseException as error:  # raised again by the thread that waits
+                failure = error
+            del copies  # the arrays may be large, and the next batch may come late
+            self.done.put(failure)
+            del failure
+
+
+def _copy_all(copies: list[_Copy]) -> None:
+    for buffer, parts in copies:
+        np.concatenate(parts, out=buffer, casting="equiv")
+
+
+def _copies(in_flight: InFlightBatch, entries: list[Entry]) -> list[_Copy]:
+    """Return the copies of a batch, and record the rows that its GPU reads by itself."""
+    accepts_residents = in_flight.device is not None
+    copies: list[_Copy] = []
+    for name, buffer in in_flight.inputs.items():
+        parts = [entry.inputs[name] for entry in entries]
+        kinds = set(map(type, parts))
+        if accepts_residents and (ResidentRows in kinds or ScatteredRows in kinds):
+            copies += _copies_around_residents(in_flight, name, buffer, parts)
+        elif not buffer.ndim:  # a single number, of a model without a batch dimension
+            copies.append((buffer.reshape(1), [part.reshape(1) for part in parts]))
+        elif ScatteredRows in kinds:
+            copies.append((buffer, in_pieces(parts)))
+        else:
+            copies.append((buffer, parts))
+    return copies
+
+
+def _copies_around_residents(in_flight: InFlightBatch, name: str, buffer: Array, parts: list[Array]) -> list[_Copy]:
+    """Record the parts that the batch's GPU reads by itself, and return one copy for each run of other parts."""
+    dtype, row_shape = buffer.dtype, buffer.shape[1:]
+    start = row = 0  # first row of the present run, next row
+    copied: list[Array] = []
+    copies: list[_Copy] = []
+    for part in parts:
+        stop = row + part.shape[0]
+        if (
+            (is_resident(part) or is_scattered(part))
+            and part.device != NOWHERE
+            and part.dtype == dtype
+            and part.shape[1:] == row_shape
+        ):
+            in_flight.resident_inputs.append((name, row, part))
+            if copied:
+                copies.append((buffer[start:row], copied))
+                copied = []
+            start = stop
+        else:
+            copied += part.pieces() if is_scattered(part) else [part]
+        row = stop
+    if row != buffer.shape[0]:
+        raise ValueError(f"input '{name}' has {row} rows for a batch of {buffer.shape[0]}")
+    if copied:
+        copies.append((buffer[start:], copied))
+    return copies
+
+
+def _parts_fit(buffer: Array, parts: list[Array]) -> bool:
+    """Return True if the parts fill the buffer exactly; otherwise NumPy raises the error."""
+    row_shape = buffer.shape[1:]
+    return all(part.shape[1:] == row_shape for part in parts) and sum(len(part) for part in parts) == len(buffer)
+
+
+def _shares(buffer: Array, parts: list[Array], number: int) -> Iterator[_Copy]:
+    """Cut a copy into `number` copies of about the same size: between rows, or within them if there are fewer rows."""
+    if len(buffer) < number:
+        buffer, parts = buffer.reshape(-1), [part.reshape(-1) for part in parts]
+    total = len(buffer)
+    rest = iter(parts)
+    part, first, last = buffer[:0], 0, 0  # the present part, and the rows of the buffer that it fills
+    for share in range(number):
+        start, stop = total * share // number, total * (share + 1) // number
+        parts_of_share: list[Array] = []
+        row = start
+        while row < stop:
+            if row == last:
+                part = next(rest)
+                first, last = last, last + len(part)
+            end = min(stop, last)
+            parts_of_share.append(part if end - row == last - first else part[row - first : end - first])
+            row = end
+        yield buffer[start:stop], parts_of_share
+
+
+# Time from pull to the first row on the device, without filling: thread wake-up, launch, start of the copy.
+_LEAD_NS = 150 * NS_PER_US
+_SMOOTHING = 4  # a new measurement has a weight of 1/4
+
+
+class LaunchPacing:
+    """Predicts when the device runs out of work, to delay the next pull until then. Belongs to the instance's thread.
+
+    Args:
+        full_rows: queued rows from which a batch is launched at once.
+    """
+
+    def __init__(self, full_rows: int) -> None:
+        self._full_rows = full_rows
+        self._open: deque[tuple[int, int]] = deque()  # (launch time, rows) of the batches in flight, oldest first
+        self._done_ns = 0
+        self._service_ns: dict[int, int] = {}  # by rows: smoothed device time, without the wait for the batch before
+        self._measured_rows: list[int] = []  # its keys, ascending
+        self._fill_ns = 0.0  # smoothed fill time of a row
+
+    def launched(self, rows: int, taken_ns: int, launched_ns: int) -> None:
+        """Record the launch of a batch.
+
+        Args:
+            rows: rows of the batch.
+            taken_ns: monotonic time of the pull.
+            launched_ns: monotonic time at which it was filled.
+        """
+        self._open.append((launched_ns, rows))
+        fill_ns = (launched_ns - taken_ns) / rows
+        self._fill_ns += (fill_ns - self._fill_ns) / _SMOOTHING if self._fill_ns else fill_ns
+
+    def completed(self, done_ns: int) -> None:
+        """Record the end of the oldest batch in flight at `done_ns` (monotonic), or 0 if it failed."""
+        launched_ns, rows = self._open.popleft()
+        if not done_ns:
+            return
+        service_ns = done_ns - max(launched_ns, self._done_ns)
+        self._done_ns = done_ns
+        smoothed_ns = self._service_ns.get(rows)
+        if smoothed_ns is None:
+            insort(self._measured_rows, rows)
+            self._service_ns[rows] = service_ns
+        else:
+            self._service_ns[rows] = smoothed_ns + (service_ns - smoothed_ns) // _SMOOTHING
+
+    @property
+    def free_ns(self) -> int:
+        """Monotonic time at which the device finishes its batches; in the past if it is idle."""
+        done_ns = self._done_ns
+        for launched_ns, rows in self._open:
+            done_ns = max(launched_ns, done_ns) + self._estimate_ns(rows)
+        return done_ns
+
+    def pull_ns(self, waiting_rows: int) -> int:
+        """Return the monotonic time of the next pull; in the past to pull at once.
+
+        Args:
+            waiting_rows: queued rows.
+        """
+        if not self._open or waiting_rows >= self._full_rows:
+            return 0
+        return self.free_ns - _LEAD_NS - int(self._fill_ns * waiting_rows)
+
+    def _estimate_ns(self, rows: int) -> int:
+        """Return the device time of the largest measured batch of at most `rows`: an underestimate if `rows` is unmeasured."""
+        index = bisect_right(self._measured_rows, rows)
+        return self._service_ns[self._measured_rows[index - 1]] if index else 0

@@ -1,0 +1,740 @@
+"""Proves the batch sizes of a version at its load and while it is idle, and stores the verdict in the state folder.
+
+<state>/proofs/<key>.json       {"format": 1, "model": ..., "starts": 1, "verdict": {...}}
+
+The key is the digest of all that decides the outputs of a batch: file, runtime, device, driver and configuration. A model whose
+graph is known to keep rows apart (`headrace.config.row_rules`) and runs on ONNX Runtime is not tested.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from headrace.config.completion import keeps_rows_apart
+from headrace.config.documents import open_regular_file
+from headrace.config.files import remove_oldest, write_durably
+from headrace.config.model_config import ModelConfig
+from headrace.config.model_folder import MAX_INPUT_BYTES, ModelFolder
+from headrace.config.onnx_model import read_signature, table_sizes
+from headrace.config.ragged_rules import is_ragged
+from headrace.config.serving_plan import GPU_RUNTIMES, PYTHON_RUNTIMES, ServingPlan
+from headrace.config.tensor_config import ModelInput, ModelOutput, row_bytes_of
+from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.tensor import BY_CONFIG_NAME, Array
+from headrace.engine.pipelines.execution import steps_of
+from headrace.engine.scheduling.assembly import Staging
+from headrace.engine.scheduling.batch_proof import (
+    BatchTests,
+    BatchVerdict,
+    Fault,
+    ProofError,
+    ProofInterrupted,
+    Row,
+    RunBatch,
+    run_rows,
+)
+from headrace.engine.scheduling.joining import RaggedLayout
+from headrace.engine.scheduling.proven_sizes import ProvenSizes, size_at
+from headrace.engine.scheduling.row_sampler import MAX_SAMPLES, RowSample, RowSampler
+from headrace.models.accounted_model import AccountedModel, served_execution
+from headrace.models.warmup import CONFIG_FIELDS, Warmup, machine_of, make_warmups, random_values
+from headrace.runtimes.base import Execution, ExecutionLost, find_inner
+
+logger = logging.getLogger("headrace.proof")
+
+_FORMAT = 1
+_MAX_BYTES = 1 << 16
+_MAX_RECORDS = 50_000
+# A proof that has ended its process so often is not started again.
+_MAX_STARTS = 2
+# Time of the proof at a load; sizes that are left are proven while the model is idle.
+_LIMIT_S = 2.0
+# No limit: a request ends a proof of an idle model.
+_IDLE_LIMIT_S = 1e6
+# Models with a stored difference.
+_MAX_CASES = 64
+_ROWS = 4
+# Sizes of free dimensions, until the model runs.
+_FREE = (16, 64, 224)
+# Up to this largest batch of ONNX Runtime each size is tested.
+_EACH_SIZE = 8
+# Smallest bound by precision, as a share of an output's range. GPUs compute FP32 with TF32, which has the fraction of FP16.
+BOUNDS = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 1e-3, "bf16": 8e-3}
+LARGEST_BOUND = 1e-2
+NOT_TESTED = BatchVerdict()
+_TOO_SHORT = (
+    "the load was too short to prove other batches: they are proven while the model is idle, or by `headrace validate`"
+)
+_LEFT = "no tested size changes an answer, others run untested, and are tested while the model is idle"
+
+
+@dataclass(slots=True)
+class _Record:
+    """Content of a file.
+
+    Attributes:
+        starts: proofs that have begun since the last one that ended.
+        verdict: of the last proof.
+        is_complete: True if all sizes were tested.
+    """
+
+    starts: int = 0
+    verdict: BatchVerdict | None = None
+    is_complete: bool = False
+
+
+class BatchProofs:
+    """Verdicts in a folder. Thread-safe: a record is replaced as a whole.
+
+    Args:
+        state: state folder; None stores nothing.
+        limit_s: time limit of a proof at the first load, in seconds.
+        later_s: the same at later loads, for the sizes that are left: a server proves them while the model is idle.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self, state: Path | None, limit_s: float = _LIMIT_S, later_s: float = 0.0, clock: Clock = monotonic_ns
+    ) -> None:
+        self._folder = None if state is None else state.expanduser() / "proofs"
+        self._limit_s, self._later_s, self._clock = limit_s, later_s, clock
+        self._slots = threading.Semaphore(MAX_SAMPLES)
+        self._records: dict[str, _Record] = {}  # of this process, so that an evicted model is not tested again
+
+    def prove(
+        self,
+        folder: ModelFolder,
+        version_number: int,
+        plan: ServingPlan,
+        digest: Callable[[], str],
+        model: AccountedModel,
+        layout: RaggedLayout | None = None,
+    ) -> None:
+        """Test the batches of a loaded version before its instances start; logs what is not proven.
+
+        Args:
+            folder: the model's folder.
+            version_number: version number.
+            plan: file and runtime.
+            digest: returns the digest of the file.
+            model: the loaded model; gets its verdict, and the function that tests the sizes that are left.
+            layout: joins the rows of a batch of a ragged model; None for any other.
+        """
+        config = folder.config
+        max_rows = model.max_rows
+        if config.proof == "off" or max_rows < 2 or plan.runtime in PYTHON_RUNTIMES or not _merges(config, plan):
+            return
+        reason = _untestable(config)
+        if reason:
+            model.verdict = BatchVerdict(reason=reason)
+            return
+        key = _key(config, plan, digest(), max_rows)
+        self._records[key] = record = self._records.get(key) or self._read(key)
+        open_proof = cache(lambda: _Proof(folder, version_number, plan, model, layout, self._clock))
+        if record.verdict is None and not _is_doubtful(folder, plan):
+            self._records[key] = record = _Record(is_complete=True)
+        elif record.verdict is None or (self._later_s and not record.is_complete):
+            limit_s = self._limit_s if record.verdict is None else self._later_s
+            record = self._prove(key, config, partial(open_proof().run, int(limit_s * NS_PER_S)))
+        if config.proof_sample and layout is None and config.pad is None:
+            model.sampler = RowSampler(config.proof_sample, self._slots)
+        model.has_left = not record.is_complete
+        model.prove = partial(self._prove_idle, key, plan, model, open_proof)
+        if record.verdict is not None:
+            _log(config, record.verdict)
+        _serve(plan, model, record)
+
+    def _prove_idle(
+        self,
+        key: str,
+        plan: ServingPlan,
+        model: AccountedModel,
+        open_proof: Callable[[], _Proof],
+        execution: Execution,
+        is_busy: Callable[[], bool],
+    ) -> bool:
+        """Test the sizes and the row that are left on an idle instance, and apply the verdict; see `AccountedModel.prove`."""
+        before, proof = self._records[key].verdict, open_proof()
+        inner = execution.inner if isinstance(execution, ProvenSizes) else execution
+        if model.has_left:
+            run = partial(proof.run_on, inner, int(_IDLE_LIMIT_S * NS_PER_S), is_busy=is_busy)
+            record = self._prove(key, model.config, run)
+            model.has_left = not record.is_complete
+            if record.verdict is not None and record.verdict != before:
+                verified = record.verdict.verified
+                logger.info("model %s: batches of %s rows are proven since it was idle", model.config.name, verified)
+        if model.sampler is not None and model.sampler.sample is not None:
+            self._check_sample(key, model, model.sampler, proof, inner, is_busy)
+        record = self._records[key]
+        if record.verdict is not None and record.verdict != before:
+            _log(model.config, record.verdict)
+        return _serve(plan, model, record)
+
+    def _check_sample(
+        self,
+        key: str,
+        model: AccountedModel,
+        sampler: RowSampler,
+        proof: _Proof,
+        execution: Execution,
+        is_busy: Callable[[], bool],
+    ) -> None:
+        """Run a row of a batch again alone; a difference is stored, and its batch size is not run any more."""
+        record, sample = self._records[key], sampler.sample
+        assert sample is not None
+        try:
+            verdict = proof.check_sample(execution, sample, record.verdict or NOT_TESTED, record.is_complete, is_busy)
+        except ProofInterrupted:
+            return
+        except ProofError as error:  # without bounds no difference is one
+            logger.info("model %s: no rows are run again: %s", model.config.name, error)
+            model.sampler, verdict = None, None
+        sampler.clear()
+        if verdict is None:
+            return
+        model.row_differences += 1
+        logger.error("model %s: a row of a batch of %d: %s", model.config.name, sample.size, verdict.reason)
+        self._records[key] = record = _Record(record.starts, verdict, record.is_complete)
+        self._write(key, model.config.name, record)
+        self._store_case(model.config.name, sample)
+
+    def _store_case(self, model: str, sample: RowSample) -> None:
+        """Store the latest difference of a model for `headrace proof`; only the server's user may read it."""
+        if self._folder is None:
+            return
+        arrays = {f"in.{name}": values for name, values in sample.inputs.items()}
+        arrays |= {f"out.{name}": values for name, values in sample.outputs.items()}
+        content = io.BytesIO()
+        np.savez(content, case=np.array([sample.size, sample.place]), **arrays)  # type: ignore[arg-type]
+        folder = self._folder / "differences"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_durably(folder / f"{model}.npz", content.getbuffer(), 0o600)
+            remove_oldest(folder, _MAX_CASES, ".npz")
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", folder, error.strerror)
+
+    def _prove(
+        self, key: str, config: ModelConfig, run: Callable[[BatchVerdict | None], tuple[BatchVerdict, bool]]
+    ) -> _Record:
+        record = self._records[key]
+        if record.starts >= _MAX_STARTS:
+            reason = "the process has ended while the batch sizes were being proven"
+            record = _Record(record.starts, BatchVerdict(alone=True, reason=reason), True)
+        else:
+            self._write(key, config.name, replace(record, starts=record.starts + 1))
+            begun_ns = self._clock()
+            verdict, is_complete = run(record.verdict)
+            took_ms = (self._clock() - begun_ns) // NS_PER_MS
+            logger.debug("model %s took %d ms to prove batches of %s rows", config.name, took_ms, verdict.verified)
+            record = _Record(0, verdict, is_complete)
+            self._write(key, config.name, record)
+        self._records[key] = record
+        return record
+
+    def _read(self, key: str) -> _Record:
+        if self._folder is None:
+            return _Record()
+        try:
+            with open_regular_file(self._folder / f"{key}.json") as stream:
+                document: Any = json.loads(stream.read(_MAX_BYTES))
+            if document["format"] != _FORMAT:
+                return _Record()
+            stored = document["verdict"]
+            verdict = (
+                None
+                if stored is None
+                else BatchVerdict(
+                    tuple(map(int, stored["verified"])),
+                    {int(size): str(text) for size, text in stored["faults"].items()},
+                    stored["alone"] is True,
+                    tuple(map(int, stored["allowed"])),
+                    str(stored["reason"]),
+                )
+            )
+            return _Record(int(document["starts"]), verdict, document["is_complete"] is True)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return _Record()
+
+    def _write(self, key: str, model: str, record: _Record) -> None:
+        if self._folder is None:
+            return
+        document = {"format": _FORMAT, "model": model, **asdict(record)}
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_durably(self._folder / f"{key}.json", json.dumps(document).encode())
+            if key.startswith("00"):  # one write in 256
+                remove_oldest(self._folder, _MAX_RECORDS)
+        except OSError as error:
+            cure = "name a writable folder with --state-dir"
+            logger.warning("%s cannot be written: %s (%s)", self._folder, error.strerror, cure)
+
+
+class StoredDifference(BatchProofs):
+    """Repeats the stored difference of a model at its load, in place of a proof.
+
+    Args:
+        state: state folder.
+        model: name of the model.
+
+    Attributes:
+        sample: the row that differed, with its batch; None without a stored difference.
+        results: a text for each loaded version, and True if the outputs differ again.
+    """
+
+    def __init__(self, state: Path, model: str) -> None:
+        super().__init__(state)
+        self.sample: RowSample | None = None
+        self.results: list[tuple[str, bool]] = []
+        with suppress(OSError, ValueError, KeyError, EOFError, BadZipFile):
+            with np.load(state.expanduser() / "proofs" / "differences" / f"{model}.npz", allow_pickle=False) as stored:
+                size, place = map(int, stored["case"])
+                inputs, outputs = (
+                    {name.removeprefix(kind): stored[name] for name in stored if name.startswith(kind)}
+                    for kind in ("in.", "out.")
+                )
+            self.sample = RowSample(size, place, inputs, outputs)
+
+    def prove(
+        self,
+        folder: ModelFolder,
+        version_number: int,
+        plan: ServingPlan,
+        digest: Callable[[], str],
+        model: AccountedModel,
+        layout: RaggedLayout | None = None,
+    ) -> None:
+        """Run the stored batch, and its row alone, and compare them as the server does."""
+        sample, execution = self.sample, model.execution(0)
+        assert sample is not None, "the caller loads a model only for a stored difference"
+        try:
+            outputs = execution.run(sample.batch())
+            rows = {name: outputs[name][sample.place : sample.place + 1] for name in sample.outputs}
+            proof = _Proof(folder, version_number, plan, model, layout, self._clock)
+            again = replace(sample, outputs=rows)
+            verdict = proof.check_sample(execution, again, NOT_TESTED, True, lambda: False)
+            equal = f"row {sample.place} of {sample.size} has the outputs of the row alone"
+            text, differs = (equal, False) if verdict is None else (verdict.reason, True)
+        except Exception as error:  # the inputs may be those of an earlier model of this name
+            text, differs = f"the stored batch fails: {type(error).__name__}: {error}", True
+        finally:
+            execution.close()
+        self.results.append((f"{folder.config.name}/{version_number}: {text}", differs))
+
+
+def _serve(plan: ServingPlan, model: AccountedModel, record: _Record) -> bool:
+    """Let a model run batches as a record allows; return True if its executions must be opened again for that."""
+    verdict, before = record.verdict or NOT_TESTED, model.verdict
+    if model.config.proof == "warn":
+        verdict = BatchVerdict(verdict.verified, verdict.faults, reason=verdict.reason)
+    if verdict.alone and plan.runtime == "tensorrt" and not is_ragged(model.config):
+        engine = find_inner(model, "run_unpadded")
+        if engine is not None:
+            engine.run_unpadded()
+        else:  # in a process, which pads its batches
+            verdict = replace(verdict, allowed=(1,))
+    model.verdict = verdict
+    return (before.alone, bool(before.allowed)) != (verdict.alone, bool(verdict.allowed))
+
+
+def _merges(config: ModelConfig, plan: ServingPlan) -> bool:
+    """Return True if requests share batches or are cut; engines pad their batches in any case."""
+    is_cut = config.oversize == "split" or (config.cpu_max_batch_size or config.max_batch_size) < config.max_batch_size
+    return config.dynamic_batching is not None or is_cut or plan.runtime == "tensorrt"
+
+
+def _is_doubtful(folder: ModelFolder, plan: ServingPlan) -> bool:
+    """Return False for a graph that keeps rows apart, on ONNX Runtime."""
+    if plan.runtime == "tensorrt":
+        return True
+    return not keeps_rows_apart(folder.config, read_signature(plan.file, plan.file.name))
+
+
+def _untestable(config: ModelConfig) -> str:
+    if config.sequence_batching is not None:
+        return "its rows are sequences, which no test covers yet"
+    size_bytes = _ROWS * row_bytes_of((*config.served_input, *config.served_output))
+    return "" if size_bytes <= MAX_INPUT_BYTES else f"{_ROWS} rows have {size_bytes} bytes"
+
+
+def smallest_bound(plan: ServingPlan) -> float:
+    """Return the smallest bound of an output, as a share of its range; a plan without a stamp may have any precision."""
+    on_gpu = plan.runtime in GPU_RUNTIMES
+    precision = plan.stamp.precision if plan.stamp is not None else "unknown" if plan.runtime == "tensorrt" else "fp32"
+    return BOUNDS.get("tf32" if on_gpu and precision == "fp32" else precision, LARGEST_BOUND)
+
+
+def _key(config: ModelConfig, plan: ServingPlan, digest: str, max_rows: int) -> str:
+    parts = {
+        "format": _FORMAT,
+        "headrace": version("headrace"),
+        "digest": digest,
+        "runtime": plan.runtime,
+        "machine": str(machine_of(plan.runtime)),
+        "max_rows": max_rows,
+        "config": config.model_dump(mode="json", exclude_defaults=True, include={*CONFIG_FIELDS, "dynamic_batching"}),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _log(config: ModelConfig, verdict: BatchVerdict) -> None:
+    if verdict.state == "proven":
+        return
+    effect = {"alone": "each request runs alone and whole", "limited": f"batches run with {verdict.allowed} rows"}
+    effect["partial"] = f"batches of {', '.join(map(str, verdict.verified))} rows are proven"
+    text = effect.get(verdict.state, "batches are not proven, and run")
+    if config.proof == "warn" and verdict.state not in ("partial", "untested"):
+        text = "batches run in spite of it (proof: warn)"
+    level = logging.INFO if verdict.state in ("partial", "untested") else logging.WARNING
+    logger.log(level, "model %s: %s: %s", config.name, text, verdict.reason)
+
+
+class _Proof:
+    """One proof of the batch sizes of a loaded model."""
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        version_number: int,
+        plan: ServingPlan,
+        model: AccountedModel,
+        layout: RaggedLayout | None,
+        clock: Clock,
+    ) -> None:
+        self._folder, self._config, self._plan, self._model = folder, folder.config, plan, model
+        self._source = folder.source_file(version_number)
+        self._outputs = [tensor.name for tensor in folder.config.served_output]
+        tensors: list[ModelInput | ModelOutput] = [*folder.config.served_input, *folder.config.served_output]
+        self._datatypes = {tensor.name: BY_CONFIG_NAME[tensor.data_type] for tensor in tensors}
+        tables: dict[str, int] = {}
+        with suppress(ConfigError):  # a plan without its ONNX file
+            tables = table_sizes(self._source, self._source.name)
+        self._ranges = {name: (0.0, rows - 1.0) for name, rows in tables.items()}
+        self._ranges |= _ranges(make_warmups(folder.config, folder.path))
+        self._clock, self._layout, self._end_ns = clock, layout, clock()
+        self._is_busy: Callable[[], bool] = lambda: False
+        self._floor = smallest_bound(plan)
+        self._references: list[BatchTests] | None = None
+        self._kept: list[BatchTests] | None = None  # of an idle model, which has little time at once
+
+    def run(self, limit_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
+        """Return the verdict, and True if all sizes were tested within the limit."""
+        try:
+            execution = self._model.execution(0)
+        except HeadraceError:  # the instance reports it
+            return NOT_TESTED, False
+        try:
+            return self.run_on(execution, limit_ns, earlier)
+        finally:
+            self._kept = None  # may have fewer rows
+            execution.close()
+
+    def run_on(
+        self,
+        execution: Execution,
+        limit_ns: int,
+        earlier: BatchVerdict | None,
+        is_busy: Callable[[], bool] = lambda: False,
+    ) -> tuple[BatchVerdict, bool]:
+        """Do as `run` on an open execution, until `is_busy` returns True before one of the batches."""
+        self._end_ns, self._is_busy = self._clock() + limit_ns, is_busy
+        try:
+            return self._run(execution, self._end_ns, earlier)
+        except ProofInterrupted:
+            return earlier or NOT_TESTED, False
+        except ExecutionLost as error:
+            return BatchVerdict(alone=True, reason=f"the model ended while it was being proven: {error}"), True
+        finally:
+            self._references = None  # as large as the model
+
+    def _run(self, execution: Execution, end_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
+        try:
+            tests = self._all_tests(execution)
+        except ProofError as error:
+            return BatchVerdict(reason=f"random inputs prove nothing: {error}"), True
+        find_rows = self._find_rows()
+        sizes = self._sizes(find_rows)
+        if self._layout is not None:
+            sizes = [size for size in sizes if self._fits(tests[0], size)]
+        verified = [] if earlier is None else [size for size in earlier.verified if size in sizes]
+        faults = {} if earlier is None else dict(earlier.faults)
+        is_complete = True
+        for size in sizes:
+            if size in verified or size in faults:
+                continue
+            if self._clock() + sum(each.estimate_ns(size) for each in tests) > end_ns:
+                is_complete = False
+                continue
+            try:
+                fault, is_model = self._check(execution, tests, size, find_rows(size))
+            except ProofInterrupted:
+                is_complete = False
+                break
+            if fault is None:
+                verified.append(size)
+                continue
+            faults[size] = str(fault)
+            if is_model:
+                return BatchVerdict((1,), faults, alone=True, reason=str(fault)), True
+        return self._verdict(sizes, sorted(verified), faults, find_rows, is_complete), is_complete
+
+    def check_sample(
+        self,
+        execution: Execution,
+        sample: RowSample,
+        verdict: BatchVerdict,
+        is_complete: bool,
+        is_busy: Callable[[], bool],
+    ) -> BatchVerdict | None:
+        """Run a row of a batch again alone; return the verdict without its batch size if the outputs differ, else None.
+
+        Raises:
+            ProofInterrupted: a request came.
+            ProofError: random inputs prove nothing, so that there is no bound.
+        """
+        self._end_ns, self._is_busy = self._clock() + NS_PER_S, is_busy
+        tests = self._all_tests(execution)[0]
+        size, row = size_at(sample.place, sample.size, self._model.verdict.allowed), sample.row
+        is_model, reference = True, None
+        fault = tests.compare(row, sample.outputs, size, sample.place, None)
+        if fault is not None and self._plan.runtime != "onnxruntime" and (references := self._reference_tests()):
+            reference, self._references = references[0].run, None  # as large as the model
+            fault = tests.compare(row, sample.outputs, size, sample.place, reference)
+            is_model = fault is not None and references[0].check(size) is not None
+        if fault is None:
+            return None
+        faults = {**verdict.faults, size: str(fault)}
+        if is_model:
+            return BatchVerdict((1,), faults, alone=True, reason=str(fault))
+        find_rows = self._find_rows()
+        sizes = sorted({*self._sizes(find_rows), *faults})
+        verified = [each for each in verdict.verified if each != size and each > 1]
+        return self._verdict(sizes, verified, faults, find_rows, is_complete)
+
+    def _find_rows(self) -> Callable[[int], int]:
+        """Return the function from the rows of a batch to those that run."""
+        find_rows: Callable[[int], int] = int
+        if self._layout is None:
+            find_rows = getattr(find_inner(self._model, "run_rows"), "run_rows", int)
+        return find_rows
+
+    def _sizes(self, find_rows: Callable[[int], int]) -> list[int]:
+        is_padded = self._plan.runtime == "tensorrt" and self._layout is None
+        return candidates(self._model.max_rows, self._preferred(), find_rows, is_padded)
+
+    def _verdict(
+        self,
+        sizes: list[int],
+        verified: list[int],
+        faults: Mapping[int, str],
+        find_rows: Callable[[int], int],
+        is_complete: bool,
+    ) -> BatchVerdict:
+        """Return the verdict for a model that keeps rows apart, some of whose sizes are not proven."""
+        proven = (1, *verified)
+        if is_complete and not faults:
+            return BatchVerdict(proven)
+        if self._plan.runtime == "tensorrt" and self._layout is None and not faults:
+            return BatchVerdict(proven, reason=_LEFT)
+        reason = "; ".join(faults.values()) or _TOO_SHORT
+        if self._layout is not None or not verified:  # joined rows cannot be cut
+            is_alone = self._layout is not None or not faults
+            return BatchVerdict(proven, faults, is_alone, () if is_alone else (1,), reason)
+        max_rows = self._model.max_rows
+        if self._plan.runtime == "tensorrt":
+            allowed = allowed_rows(max_rows, [size for size in sizes if size not in verified], find_rows)
+        else:
+            allowed = list(proven if faults else range(1, verified[-1] + 1))
+        if len(allowed) == max_rows:  # the largest is proven, some between are left
+            return BatchVerdict(proven)
+        return BatchVerdict(proven, faults, allowed=tuple(allowed), reason=reason)
+
+    def _fits(self, tests: BatchTests, size: int) -> bool:
+        """Return True if an engine supports the joined rows of a batch of the tests."""
+        assert self._layout is not None
+        self._layout.ranges = getattr(find_inner(self._model, "shape_ranges"), "shape_ranges", ())
+        entries: Any = [SimpleNamespace(inputs=row) for row in tests.largest(size)]
+        return len(self._layout.divide(entries).groups) == 1
+
+    def _check(
+        self, execution: Execution, tests: list[BatchTests], size: int, padded: int
+    ) -> tuple[Fault | None, bool]:
+        """Return the fault of a size, and True if the model itself is at fault, or must be taken to be."""
+        run = self._run_batch(execution)
+
+        def fill_padding(nan: Sequence[Row]) -> None:
+            for _ in range(getattr(execution, "depth", 1) if padded > size else 0):
+                try:
+                    run([*nan] * padded)
+                except ExecutionLost:
+                    raise
+                except Exception as error:
+                    logger.debug("model %s refuses NaN: %s", self._config.name, error)
+
+        for index, each in enumerate(tests):
+            fault = each.check(size, fill_padding)
+            if fault is None:
+                continue
+            if self._plan.runtime == "onnxruntime" or self._layout is not None:
+                return fault, True
+            references = self._reference_tests()
+            if references is None:
+                return fault, True
+            each.refer(references[index].run)
+            fault = each.check(size, fill_padding)
+            if fault is not None:
+                of_model = references[index].check(size)
+                return fault, of_model is not None
+        return None, False
+
+    def _all_tests(self, execution: Execution) -> list[BatchTests]:
+        """Return the tests of each profile; raises ProofError."""
+        if self._kept is None:
+            self._kept = [self._tests(execution, dims) for dims in self._dims()]
+        for each in self._kept:
+            each.run = self._run_batch(execution)
+        return self._kept
+
+    def _reference_tests(self) -> list[BatchTests] | None:
+        """Return the tests of the model's ONNX file on the CPU; None without one, or if it does not run there."""
+        if self._references is None and self._source.is_file():
+            from headrace.runtimes.onnxruntime import OnnxRuntimeBackend
+
+            with suppress(HeadraceError, ProofError):
+                execution = OnnxRuntimeBackend().load(self._source, 1, {}).execution(0)
+                served = served_execution(execution, self._config, steps_of(self._config, self._folder.labels))
+                self._references = [self._tests(served, dims) for dims in self._dims()]
+        return self._references
+
+    def _dims(self) -> list[Mapping[str, Sequence[int]]]:
+        """Return the smallest shapes of each profile of an engine by input; an empty mapping for other models."""
+        ranges = getattr(find_inner(self._model, "shape_ranges"), "shape_ranges", None)
+        if not ranges or self._layout is not None:
+            return [{}]
+        shapes = [{name: low[1:] for name, (low, _high) in profile.items()} for profile in ranges]
+        return [each for index, each in enumerate(shapes) if each not in shapes[:index]]
+
+    def _tests(self, execution: Execution, dims: Mapping[str, Sequence[int]]) -> BatchTests:
+        """Return tests with rows on which the model returns finite, different outputs.
+
+        Raises:
+            ProofError: no rows do.
+        """
+        run = self._run_batch(execution)
+        problem, equal = "", None
+        for rows in self._row_sets(dims):
+            try:
+                tests = BatchTests(run, rows, self._datatypes, self._floor, self._clock, self._end_ns)
+            except ExecutionLost:
+                raise
+            except Exception as error:
+                kind = "" if isinstance(error, ProofError) else f"{type(error).__name__}: "
+                problem = problem or f"{kind}{error}"
+                continue
+            if tests.is_telling:
+                return tests
+            equal = equal or tests
+        if equal is None:
+            raise ProofError(problem)
+        return equal
+
+    def _row_sets(self, dims: Mapping[str, Sequence[int]]) -> Iterator[list[Row]]:
+        has_free = any(size < 0 for tensor in self._config.served_input for size in tensor.dims)
+        for free in _FREE if has_free else _FREE[:1]:
+            for style in ("normal", "uniform", "large"):
+                random = np.random.default_rng(0)
+                joined = self._layout is not None
+                yield [self._row(random, style, free >> index * joined, dims) for index in range(_ROWS)]
+
+    def _row(
+        self, random: np.random.Generator, style: str, free: int, dims: Mapping[str, Sequence[int]]
+    ) -> dict[str, Array]:
+        row = {}
+        for tensor in self._config.served_input:
+            own = dims.get(tensor.name, ())
+            lows = own if len(own) == len(tensor.dims) else (0,) * len(tensor.dims)
+            shape = [size if size >= 0 else max(low, 0) or free for size, low in zip(tensor.dims, lows, strict=True)]
+            datatype = BY_CONFIG_NAME[tensor.data_type]
+            row[tensor.name] = random_values(datatype, (1, *shape), random, style, self._ranges.get(tensor.name))
+        return row
+
+    def _run_batch(self, execution: Execution) -> RunBatch:
+        layout = self._layout
+
+        def run(inputs: dict[str, Array]) -> dict[str, Array]:
+            if self._is_busy():
+                raise ProofInterrupted
+            return execution.run(inputs)
+
+        if layout is None:
+            return run_rows(run, self._outputs)
+
+        def run_joined(rows: Sequence[Row]) -> Sequence[Row]:
+            arrangement = layout.arrange(rows)
+            # Missing rows are found as a difference.
+            return arrangement.split(run(arrangement.stack(Staging(len(rows)))), lambda _outputs, _rows: None)
+
+        return run_joined
+
+    def _preferred(self) -> Sequence[int]:
+        batching = self._config.dynamic_batching
+        return () if batching is None else batching.preferred_batch_size
+
+
+def candidates(max_rows: int, preferred: Sequence[int], find_rows: Callable[[int], int], is_padded: bool) -> list[int]:
+    """Return the batch sizes to test, the most important first.
+
+    Args:
+        max_rows: largest batch.
+        preferred: preferred batch sizes.
+        find_rows: returns the number of rows that run for a batch.
+        is_padded: True for an engine, whose batches are padded: the emptiest batch of each bucket is tested, too.
+    """
+    powers = [1 << power for power in range(1, max_rows.bit_length())]
+    if is_padded:
+        groups: dict[int, list[int]] = {}
+        for rows in range(1, max_rows + 1):
+            groups.setdefault(find_rows(rows), []).append(rows)
+        others = [group[-1] for group in groups.values()] + [group[0] for group in groups.values()]
+    else:
+        others = [*powers, *range(1, min(max_rows, _EACH_SIZE) + 1)]
+    ordered = dict.fromkeys([2, 3, max_rows, *preferred, *others])
+    return [size for size in ordered if 1 < size <= max_rows]
+
+
+def allowed_rows(max_rows: int, unproven: Sequence[int], find_rows: Callable[[int], int]) -> list[int]:
+    """Return the numbers of rows that an engine may run: one, and those of buckets of which each tested size is proven.
+
+    Args:
+        max_rows: largest batch.
+        unproven: tested sizes that are not proven, and those for which there was no time.
+        find_rows: returns the number of rows that run for a batch.
+    """
+    wrong = {find_rows(size) for size in unproven}
+    return [rows for rows in range(1, max_rows + 1) if rows == 1 or find_rows(rows) not in wrong]
+
+
+def _ranges(warmups: Sequence[Warmup]) -> dict[str, tuple[float, float]]:
+    """Return the smallest and the largest value of each input of the warm-up requests, if they differ."""
+    ranges = {}
+    for warmup in warmups:
+        for name, values in warmup.inputs.items():
+            if values.dtype.kind in "fiu" and values.size and values.min() < values.max():
+                ranges[name] = float(values.min()), float(values.max())
+    return ranges

@@ -1,0 +1,1 @@
+"""Protocols: HTTP and gRPC from the socket to a request, and what both share."""

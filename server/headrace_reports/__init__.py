@@ -1,0 +1,1 @@
+"""Reports: tables and progress in a terminal, HTML pages, SVG plots."""
