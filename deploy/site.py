@@ -108,23 +108,11 @@ def stage(destination: Path) -> set[str]:
         path = destination / site_name(page)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    (destination / "decisions" / "index.md").write_text(decisions_index(), encoding="utf-8")
     for name in written - set(pages()):
         path = destination / site_name(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, path)
     return written
-
-
-def decisions_index() -> str:
-    """A page that links every decision by its title."""
-    lines = []
-    for path in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):
-        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        lines.append(f"- [{title}]({path.name})\n")
-    return "# Decisions\n\nWhy Headrace is built as it is: context, decision and consequences of each.\n\n" + "".join(
-        lines
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

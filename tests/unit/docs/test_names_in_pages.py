@@ -82,16 +82,16 @@ def test_paths_of_a_page_exist(page: Path) -> None:
     assert missing_paths(page.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("name", ["structure.md"])
+@pytest.mark.parametrize("name", ["processes.md", "structure.md"])
 def test_classes_and_methods_of_a_page_exist(name: str) -> None:
     assert missing_symbols((ROOT / "docs" / name).read_text(encoding="utf-8")) == []
 
 
 def test_missing_paths_and_symbols_are_reported() -> None:
     assert missing_paths(
-        "`wire/http/codec.py` `scheduling/` `tests/unit` `http/no_such.py`, `infer/x` `model.onnx`"
-    ) == ["http/no_such.py"]
-    assert missing_paths("```\n`http/no_such.py`\n```\n    `grpc/no_such.py`\n") == []
+        "`wire/http/codec.py` `engine/scheduling/` `tests/unit` `wire/http/no_such.py`, `infer/x` `model.onnx`"
+    ) == ["wire/http/no_such.py"]
+    assert missing_paths("```\n`wire/http/no_such.py`\n```\n    `wire/grpc/no_such.py`\n") == []
     assert missing_symbols("`ModelHandle.compute` `ModelHandle` `decide` `NoSuchClass` `ModelHandle.no_such`") == [
         "NoSuchClass",
         "ModelHandle.no_such",
