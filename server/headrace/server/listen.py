@@ -223,15 +223,15 @@ def metrics_application(page: MetricsRender, reader: RequestOptionsReader) -> Fa
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
+        # With keys, an answer to one key must not be stored for others.
+        private = {"cache-control": "no-store"} if reader.access.has_keys else {}
         try:
             if scope is not None:
                 request_principal(request.scope, reader).require(scope)
         except HeadraceError as error:
             status, headers, content = error_response(error)
-            return Response(content, status, {name.decode(): value.decode() for name, value in headers})
+            return Response(content, status, {name.decode(): value.decode() for name, value in headers} | private)
         content_type, body = await scrapes.result(canonical_accept(request.headers.get("accept", "")))
-        # With keys, an answer to one key must not be stored for others.
-        private = {"cache-control": "no-store"} if reader.access.has_keys else {}
         return Response(body, headers={"content-type": content_type, **private})
 
     return app
