@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 # Floors of the house, from the ground up: a package imports its own floor and those below it.
 FLOORS = (
-    "headrace.core headrace_model",
-    "headrace_reports",
+    "headrace.core",
+    "headrace_model headrace_reports",
     "headrace.observability",
     "headrace.config",
     "headrace.runtimes",

@@ -101,6 +101,13 @@ def test_every_page_is_in_the_navigation() -> None:
     assert named == expected, "add the page to `nav` in mkdocs.yml"
 
 
+def test_the_index_of_decisions_has_each_by_its_title() -> None:
+    folder = ROOT / "docs" / "decisions"
+    titles = {path.name: path.read_text().partition("\n")[0] for path in folder.glob("[0-9]*.md")}
+    listed = re.findall(r"^- \[(.+)\]\((\S+)\)$", (folder / "index.md").read_text(), re.M)
+    assert sorted((name, f"# {title}") for title, name in listed) == sorted(titles.items())
+
+
 def test_every_page_of_docs_is_linked_by_the_readme() -> None:
     linked = set(links((ROOT / "README.md").read_text()))
     pages = [page for page in PAGES if page.startswith("docs/") and "decisions/" not in page]

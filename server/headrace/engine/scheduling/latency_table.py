@@ -200,7 +200,7 @@ class LatencyWindows:
         elif not self._seeded:  # the first times of requests are the only reference
             self._update_anchor(window, time_ns)
         window.seen, window.pace = self._batches, self._pace
-        side = (time_ns > window.high_ns) - (time_ns < window.low_ns)
+        side = (time_ns > window.high_ns) - (time_ns < window.low_ns)  # `Window.side`, inlined
         if window.run * side < 0:
             window.run = 0
             if len(window.times_ns) <= RUN:  # no run, so the quartiles need not be from before it

@@ -466,7 +466,7 @@ class _Classes:
 
 
 GpuStage = PictureStage | ClassStage
-"""A step before an input of a plan, or after an output: `client_tensors` stand in its place, one before an input."""
+"""A step before an input of a plan or after an output. Clients have `client_tensors` instead of it: one for an input."""
 
 StageKernel = _Pictures | _Classes
 """A stage on one GPU, shared by all instances there. `fetch` takes the addresses of rows in place of their own; None without."""
