@@ -25,7 +25,6 @@ from loadtest.gpu.report import Output, missed
 from loadtest.gpu.run import BY_LETTER, Run, steps_of
 from loadtest.gpu.setup import Setup
 from loadtest.gpu.table import CELLS, TABLE
-from loadtest.gpu.wire import DEFAULT_WAY, WAYS
 
 # Batches under way that keep an engine busy whatever waits on the host: three of the largest, and as much again in the queue.
 _BATCHES_IN_FLIGHT = 6
@@ -70,7 +69,6 @@ def _setup(options: argparse.Namespace, gpus: tuple[int, ...]) -> Setup:
         instances=options.instances,
         in_flight=0,
         clients=clients,
-        best_way=options.way,
         gpus=gpus,
         front_ends=options.front_ends,
         cells=options.cells,
@@ -108,13 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--in-flight", type=int, metavar="N", help=f"pictures under way ({_BATCHES_IN_FLIGHT} of the largest batches)")
     add("--clients", type=int, metavar="N", help="client processes (by the cores)")
-    add(
-        "--way",
-        choices=[way.name for way in WAYS],
-        default=DEFAULT_WAY,
-        help="of two-gpus, unless c finds a better one",
-    )
-    add("--front-ends", type=_words, default=("auto", "0"), metavar="M,M", help="modes of table (auto,0)")
+    add("--front-ends", type=_words, default=("auto", "0"), metavar="M,M", help="modes of table and two-gpus (auto,0)")
     add(
         "--cells", type=_words, default=(), metavar="T,T", help=f"of table, by parts of names such as {CELLS[1].name!r}"
     )

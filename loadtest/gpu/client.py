@@ -35,23 +35,23 @@ Send = Callable[[], None]
 
 
 @contextmanager
-def cuda_region(http_port: int, name: str, content: Array) -> Iterator[None]:
-    """Register memory of GPU 0 with a server, which opens it by its IPC handle."""
+def cuda_region(http_port: int, name: str, content: Array, gpu: int) -> Iterator[None]:
+    """Register memory of a GPU with a server, which opens it by its IPC handle."""
     from headrace.runtimes.cuda.driver import current, loaded
 
-    with current(0):
+    with current(gpu):
         memory = loaded().mem_alloc(content.nbytes)
         loaded().memcpy_htod(memory, content)
         handle = base64.b64encode(bytes(loaded().mem_get_ipc_handle(memory))).decode()
     url = f"/v2/cudasharedmemory/region/{name}"
-    body = {"raw_handle": {"b64": handle}, "device_id": 0, "byte_size": content.nbytes}
+    body = {"raw_handle": {"b64": handle}, "device_id": gpu, "byte_size": content.nbytes}
     try:
         send_json(HOST, http_port, f"{url}/register", body)
         yield
     finally:
         with suppress(OSError, Refused):  # a server that has ended does not read the memory any more
             send_json(HOST, http_port, f"{url}/unregister", {})
-        with current(0):
+        with current(gpu):
             memory.free()
 
 
@@ -114,7 +114,7 @@ def main() -> None:
     add = parser.add_argument
     add("model")
     add("--transport", choices=("http", "grpc"), required=True)
-    for name in ("--http-port", "--grpc-port", "--rows", "--side", "--callers"):
+    for name in ("--http-port", "--grpc-port", "--rows", "--side", "--callers", "--gpu"):
         add(name, type=int, required=True)
     for name in ("--warm-s", "--seconds"):
         add(name, type=float, required=True)
@@ -123,7 +123,7 @@ def main() -> None:
     count = min(_DIFFERENT, options.callers)
     pixels: Array = random.integers(0, 256, (count, options.rows, options.side, options.side, 3), dtype=np.uint8)
     region = f"bench_{os.getpid()}"
-    with cuda_region(options.http_port, region, pixels):
+    with cuda_region(options.http_port, region, pixels, options.gpu):
         sends = callers(options, pixels, region)
         for send in sends:
             send()

@@ -14,7 +14,7 @@ from loadtest.gpu.report import Output, PartFindings
 from loadtest.gpu.setup import Setup
 from loadtest.gpu.table import TABLE
 from loadtest.gpu.watch import watch
-from loadtest.gpu.wire import WAYS, remove_left
+from loadtest.gpu.wire import remove_left
 
 BY_LETTER = {part.letter: part for part in (*PARTS, TWO_GPUS, TABLE)}
 BY_NAME = {part.run.__name__: part for part in (PREPARE, *BY_LETTER.values())}
@@ -106,9 +106,7 @@ class Run:
             elif step.precisions[0] not in built:
                 self._output.say(f"{step.name} is left out: its engine could not be built")
             else:
-                findings = self._one(step, later_s)
-                if step.part.letter == "c":
-                    self._take_best_way(findings)
+                self._one(step, later_s)
 
     def _one(self, step: Step, later_s: float) -> PartFindings:
         """One part in its process; what goes wrong is its finding."""
@@ -131,10 +129,11 @@ class Run:
 
     def _watched(self, step: Step, findings: PartFindings, limit_s: float) -> None:
         output = self._output
+        several = step.part in (PREPARE, TWO_GPUS) or not self._setup.on_gpu
         setup = replace(self._setup, precision=step.precisions[0], precisions=step.precisions, limit_s=limit_s)
+        setup = setup if several else replace(setup, gpus=(0,))
         command = [sys.executable, "-u", "-m", "loadtest.gpu.part_process", step.part.run.__name__]
         command += ["--setup", setup.to_json()]
-        several = step.part in (PREPARE, TWO_GPUS) or not setup.on_gpu
 
         def on_message(kind: str, content: object) -> None:
             findings.take(kind, content)
@@ -148,8 +147,3 @@ class Run:
         environment = {} if several else place.seeing(0)
         reason = self._run_part(command, limit_s, output.log, on_message, environment)
         findings.failure = findings.failure or reason
-
-    def _take_best_way(self, findings: PartFindings) -> None:
-        rates = {name: rate for name, rate in findings.medians("images/s").items() if name in {w.name for w in WAYS}}
-        if rates:
-            self._setup = replace(self._setup, best_way=max(rates, key=rates.__getitem__))

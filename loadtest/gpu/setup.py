@@ -26,10 +26,9 @@ class Setup:
         instances: of the model on each GPU, where the part does not vary it.
         in_flight: images that callers keep under way at saturation.
         clients: client processes.
-        best_way: over which `two_gpus` goes, see `wire.WAYS`.
-        gpus: the numbers of those that are there.
+        gpus: the numbers of those that the part may use.
         precisions: of the engines to prepare.
-        front_ends: modes of `table`: "default", or values of --front-ends.
+        front_ends: modes of `table` and `two_gpus`: "default", or values of --front-ends.
         cells: texts, one of which a cell's name contains; empty for all.
         more_clients: processes beyond those of a cell with many callers.
         limit_s: time of the part.
@@ -44,7 +43,6 @@ class Setup:
     instances: int
     in_flight: int
     clients: int
-    best_way: str
     gpus: tuple[int, ...] = (0,)
     precisions: tuple[str, ...] = ()
     front_ends: tuple[str, ...] = ("auto", "0")

@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from headrace_bench.processor import children
 
 from loadtest import grpc_protocol, protocol
 from loadtest.bench.machine import usable_cores
-from loadtest.front_ends import ping_pong_us, thread_times
+from loadtest.front_ends import ping_pong_us
 from loadtest.gpu import place, subject
 from loadtest.gpu.inprocess import RawEngine
-from loadtest.gpu.parts import Measure, Part, WrongAnswers, in_turns
+from loadtest.gpu.parts import Measure, Part, WrongAnswers, in_turns, report_server
 from loadtest.gpu.report import Compare, Reporter
 from loadtest.gpu.setup import Setup
 from loadtest.gpu.subject import INPUT, LOGITS, Variant, rows_of, variant
-from loadtest.gpu.wire import READY_S, bench_words, counts
+from loadtest.gpu.wire import CROWD_WARM_S, READY_S, bench_words, counts, process_times, used_us
 from loadtest.load import LoadFailed, bench_point, url_of
 from loadtest.protocol import Array
 from loadtest.servers import HOST, Running, headrace, running
@@ -36,9 +35,9 @@ _DISTINCT = 4
 _CHECK_S = 0.2
 _BUILD_S = 120.0
 _STOP_S = 20.0
-# Modes whose front ends start and end by the load, the longest wait for their end, and the time in which all have started.
+# Modes whose front ends start and end by the load, and the longest wait for their end.
 _SCALED = ("default", "auto")
-_QUIET_S, _CROWD_WARM_S = 15.0, 2.0
+_QUIET_S = 15.0
 # A client process that used more of a core may have slowed the load.
 _BUSY = 0.9
 # Largest difference from the engine: a batch of another size may use other kernels.
@@ -186,10 +185,9 @@ def _sample(
     remark = _check(model, cell, served, name, wrong) if number == 0 else ""
     if cell.callers == 1:
         _await_quiet(served)
-    times, before = _process_times(served), counts(served, model.name)
+    times, before = process_times(served), counts(served, model.name)
     point = bench_point(url_of(served, cell.transport), model.name, *_words(model, cell), seconds=model.setup.seconds)
-    after, later = counts(served, model.name), _process_times(served)
-    requests = max(1.0, (after[0] - before[0]) / cell.rows)
+    after, later = counts(served, model.name), process_times(served)
     latency_ms, busy = point["latency_ms"], max(point["client_busy"])
     if busy > _BUSY:
         reporter.note(f"{name}, round {number}: the clients were the limit, {busy:.2f} of a core each")
@@ -202,12 +200,7 @@ def _sample(
     reporter.sample(name, "p99 ms", latency_ms["p99"], number)
     reporter.sample(name, "client core share", busy, number)
     reporter.sample(name, "front ends", _front_ends(served), number)
-    used_us: dict[str, float] = {}
-    for (pid, role), nanoseconds in later.items():
-        used_us[role] = used_us.get(role, 0.0) + (nanoseconds - times.get((pid, role), 0)) / 1e3 / requests
-    reporter.sample(name, "server us", sum(used_us.values()), number)
-    for role, value in sorted(used_us.items()):
-        reporter.sample(name, f"{role} us", value, number)
+    report_server(reporter, name, used_us(times, later, (after[0] - before[0]) / cell.rows), number)
 
 
 def _await_quiet(served: Running) -> None:
@@ -219,35 +212,14 @@ def _await_quiet(served: Running) -> None:
 
 def _front_ends(served: Running) -> int:
     """Number of front ends that run."""
-    return sum(role == "front ends" for _, role in _process_times(served))
+    return sum(role == "front ends" for _, role in process_times(served))
 
 
 def _words(model: _Model, cell: Cell) -> list[str]:
     callers = cell.processes * cell.callers
     processes = cell.processes + (model.setup.more_clients if callers > 1 else 0)
-    words = bench_words(cell.transport, model.file(cell.rows), cell.rows, callers, processes)
-    return words + (["--warm-up", str(_CROWD_WARM_S)] if callers > 1 else [])
-
-
-def _process_times(served: Running) -> dict[tuple[int, str], int]:
-    """Processor time in ns of every process of a server; a process that ends during a sample is left out."""
-    pids, found = [served.pid], dict[tuple[int, str], int]()
-    for pid in pids:
-        pids += children(pid)
-        try:
-            role = Path(f"/proc/{pid}/comm").read_text().strip()
-            found[pid, _role(role)] = sum(thread_times(pid).values())
-        except OSError:  # it has ended
-            continue
-    return found
-
-
-def _role(command: str) -> str:
-    """Name of a process without the number of a front end."""
-    if not command.startswith("headrace "):
-        return "server process"
-    role = command.removeprefix("headrace ")
-    return "front ends" if role.startswith("fe") else "supervisor" if role.startswith("superv") else role
+    warm = {"warm_s": CROWD_WARM_S} if callers > 1 else {}
+    return bench_words(cell.transport, model.file(cell.rows), cell.rows, callers, processes, **warm)
 
 
 def _check(model: _Model, cell: Cell, served: Running, name: str, wrong: list[str]) -> str:

@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from headrace_bench.processor import children
 from headrace_bench.regions import FOLDER, PREFIX
 
+from loadtest.front_ends import thread_times
 from loadtest.gpu.setup import Setup
 from loadtest.gpu.subject import INPUT, pictures
 from loadtest.load import LoadFailed, bench_point, url_of
@@ -24,6 +26,8 @@ from loadtest.servers import HOST, ROOT, Running, headrace, running
 
 READY_S = 90.0
 _WARM_S = 0.3
+# Time in which a crowd makes a server start all of its front ends.
+CROWD_WARM_S = 2.0
 _LEAD_S = 0.05  # from an order to the moment at which all clients begin
 _DISTINCT = 16
 _GRPC_CONNECTIONS = 32
@@ -48,7 +52,6 @@ class Way:
 
 
 WAYS = tuple(Way(transport, data) for transport in ("http", "grpc") for data in ("body", "system", "cuda"))
-DEFAULT_WAY = "http system"
 
 
 def ways_of(setup: Setup) -> list[Way]:
@@ -56,15 +59,10 @@ def ways_of(setup: Setup) -> list[Way]:
     return [way for way in WAYS if setup.on_gpu or way.data != "cuda"]
 
 
-def way_called(name: str) -> Way:
-    """The way of a name."""
-    return next(way for way in WAYS if way.name == name)
-
-
 @contextmanager
-def server(setup: Setup, model: str) -> Iterator[Running]:
+def server(setup: Setup, model: str, *options: str) -> Iterator[Running]:
     """Headrace with one model of the bench's repository and clients' shared memory allowed."""
-    command = headrace(setup.repository.resolve(), models=(model,), options=("--allow-client-shm",))
+    command = headrace(setup.repository.resolve(), models=(model,), options=("--allow-client-shm", *options))
     with running(command, setup.scratch, READY_S) as started:
         yield started
 
@@ -78,6 +76,7 @@ class Sampled:
         p50_ms, p99_ms: latencies.
         mean_batch: images in a batch.
         busiest_client: cores that the busiest client process used.
+        server_us: processor time of each role of the server for a request, in microseconds.
     """
 
     images_per_s: float
@@ -85,26 +84,66 @@ class Sampled:
     p99_ms: float
     mean_batch: float
     busiest_client: float
+    server_us: Mapping[str, float] = field(default_factory=dict)
 
 
-def sample_way(setup: Setup, way: Way, served: Running, model: str, rows: int, callers: int) -> Sampled:
-    """Take one closed-loop sample of requests of `rows` pictures, with so many requests in flight.
+def sample_way(
+    setup: Setup, way: Way, served: Running, model: str, rows: int, callers: int, warm_s: float = _WARM_S
+) -> Sampled:
+    """Take one closed-loop sample of requests of `rows` pictures, with so many requests in flight, after a warm-up.
 
     Raises:
         LoadFailed: a client could not, or a request failed.
     """
-    before = counts(served, model)
+    times, before = process_times(served), counts(served, model)
     if way.data == "cuda":
-        found = _with_cuda_memory(setup, way, served, model, rows, callers)
+        found = _with_cuda_memory(setup, way, served, model, rows, callers, warm_s)
     else:
-        found = _by_bench(setup, way, served, model, rows, callers)
-    after = counts(served, model)
+        found = _by_bench(setup, way, served, model, rows, callers, warm_s)
+    after, later = counts(served, model), process_times(served)
     # The whole load, including its warm-up and end; only shows how full the batches are.
-    mean_batch = (after[0] - before[0]) / max(1, after[1] - before[1])
-    return Sampled(*found[:3], mean_batch, found[3])
+    images = after[0] - before[0]
+    mean_batch = images / max(1, after[1] - before[1])
+    return Sampled(*found[:3], mean_batch, found[3], used_us(times, later, images / rows))
 
 
-def bench_words(transport: str, file: Path, rows: int, callers: int, processes: int) -> list[str]:
+ProcessTimes = dict[tuple[int, str], int]
+"""Processor time in ns by process id and role."""
+
+
+def process_times(served: Running) -> ProcessTimes:
+    """Processor time in ns of every process of a server; a process that ends during a sample is left out."""
+    pids, found = [served.pid], ProcessTimes()
+    for pid in pids:
+        pids += children(pid)
+        try:
+            role = Path(f"/proc/{pid}/comm").read_text().strip()
+            found[pid, _role(role)] = sum(thread_times(pid).values())
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def used_us(before: ProcessTimes, after: ProcessTimes, requests: float) -> dict[str, float]:
+    """Processor time of each role for a request in microseconds; without roles that used none."""
+    used: dict[str, float] = {}
+    for (pid, role), nanoseconds in after.items():
+        spent_us = (nanoseconds - before.get((pid, role), 0)) / 1e3 / max(1.0, requests)
+        used[role] = used.get(role, 0.0) + spent_us
+    return {role: value for role, value in sorted(used.items()) if value}
+
+
+def _role(command: str) -> str:
+    """Name of a process without the number of a front end."""
+    if not command.startswith("headrace "):
+        return "server process"
+    role = command.removeprefix("headrace ")
+    return "front ends" if role.startswith("fe") else "supervisor" if role.startswith("superv") else role
+
+
+def bench_words(
+    transport: str, file: Path, rows: int, callers: int, processes: int, warm_s: float = _WARM_S
+) -> list[str]:
     """Options of `headrace bench` for one sample.
 
     Args:
@@ -113,17 +152,18 @@ def bench_words(transport: str, file: Path, rows: int, callers: int, processes: 
         rows: of a request.
         callers: of all processes together.
         processes: client processes.
+        warm_s: length of the warm-up.
     """
     words = ["--npz", str(file), "--batch", str(rows), "--concurrency", str(callers)]
-    words += ["--warm-up", str(_WARM_S), "--processes", str(processes)]
+    words += ["--warm-up", str(warm_s), "--processes", str(processes)]
     return words + (["--connections", str(min(_GRPC_CONNECTIONS, callers))] if transport == "grpc" else [])
 
 
 def _by_bench(
-    setup: Setup, way: Way, served: Running, model: str, rows: int, callers: int
+    setup: Setup, way: Way, served: Running, model: str, rows: int, callers: int, warm_s: float
 ) -> tuple[float, float, float, float]:
     file, processes = _saved_pictures(setup, rows), min(setup.clients, callers)
-    words = bench_words(way.transport, file, rows, callers, processes)
+    words = bench_words(way.transport, file, rows, callers, processes, warm_s)
     words += ["--shared-memory"] if way.data == "system" else []
     point = bench_point(url_of(served, way.transport), model, *words, seconds=setup.seconds)
     latency_ms = point["latency_ms"]
@@ -139,18 +179,19 @@ def _saved_pictures(setup: Setup, rows: int) -> Path:
 
 
 def _with_cuda_memory(
-    setup: Setup, way: Way, served: Running, model: str, rows: int, callers: int
+    setup: Setup, way: Way, served: Running, model: str, rows: int, callers: int, warm_s: float
 ) -> tuple[float, float, float, float]:
-    """Start client processes, let them begin at the same moment, and join their results."""
+    """Start client processes with memory of the GPUs in turn, let them begin at the same moment, and join their results."""
     count = min(setup.clients, callers)
     shares = [callers // count + (number < callers % count) for number in range(count)]
     words = [sys.executable, "-m", "loadtest.gpu.client", model, "--transport", way.transport]
     words += ["--http-port", str(served.port), "--grpc-port", str(served.grpc_port), "--rows", str(rows)]
-    words += ["--side", str(setup.side), "--warm-s", str(_WARM_S), "--seconds", str(setup.seconds)]
+    words += ["--side", str(setup.side), "--warm-s", str(warm_s), "--seconds", str(setup.seconds)]
     with ExitStack() as stack, (setup.scratch / "clients.log").open("ab") as log:
         clients = []
-        for share in shares:
-            command = [*words, "--callers", str(share)]
+        for number, share in enumerate(shares):
+            gpu = setup.gpus[number % len(setup.gpus)]
+            command = [*words, "--callers", str(share), "--gpu", str(gpu)]
             client = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
             )

@@ -41,7 +41,8 @@ def test_two_gpus(tmp_path: Path) -> None:
     make = partial(cases.make_repository, gpus=cases.TWO_GPUS)
     with gpu_serving(make, tmp_path, *cases.OPTIONS, env={GPUS: "2"}) as server:
         cases.check_same_as_one_after_the_other(server)
-        cases.check_outputs_in_a_region(server, export)
+        for gpu in (0, 1):
+            cases.check_outputs_in_a_region(server, export, gpu)
         cases.check_unloading(server)
     copies = re.search(r"copies between GPUs: (.*)", server.text)
     assert copies is not None, server.text

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from headrace.runtimes.cuda import devices
+
+
+@pytest.fixture
+def two_gpus() -> None:
+    """For tests of several GPUs."""
+    if devices.count() < 2:
+        pytest.skip("needs two GPUs")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

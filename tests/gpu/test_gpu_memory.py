@@ -129,6 +129,30 @@ def test_models_share_the_gpu_in_turn_with_correct_responses(repository: Path, n
     run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(two))
 
 
+@pytest.mark.usefixtures("two_gpus")
+def test_each_gpu_has_a_budget_and_evictions_of_its_own(
+    repository: Path, needs: dict[str, int], tmp_path: Path
+) -> None:
+    mine = shutil.copytree(repository, tmp_path / "repository")
+    shutil.copytree(mine / "a", mine / "d")
+    for name, gpus in {"a": "[0, 1]", "b": "[1]", "c": "[1]", "d": "[0]"}.items():
+        (mine / name / "config.yaml").write_text(f"{CONFIG}instance_group: [{{kind: gpu, count: 2, gpus: {gpus}}}]\n")
+    two = sum(sorted(needs.values())[1:])  # any two have room on GPU 1, all three have not; `a` and `d` on GPU 0 have
+    gpu_model_cache = GpuModelCache()
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        for _round in range(5):
+            for name, seed in (("a", 1), ("b", 2), ("c", 3), ("d", 1)):
+                assert same(await infer_values(registry, name), seed)
+                assert max(gpu_model_cache.ledger.reserved_bytes(gpu) for gpu in (0, 1)) <= two
+        evictions = {name: each.evictions for name, _, each in gpu_model_cache.loads()}
+        print(f"evictions {evictions}", flush=True)
+        assert evictions["d"] == 0
+        assert evictions["b"] + evictions["c"] > 2
+
+    run(mine, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(two))
+
+
 def test_eviction_frees_all_memory(repository: Path, needs: dict[str, int]) -> None:
     own: list[int] = []
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from headrace.runtimes.cuda import driver
 from headrace.runtimes.cuda.driver import CudaStream, current
 from headrace.runtimes.cuda.memory import DeviceBuffer, PinnedBuffer, read_gpu, upload
 from headrace.runtimes.cuda.peers import peer_copy
@@ -40,17 +40,12 @@ def test_outputs_in_cuda_shared_memory(server: Server) -> None:
     cases.check_outputs_in_a_region(server, export)
 
 
-@pytest.fixture
-def two_gpus() -> None:
-    if driver.load().Device.count() < 2:
-        pytest.skip("needs two GPUs")
-
-
 @pytest.mark.usefixtures("two_gpus")
 def test_steps_on_two_gpus(tmp_path: Path) -> None:
     with serving(cases.make_repository(tmp_path, cases.TWO_GPUS), tmp_path, *cases.OPTIONS) as started:
         cases.check_same_as_one_after_the_other(started)
-        cases.check_outputs_in_a_region(started, export)
+        for gpu in (0, 1):  # of the region: instances of `first` on both GPUs write to it, those of `second` on GPU 1
+            cases.check_outputs_in_a_region(started, partial(export, gpu=gpu), gpu)
         cases.check_unloading(started)
     for words in ("Traceback", "no copies from GPU"):
         assert words not in started.text, started.text

@@ -38,6 +38,12 @@ async def test_a_size_that_only_the_engine_computes_wrongly_is_not_used(tmp_path
     await cases.check_wrong_size(tmp_path)
 
 
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("gpus", [[1], [0, 1]], ids=str)
+async def test_a_size_that_the_engine_computes_wrongly_is_used_on_no_gpu(tmp_path: Path, gpus: list[int]) -> None:
+    await cases.check_wrong_size(tmp_path, f"{cases.CONFIG}instance_group: [{{kind: gpu, gpus: {gpus}}}]\n")
+
+
 async def test_an_engine_that_mixes_rows_of_a_right_model_runs_them_one_by_one(tmp_path: Path) -> None:
     await cases.check_mixing_engine(tmp_path)
 

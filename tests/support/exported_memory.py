@@ -14,14 +14,14 @@ from pathlib import Path
 
 from headrace.runtimes.cuda.shared_memory import ClientMemory, PinnedFile
 
-# Program of a client's process: copies the first bytes of its input to GPU 0 and prints the IPC handle. For each further line it
+# Program of a client's process: copies the first bytes of its input to a GPU and prints the IPC handle. For each further line it
 # prints the bytes that the memory has then. At the end of its input it frees the memory.
 _PROGRAM = """
 import sys
 import numpy as np
 import pycuda.driver as driver
 driver.init()
-context = driver.Device(0).make_context()
+context = driver.Device(int(sys.argv[2])).make_context()
 content = np.frombuffer(sys.stdin.buffer.read(int(sys.argv[1])), np.uint8)
 memory = driver.mem_alloc(content.nbytes)
 driver.memcpy_htod(memory, content)
@@ -36,18 +36,19 @@ context.pop()
 
 
 class Owner:
-    """A process with memory of GPU 0.
+    """A process with memory of a GPU.
 
     Args:
         content: bytes that the memory has first.
+        gpu: number of the GPU.
 
     Attributes:
         process: of the program.
         handle: of CUDA IPC, for the memory.
     """
 
-    def __init__(self, content: bytes) -> None:
-        words = [sys.executable, "-c", _PROGRAM, str(len(content))]
+    def __init__(self, content: bytes, gpu: int = 0) -> None:
+        words = [sys.executable, "-c", _PROGRAM, str(len(content)), str(gpu)]
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._write(content)
         self.handle = self._read()
@@ -74,9 +75,9 @@ class Owner:
 
 
 @contextmanager
-def export(content: bytes) -> Iterator[bytes]:
-    """Put bytes into memory of GPU 0 that another process owns, for the length of a `with`; its IPC handle."""
-    with closing(Owner(content)) as owner:
+def export(content: bytes, gpu: int = 0) -> Iterator[bytes]:
+    """Put bytes into memory of a GPU that another process owns, for the length of a `with`; its IPC handle."""
+    with closing(Owner(content, gpu)) as owner:
         yield owner.handle
 
 

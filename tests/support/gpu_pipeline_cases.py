@@ -90,8 +90,8 @@ def check_same_as_one_after_the_other(server: Server) -> None:
         list(pool.map(client, range(8)))
 
 
-def check_outputs_in_a_region(server: Server, export: Export) -> None:
-    """Outputs in CUDA shared memory, which then are inputs of another model; beside callers that get theirs in the response."""
+def check_outputs_in_a_region(server: Server, export: Export, gpu: int = 0) -> None:
+    """Outputs in CUDA shared memory of a GPU, then inputs of another model; beside callers that get theirs in the response."""
     size_bytes = ROWS * WIDTH * 4
     clients = 8
 
@@ -124,9 +124,9 @@ def check_outputs_in_a_region(server: Server, export: Export) -> None:
             np.testing.assert_allclose(answer.reshape(out.shape), out, rtol=1e-3, atol=1e-4)
             request("second", None, len(x), offset, offset)
 
-    with cuda_region(server, bytes(clients * size_bytes), export), ThreadPoolExecutor(clients) as pool:
+    with cuda_region(server, bytes(clients * size_bytes), export, gpu), ThreadPoolExecutor(clients) as pool:
         list(pool.map(client, range(clients)))
-    with cuda_region(server, bytes(size_bytes - 1), export):
+    with cuda_region(server, bytes(size_bytes - 1), export, gpu):
         body = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [ROWS, WIDTH], "data": [0.5] * ROWS * WIDTH}]}
         small = region(0, size_bytes - 1)
         status, _, text = server.request(

@@ -101,9 +101,9 @@ async def check_right_engine(folder: Path, source: str) -> None:
     assert set(batches["verified_batches"]) >= {1, 2, 3, 8}
 
 
-async def check_wrong_size(folder: Path) -> None:
+async def check_wrong_size(folder: Path, config: str = CONFIG) -> None:
     """A size that only the engine computes wrongly is not used."""
-    repository = add_engine(folder, WRONG_EIGHT, RIGHT)
+    repository = add_engine(folder, WRONG_EIGHT, RIGHT, config)
     async with running(repository, ALL, proofs=BatchProofs(folder)) as (_, registry):
         batches = explain(registry, "m")["batches"]
         for rows in range(1, 9):

@@ -121,11 +121,11 @@ def system_region(server: Server, content: bytes) -> Iterator[Path]:
 
 
 @contextmanager
-def cuda_region(server: Server, content: bytes, export: Export) -> Iterator[None]:
+def cuda_region(server: Server, content: bytes, export: Export, gpu: int = 0) -> Iterator[None]:
     """Registered as "g"."""
     with export(content) as handle:
         raw_handle = {"b64": base64.b64encode(handle).decode()}
-        document = {"raw_handle": raw_handle, "device_id": 0, "byte_size": len(content)}
+        document = {"raw_handle": raw_handle, "device_id": gpu, "byte_size": len(content)}
         call(server, "cudasharedmemory/region/g/register", document)
         try:
             yield

@@ -15,6 +15,7 @@ from headrace.runtimes.onnxruntime_cuda import CudaExecution
 from tests.support import proof_cases as cases
 from tests.support.control_thread import running
 from tests.support.cuda_provider import FakeProvider
+from tests.support.fake_streams import LateCuda
 from tests.support.waiting import until_async
 from tests.unit.models.test_loader_cuda_provider import provider as provider
 
@@ -26,6 +27,13 @@ async def test_a_right_engine_is_proven_with_its_padding(trt: Any, tmp_path: Pat
 
 async def test_a_size_that_only_the_engine_computes_wrongly_is_not_used(trt: Any, tmp_path: Path) -> None:
     await cases.check_wrong_size(tmp_path)
+
+
+async def test_a_size_that_only_the_engine_computes_wrongly_is_not_used_on_a_later_gpu(
+    trt: Any, cuda: LateCuda, tmp_path: Path
+) -> None:
+    cuda.devices = 2
+    await cases.check_wrong_size(tmp_path, cases.CONFIG + "instance_group: [{kind: gpu, gpus: [1]}]\n")
 
 
 async def test_an_engine_that_mixes_rows_of_a_right_model_runs_them_one_by_one(trt: Any, tmp_path: Path) -> None:
