@@ -106,26 +106,28 @@ def _own(name: str) -> Callable[[], Any]:
     return build
 
 
-# Name -> builder, shape of a row, True for tokens.
+# Name -> builder, shape of a row, True for tokens; the small ones and those of public reports first.
 NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...], bool]] = {
-    **{
-        name: (_torchvision(name), IMAGE, False)
-        for name in (
-            "resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "vit_b_16", "swin_t",
-            "densenet121", "convnext_tiny", "regnet_y_400mf", "shufflenet_v2_x1_0", "squeezenet1_1",
-        )
-    },
-    "deit_tiny": (_timm("deit_tiny_patch16_224"), IMAGE, False),
-    "mixer_s32": (_timm("mixer_s32_224"), IMAGE, False),
-    "segformer_b0": (_transformers("SegformerForSemanticSegmentation", "SegformerConfig", "logits"), IMAGE, False),
-    "bert_base": (_transformers("BertModel", "BertConfig", "last_hidden_state"), (_LENGTH,), True),
+    "lstm": (_own("lstm"), (_LENGTH, 32), False),
+    "unet": (_own("unet"), IMAGE, False),
+    "detr_like": (_own("detr_like"), IMAGE, False),
     "t5_encoder": (
         _transformers("T5EncoderModel", "T5Config", "last_hidden_state", num_layers=2, d_model=128, vocab_size=1000),
         (_LENGTH,), True,
     ),
-    "lstm": (_own("lstm"), (_LENGTH, 32), False),
-    "unet": (_own("unet"), IMAGE, False),
-    "detr_like": (_own("detr_like"), IMAGE, False),
+    "segformer_b0": (_transformers("SegformerForSemanticSegmentation", "SegformerConfig", "logits"), IMAGE, False),
+    "resnet18": (_torchvision("resnet18"), IMAGE, False),
+    "resnet50": (_torchvision("resnet50"), IMAGE, False),
+    "bert_base": (_transformers("BertModel", "BertConfig", "last_hidden_state"), (_LENGTH,), True),
+    "deit_tiny": (_timm("deit_tiny_patch16_224"), IMAGE, False),
+    "mixer_s32": (_timm("mixer_s32_224"), IMAGE, False),
+    **{
+        name: (_torchvision(name), IMAGE, False)
+        for name in (
+            "mobilenet_v2", "squeezenet1_1", "mobilenet_v3_small", "efficientnet_b0", "shufflenet_v2_x1_0",
+            "regnet_y_400mf", "vit_b_16", "swin_t", "convnext_tiny", "densenet121",
+        )
+    },
 }  # fmt: skip
 
 

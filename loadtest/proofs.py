@@ -1,40 +1,57 @@
 """Proof of batch sizes on public networks with random weights, as engines of TensorRT: false alarms, and the time of a proof.
 
     python -m loadtest.proofs [NAME ...] [--precisions fp32,fp16,int8] [--max-rows 64] [--onnx FOLDER] [--limit-s 540]
+        [--processes 1] [--results FILE]
 
 Needs TensorRT, a GPU, and PyTorch with torchvision, timm and transformers, or ONNX files NAME.onnx in FOLDER. Each network is
-exported with a free batch, built, and loaded until the idle server has tested all sizes. A row of the table has the verified
-sizes, milliseconds of the first proof, seconds until all sizes were tested, and the reason if a size is
-not proven. Exit status: 1 if a size of a network is not proven.
+exported with a free batch, built, compared with ONNX Runtime, loaded until the idle server has tested all sizes, and loaded
+again. Several processes share the GPU: their times are those of a busy machine. A row is written as soon as it is measured:
+
+    build s               of the engine, at optimization level 1
+    differs               largest difference to the rows alone on ONNX Runtime's CPU in FP32, as a share of the output's range: of
+                          a batch there, of one row in the engine, and of its batches of 2, 3, 8 and most rows
+    first, second         milliseconds of the tests at the first and at the second load, of those with the start of an instance
+    idle s                from the first load until all sizes were tested
+    verified, reason      sizes that are proven, and why another is not
+
+Exit status: 1 if a size of a network is not proven. A network that cannot be exported, built or loaded is a row with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import os
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import headrace
+import numpy as np
 import onnx
 from headrace.config.model_folder import read_model_folder
 from headrace.config.optimization_config import Calibration
 from headrace.core.tensor import BY_ORT_NAME
 from headrace.models import batch_proofs
 from headrace.models.batch_proofs import BOUNDS, LARGEST_BOUND
-from headrace_engines.errors import BuildError
 from headrace_engines.precision.lowering import cast_model
 from headrace_engines.progress import silent
 from headrace_engines.quantization.calibration import calibrate
 from headrace_engines.quantization.placement import tensors_to_calibrate
 from headrace_engines.quantization.qdq import quantize
-from headrace_engines.quantization.samples import random_samples
+from headrace_engines.quantization.samples import Samples, random_samples
 from headrace_engines.simplify import simplify
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
@@ -42,7 +59,12 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from loadtest.proof_networks import NETWORKS, export
 
 _LIMIT_S, _PAUSE_S = 120.0, 0.05
-_CALIBRATION_ROWS = 4
+# Samples for the ranges of INT8 and for the comparison with ONNX Runtime.
+_SAMPLES = 4
+# After the limit a process that has begun an engine is ended.
+_GRACE_S = 45.0
+COLUMNS = ("network", "precision", "build s", "differs", "first", "second", "idle s", "verified", "reason")
+Row = dict[str, str]
 
 
 def config_of(path: Path, rows: int) -> str:
@@ -61,15 +83,18 @@ def config_of(path: Path, rows: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def samples_of(folder: Path) -> Samples:
+    """Return random rows for a model."""
+    return random_samples(read_model_folder(folder, folder.parent).config, _SAMPLES)
+
+
 def lowered(model: onnx.ModelProto, precision: str, folder: Path) -> onnx.ModelProto:
     """Return a model in a precision; INT8 with ranges of random values."""
     if precision == "fp32":
         return model
     if precision != "int8":
         return cast_model(model, precision)
-    config = read_model_folder(folder, folder.parent).config
-    samples = random_samples(config, _CALIBRATION_ROWS)
-    ranges = calibrate(model, tensors_to_calibrate(model), samples, Calibration(), None, silent)
+    ranges = calibrate(model, tensors_to_calibrate(model), samples_of(folder), Calibration(), None, silent)
     return quantize(model, ranges, "tensorrt")
 
 
@@ -88,16 +113,50 @@ def _proof_log() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def prove(source: Path, precision: str, rows: int, work: Path) -> tuple[bool, str]:
-    """Build an engine, load it until all sizes are tested, and return True without a fault, and the row of the table."""
+def differences(source: Path, plan: Path, folder: Path, rows: int) -> str:
+    """Return the column "differs"; see the module."""
+    import onnxruntime as ort
+
+    session = ort.InferenceSession(str(source), providers=["CPUExecutionProvider"])
+    ((name, samples),) = next(samples_of(folder).batches(_SAMPLES)).items()
+    alone = np.concatenate([session.run(None, {name: samples[row : row + 1]})[0] for row in range(_SAMPLES)])
+
+    def share(outputs: Any, order: Any) -> float:
+        return float(np.abs(outputs.astype(np.float64) - alone[order]).max() / (np.ptp(alone) or 1.0))
+
+    of_runtime = share(session.run(None, {name: samples})[0], np.arange(_SAMPLES))
+    with closing(TensorRtTarget().open(plan)) as engine:
+        shares = {}
+        for size in sorted({1, 2, 3, 8, rows}):
+            order = np.arange(size) % _SAMPLES
+            (outputs,) = engine.run({name: samples[order]}).values()
+            shares[size] = share(outputs, order)
+    return f"{of_runtime:.1g}, {shares.pop(1):.1g}, {max(shares.values()):.1g}"
+
+
+def load(folder: Path, state: Path) -> tuple[Row, str]:
+    """Load a model until all sizes are tested; return columns, and the times of the proof at the load ("0" for none)."""
+    reason, begun_s = "idle", time.monotonic()
+    with _proof_log() as lines, headrace.Server(folder, state_dir=state, trial_limit_s=0, profile_s=0) as server:
+        at_load = " of ".join(re.findall(r"(?:tests of its batches for|took) (\d+) ms", "\n".join(lines))[:2]) or "0"
+        while "idle" in reason and time.monotonic() < begun_s + _LIMIT_S:
+            time.sleep(_PAUSE_S)
+            parameters = server.model(folder.name).spec.parameters
+            reason = str(parameters.get("headrace.unproven_batches", ""))
+    verified = str(parameters.get("headrace.verified_batches", "")).replace(", ", " ")
+    idle = f"{time.monotonic() - begun_s:.1f}"
+    return {"idle s": idle, "verified": verified, "reason": reason or "-"}, at_load
+
+
+def prove(source: Path, precision: str, rows: int, work: Path) -> Row:
+    """Build an engine, compare it, and load it twice; return columns of the table."""
     folder = work / source.stem
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "1").mkdir(parents=True)
     (folder / "config.yaml").write_text(config_of(source, rows))
-    for file in source.parent.glob(source.name + "*"):  # with its external tensors
-        shutil.copy(file, folder / "1" / file.name.replace(source.name, "model.onnx"))
-    shutil.copy(source, folder / "1" / "model.onnx")
-    model = simplify(onnx.load(source))
+    model = onnx.load(source)
+    onnx.save(model, folder / "1" / "model.onnx")  # without external tensors, which have the name of the source
+    model = simplify(model)
     profile = {
         value.name: tuple(
             (count, *(dim.dim_value for dim in value.type.tensor_type.shape.dim[1:])) for count in (1, 8, rows)
@@ -105,27 +164,91 @@ def prove(source: Path, precision: str, rows: int, work: Path) -> tuple[bool, st
         for value in model.graph.input
     }
     spec = TargetSpec(precision, (ShapeRange(profile),))  # type: ignore[arg-type]
+    plan, model = folder / "1" / "model.plan", lowered(model, precision, folder)
     begun_s = time.monotonic()
-    plan = folder / "1" / "model.plan"
-    TensorRtTarget(optimization_level=1).build(lowered(model, precision, folder), spec, plan, silent)
-    built_s = time.monotonic() - begun_s
-    reason = "idle"
+    TensorRtTarget(optimization_level=1).build(model, spec, plan, silent)
+    row = {"build s": f"{time.monotonic() - begun_s:.0f}", "differs": differences(source, plan, folder, rows)}
     # A plan of a builder has a stamp with its precision, which this one has not.
     bound = BOUNDS.get("tf32" if precision == "fp32" else precision, LARGEST_BOUND)
-    stamped = patch.object(batch_proofs, "smallest_bound", lambda _plan: bound)
-    with stamped, _proof_log() as lines, tempfile.TemporaryDirectory() as state:
-        with headrace.Server(folder, state_dir=state, trial_limit_s=0, profile_s=0) as server:
-            begun_s = time.monotonic()
-            while "idle" in reason and time.monotonic() < begun_s + _LIMIT_S:
-                time.sleep(_PAUSE_S)
-                parameters = server.model(source.stem).spec.parameters
-                reason = str(parameters.get("headrace.unproven_batches", ""))
-            idle_s = time.monotonic() - begun_s
-        sizes = str(parameters.get("headrace.verified_batches", ""))
-        took = [line for line in lines if "to prove" in line]
-        first_ms = took[0].split(" took ")[1].split(" ms")[0] if took else ""
-    row = [source.stem, precision, sizes.replace(", ", " "), first_ms, f"{idle_s:.1f}", f"{built_s:.0f}", reason or "-"]
-    return not reason, "| " + " | ".join(row) + " |"
+    with patch.object(batch_proofs, "smallest_bound", lambda _plan: bound), tempfile.TemporaryDirectory() as state:
+        columns, row["first"] = load(folder, Path(state))
+        _, row["second"] = load(folder, Path(state))
+    return row | columns
+
+
+class Table:
+    """Table that is written row by row, by several processes.
+
+    Args:
+        results: file that gets each row as a line of JSON.
+    """
+
+    def __init__(self, results: Path) -> None:
+        self._results = results
+
+    def add(self, row: Row) -> None:
+        """Print a row and append it to the file."""
+        text = json.dumps(row) + "\n"
+        with self._results.open("a") as stream:
+            stream.write(text)
+        print("| " + " | ".join(row.get(column, "") for column in COLUMNS) + " |\n", end="", flush=True)
+
+    def rows(self) -> list[Row]:
+        """Return the rows of the file."""
+        return [json.loads(line) for line in self._results.read_text().splitlines()] if self._results.exists() else []
+
+
+def run_network(options: argparse.Namespace, table: Table, end_s: float, name: str) -> None:
+    """Add the rows of a network."""
+    with tempfile.TemporaryDirectory() as work:
+        source = Path(work, f"{name}.onnx") if options.onnx is None else options.onnx / f"{name}.onnx"
+        for precision in options.precisions.split(","):
+            row = {"network": name, "precision": precision, "reason": "no time left"}
+            if time.monotonic() < end_s:
+                try:
+                    if not source.is_file():
+                        with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # PyTorch has a CUDA of its own
+                            apart.submit(export, name, source).result()
+                    row |= prove(source, precision, options.max_rows, Path(work) / "models")
+                except Exception as error:  # of the exporter or of TensorRT: the other rows are still of use
+                    row["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            table.add(row)
+
+
+def run_apart(options: argparse.Namespace, table: Table, end_s: float, name: str) -> None:
+    """Add the rows of a network by a process of its own, which ends at the limit at the latest."""
+    left_s = max(0.0, end_s - time.monotonic())
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "loadtest.proofs",
+        name,
+        "--processes",
+        "0",
+        "--limit-s",
+        str(left_s),
+    ]
+    command += [
+        "--precisions",
+        options.precisions,
+        "--max-rows",
+        str(options.max_rows),
+        "--results",
+        str(options.results),
+    ]
+    command += ["--onnx", str(options.onnx)] if options.onnx is not None else []
+    threads = max(1, (os.cpu_count() or 1) // options.processes)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    try:
+        reason = f"ended with status {subprocess.run(command, env=environment, timeout=left_s + _GRACE_S).returncode}"
+    except subprocess.TimeoutExpired:
+        reason = "ended at the limit of time"
+    written = [row["precision"] for row in table.rows() if row["network"] == name]
+    for precision in options.precisions.split(","):
+        if precision not in written:
+            table.add({"network": name, "precision": precision, "reason": f"its process {reason}"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,30 +258,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--precisions", default="fp32,fp16,int8")
     parser.add_argument("--max-rows", type=int, default=64)
     parser.add_argument("--onnx", type=Path, help="folder of ONNX files, which are not exported")
-    parser.add_argument("--limit-s", type=float, default=540.0, help="no engine is begun later")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="no engine is begun later; 45 s later all ends")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="networks at once; with 1 in this process, 0: no heading"
+    )
+    parser.add_argument("--results", type=Path, help="file that gets each row as a line of JSON")
     options = parser.parse_args(arguments)
-    end_s, faults = time.monotonic() + options.limit_s, 0
-    print("| network | precision | verified | first proof ms | idle s | build s | reason |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    with tempfile.TemporaryDirectory() as work:
-        files = sorted(options.onnx.glob("*.onnx")) if options.onnx else []
-        names = options.names or [file.stem for file in files] or list(NETWORKS)
-        for name in names:
-            source = options.onnx / f"{name}.onnx" if options.onnx else Path(work) / "exported" / f"{name}.onnx"
-            for precision in options.precisions.split(","):
-                if time.monotonic() > end_s:
-                    print(f"| {name} | {precision} | no time left |", flush=True)
-                    continue
-                try:
-                    if not source.is_file():
-                        source.parent.mkdir(exist_ok=True)
-                        export(name, source)
-                    is_proven, row = prove(source, precision, options.max_rows, Path(work) / "models")
-                except (BuildError, headrace.HeadraceError, RuntimeError, ImportError, ValueError) as error:
-                    is_proven, row = True, f"| {name} | {precision} | {type(error).__name__}: {str(error)[:200]!r} |"
-                faults += not is_proven
-                print(row, flush=True)
-    return int(faults > 0)
+    end_s = time.monotonic() + options.limit_s
+    files = sorted(options.onnx.glob("*.onnx")) if options.onnx else []
+    names = options.names or [file.stem for file in files] or list(NETWORKS)
+    with tempfile.TemporaryDirectory() as folder:
+        options.results = options.results or Path(folder, "results")
+        table = Table(options.results)
+        if options.processes:
+            print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
+        run = partial(run_apart if options.processes > 1 else run_network, options, table, end_s)
+        with ThreadPoolExecutor(max(1, options.processes)) as pool:
+            list(pool.map(run, names))
+        rows = [row for row in table.rows() if row["network"] in names]
+    return int(any("verified" in row and row["reason"] != "-" for row in rows))
 
 
 if __name__ == "__main__":

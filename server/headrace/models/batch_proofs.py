@@ -453,7 +453,8 @@ class _Proof:
         is_busy: Callable[[], bool] = lambda: False,
     ) -> tuple[BatchVerdict, bool]:
         """Do as `run` on an open execution, until `is_busy` returns True before one of the batches."""
-        self._end_ns, self._is_busy = self._clock() + limit_ns, is_busy
+        begun_ns = self._clock()
+        self._end_ns, self._is_busy = begun_ns + limit_ns, is_busy
         try:
             return self._run(execution, self._end_ns, earlier)
         except ProofInterrupted:
@@ -462,6 +463,8 @@ class _Proof:
             return BatchVerdict(alone=True, reason=f"the model ended while it was being proven: {error}"), True
         finally:
             self._references = None  # as large as the model
+            took_ms = (self._clock() - begun_ns) // NS_PER_MS  # without the start of the execution
+            logger.debug("model %s ran tests of its batches for %d ms", self._config.name, took_ms)
 
     def _run(self, execution: Execution, end_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
         try:
