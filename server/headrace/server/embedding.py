@@ -25,6 +25,7 @@ from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, Cancelled, ConfigError, Finding, HeadraceError, Unavailable
 from headrace.core.limits import BodyMemory, Cells
 from headrace.core.request import InferRequest, InferResponse
+from headrace.core.response_bodies import ProfileRow
 from headrace.core.shapes import CheckedShapes
 from headrace.core.store_url import is_store_url, parse_store_url
 from headrace.core.tensor import BF16, BYTES, Array, ModelSpec, TensorSpec
@@ -345,6 +346,12 @@ class Model:
         handle = self._lease()
         handle.release()
         return handle.spec
+
+    def profile(self) -> list[ProfileRow]:
+        """Return the measured compute times by instances and rows; raises HeadraceError if it does not serve."""
+        handle = self._lease()
+        handle.release()
+        return handle.latency_table.table()
 
     def infer(
         self,

@@ -80,7 +80,7 @@ def add_setting(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     def add(option: str, **options: object) -> None:
         parser.add_argument(option, default=argparse.SUPPRESS, **options)  # type: ignore[arg-type]
 
-    text = "time of a batch of n rows in us: 450+20n, or a .json file; or NAME=T,... (1000+100n)"
+    text = "time of a batch of n rows in us: 450+20n, or a .json file; or NAME=T,... (as measured here)"
     add("--profile", metavar="T", help=text)
     add("--variation", type=_natural, metavar="CV", help="variation of that time: 0 constant, 1 exponential (0)")
     add("--overhead-us", type=_natural, metavar="US", help="time of a request in network and codec (0)")

@@ -19,18 +19,19 @@ from headrace.config.config_base import Problems
 from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import find_model_folder, read_model_folder
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, monotonic_ns
-from headrace.core.errors import ConfigError, NotFound
+from headrace.core.errors import ConfigError, HeadraceError, NotFound
 from headrace.core.quota import Quota
 from headrace.engine.pipelines.graph import PipelineGraph, build_graph
 from headrace.engine.pipelines.yaml_steps import build_yaml_graph
 from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy, RateLimits, Sharing
 from headrace.engine.simulation.options import KINDS, SettingParser, add_setting
 from headrace.engine.simulation.pipelines import SimulatedPipeline, called_by, plain_graph
-from headrace.engine.simulation.replay import LatencyProfile, SimulatedModel, parse_profile, replay
+from headrace.engine.simulation.replay import LatencyProfile, SimulatedModel, parse_profile, profile_of, replay
 from headrace.engine.simulation.report import panels, print_reports, print_sequence_reports, report, sequence_report
 from headrace.engine.simulation.sequences import SequenceLoad, replay_sequences, sequence_rules
 from headrace.engine.simulation.traces import ArrivalPattern, Trace, Workload, make_trace, read_trace
 from headrace.models.loader import handle_policy
+from headrace.server.embedding import Server
 
 _PROFILE = "1000+100n"
 _Policies = dict[str, tuple[HandlePolicy, float | None]]
@@ -44,11 +45,13 @@ class _SimulatedNames:
         policies: policy and latency objective of each model.
         pipelines: pipelines with their latency objectives, by name.
         targets: names of those that get the requests.
+        folders: of the models that have one.
     """
 
     policies: _Policies
     pipelines: dict[str, tuple[SimulatedPipeline, float | None]]
     targets: tuple[str, ...]
+    folders: dict[str, Path]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,9 +87,10 @@ def main(args: argparse.Namespace) -> int:
             policies: _Policies = {
                 f"model{number}": (HandlePolicy(BatchPolicy(max_rows=8)), None) for number in range(args.models)
             }
-            simulated = _SimulatedNames(policies, {}, tuple(policies))
+            simulated = _SimulatedNames(policies, {}, tuple(policies), {})
         _check_sequences(args, simulated)
-        settings = _settings(args, simulated)
+        measured = {} if "profile" in args else _measured_profiles(simulated, args.state_dir, errors)
+        settings = _settings(args, simulated, measured)
         trace = _trace(args, simulated)
         warm_up_ns = round(args.warm_up * NS_PER_S)
         if warm_up_ns >= trace.duration_ns:
@@ -175,7 +179,7 @@ def _simulate_sequences(
 
 def _read_models(folders: Sequence[str], repository: Path) -> _SimulatedNames:
     """Read the configured models and pipelines, and the models that pipelines call."""
-    simulated = _SimulatedNames({}, {}, ())
+    simulated = _SimulatedNames({}, {}, (), {})
     targets = [_read_model(find_model_folder(folder, repository), simulated) for folder in folders]
     return replace(simulated, targets=tuple(dict.fromkeys(targets)))
 
@@ -188,6 +192,7 @@ def _read_model(path: Path, simulated: _SimulatedNames) -> str:
     policy = (handle_policy(config), config.slo.p99_ms)
     if config.pipeline is None and config.ensemble_scheduling is None:
         simulated.policies[config.name] = policy
+        simulated.folders[config.name] = path
         return config.name
     graph = _graph(config)
     pipeline = SimulatedPipeline(plain_graph(graph), max(config.max_batch_size, 1), policy[0])
@@ -233,22 +238,56 @@ def _requests(args: argparse.Namespace, names: Sequence[str]) -> Trace:
     return trace
 
 
-def _settings(args: argparse.Namespace, simulated: _SimulatedNames) -> list[_SimulatedSetting]:
+def _measured_profiles(simulated: _SimulatedNames, state_dir: str, errors: Console) -> dict[str, LatencyProfile]:
+    """Return the batch times that this machine measures, or has stored, when it loads a model; print where the times come from.
+
+    Models that are not served here, and built-in steps, have none.
+    """
+    profiles = dict[str, LatencyProfile]()
+    for name in simulated.policies:
+        reason = "it is a built-in step"
+        if folder := simulated.folders.get(name):
+            try:
+                with Server(folder, state_dir=state_dir) as server:
+                    rows = server.model(name).profile()
+                reason = "the server measures no such model"
+            except HeadraceError as error:
+                rows, reason = [], str(error)
+            if rows:
+                profiles[name] = profile_of({"profile": rows})
+                first, last = rows[0], rows[-1]
+                times = f"{first['median_us']:.0f} us for {first['rows']}, {last['median_us']:.0f} us for {last['rows']} rows"
+                errors.print(Text(f"{name}: batch times as measured on this machine, {times}"), soft_wrap=True)
+                continue
+        if simulated.folders:
+            text = f"{name}: batch times are not measured ({reason}): {_PROFILE} us is an invented one, name yours with"
+            errors.print(Text(f"{text} --profile {name}=T", style="yellow"), soft_wrap=True)
+    return profiles
+
+
+def _settings(
+    args: argparse.Namespace, simulated: _SimulatedNames, measured: Mapping[str, LatencyProfile]
+) -> list[_SimulatedSetting]:
     parser = SettingParser(prog="--compare", add_help=False)
     add_setting(parser)
-    settings = [_setting("as given", args, simulated)]
+    settings = [_setting("as given", args, simulated, measured)]
     for text in args.compare:
         try:
             other = parser.parse_args([f"--{word}" for word in text.split()], copy.copy(args))
         except ValueError as error:
             raise ValueError(f'--compare "{text}": {error}') from None
-        settings.append(_setting(text, other, simulated))
+        settings.append(_setting(text, other, simulated, measured))
     return settings
 
 
-def _setting(label: str, args: argparse.Namespace, simulated: _SimulatedNames) -> _SimulatedSetting:
+def _setting(
+    label: str, args: argparse.Namespace, simulated: _SimulatedNames, measured: Mapping[str, LatencyProfile]
+) -> _SimulatedSetting:
     options = vars(args)
-    profiles = _profiles(options.get("profile", _PROFILE), tuple(simulated.policies))
+    names = tuple(simulated.policies)
+    profiles = _profiles(options.get("profile", _PROFILE), names)
+    if "profile" not in options:
+        profiles = [measured.get(name, profile) for name, profile in zip(names, profiles, strict=True)]
     if "variation" in options:
         profiles = [replace(profile, variation=args.variation) for profile in profiles]
     depth, devices = options.get("depth", 1), options.get("devices", 0)

@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 import pytest
 from headrace.__main__ import main
 from headrace.engine.simulation.options import SettingParser, add_arguments
+from onnx import TensorProto
 
 from tests.support.chains import write_chain
-from tests.support.onnx_models import write_model
+from tests.support.onnx_models import identity_model, write_model
 
 QUICK = ("simulate", "--seconds", "2", "--rate", "500", "--profile", "450+20n")
 
@@ -53,6 +54,21 @@ def test_policy_and_objective_are_the_configurations(tmp_path: Path, capsys: pyt
     assert calm["mean_batch"] > 3
     assert set(calm["close_reasons"]) <= {"full", "delay"}
     assert plain["latency_us"]["p50"] == pytest.approx(100)
+
+
+def test_batch_times_are_those_that_this_machine_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "measured")
+    text = identity_model({"x": (TensorProto.STRING, ["batch", 2])}, {"y": (TensorProto.STRING, ["batch", 2])})
+    write_model(tmp_path / "text", text)
+    command = ["simulate", "--json", "--seconds", "1", "--rate", "20", "--state-dir", str(tmp_path / "state")]
+    assert main([*command, str(tmp_path / "measured"), str(tmp_path / "text")]) == 0
+    captured = capsys.readouterr()
+    measured, invented = json.loads(captured.out)["settings"][0]["models"]
+    assert 0 < measured["latency_us"]["p50"] < 1000, "no invented time"
+    assert invented["latency_us"]["p50"] >= 1100
+    assert "measured: batch times as measured on this machine, " in captured.err
+    assert "text: batch times are not measured (" in captured.err
+    assert list((tmp_path / "state" / "profiles").iterdir()), "the next run has nothing to measure"
 
 
 def test_a_recorded_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
