@@ -23,6 +23,7 @@ from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.heap import use_one_arena
 from headrace.core.store_url import StoreUrl
 from headrace.server import settings
+from headrace.server.commands.connection import ServerAddress
 from headrace.server.program import configure_logging, end_process
 
 # Commands of `python -m headrace_engines`.
@@ -119,17 +120,18 @@ def _parser() -> argparse.ArgumentParser:
     from headrace.server.commands import infer as infer_command
 
     infer = commands.add_parser("infer", help="send pictures or tensors to a running server")
-    infer_command.add_arguments(infer, settings.api_key())
+    address = _server_address()
+    infer_command.add_arguments(infer, settings.api_key(), address)
     infer.set_defaults(run=infer_command.main)
 
     explain = commands.add_parser("explain", help="what limits a model of a running server now")
-    explain_command.add_arguments(explain, settings.api_key())
+    explain_command.add_arguments(explain, settings.api_key(), address)
     explain.set_defaults(run=explain_command.main)
 
     from headrace_bench import options as bench_options
 
     bench = commands.add_parser("bench", help="put load on a running server and measure it")
-    bench_options.add_arguments(bench, settings.api_key())
+    bench_options.add_arguments(bench, settings.api_key(), address)
     bench.set_defaults(run=partial(_import_and_run, "headrace_bench.command"))
 
     simulate = commands.add_parser("simulate", help="replay a load against a policy in virtual time")
@@ -225,11 +227,15 @@ def _health(arguments: Sequence[str]) -> int:
     """Run `health` without the libraries of the other commands, whose import takes longer than the server's response."""
     from headrace.server.commands import health as health_command
 
+    return health_command.main(arguments, _server_address(), settings.api_key())
+
+
+def _server_address() -> ServerAddress:
     parser = argparse.ArgumentParser()
     settings.add_arguments(parser)
-    defaults = settings.from_arguments(parser.parse_args([]))
-    address = health_command.ListenAddress(defaults.host, defaults.http_port, defaults.tls_cert)
-    return health_command.main(arguments, address, settings.api_key())
+    served = settings.from_arguments(parser.parse_args([]))
+    url = settings.server_url()
+    return ServerAddress(served.host, served.http_port, served.tls_cert, served.grpc_port, url)
 
 
 def _add_validate(commands: argparse._SubParsersAction[_Parser]) -> None:

@@ -75,9 +75,11 @@ def read_options(args: argparse.Namespace) -> BenchOptions:
     Raises:
         BadRequest: arguments are missing or do not fit together, or a file is wrong.
     """
-    if not args.url or not args.model:
+    if args.url and not args.model and "://" not in args.url:
+        args.url, args.model = args.default_url, args.url  # one word is the model
+    if not args.model:
         raise BadRequest(
-            "the server's address and the model are missing: write headrace bench http://127.0.0.1:8000 MODEL, or "
+            "the model is missing: write headrace bench MODEL, headrace bench http://127.0.0.1:8000 MODEL, or "
             "--compare A.json B.json"
         )
     url = parse_url(args.url)

@@ -54,10 +54,14 @@ def _input(text: str) -> tuple[str, str, tuple[int, ...]]:
     return name, datatype, tuple(int(part) for part in parts)
 
 
-def add_arguments(parser: argparse.ArgumentParser, api_key: str = "") -> None:
-    """Declare the command's options; `api_key` is the value of HEADRACE_API_KEY."""
+def add_arguments(
+    parser: argparse.ArgumentParser, api_key: str = "", address: connection.ServerAddress = connection.DEFAULT_ADDRESS
+) -> None:
+    """Declare the command's options; `api_key` is the value of HEADRACE_API_KEY, `address` that of the server."""
     add = parser.add_argument
-    add("url", nargs="?", metavar="URL", help="http://HOST:8000 or grpc://HOST:8001; https:// and grpcs:// with TLS")
+    text = f"http://HOST:8000 or grpc://HOST:8001; https:// and grpcs:// with TLS ({address.url})"
+    add("url", nargs="?", metavar="URL", help=text)
+    parser.set_defaults(default_url=address.url)
     add("model", nargs="?", metavar="MODEL", help="name of the model")
     add("--model-version", default="", metavar="N", help="version of the model (the one the server chooses)")
     text = "compare the results of two runs, written by --json"

@@ -605,6 +605,11 @@ def api_key(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get(f"{PREFIX}API_KEY", "")
 
 
+def server_url(environ: Mapping[str, str] | None = None) -> str:
+    """Return the URL of the server for commands that talk to one, from HEADRACE_URL; "" without one; arguments as `api_key`."""
+    return (os.environ if environ is None else environ).get(f"{PREFIX}URL", "")
+
+
 def store_hosts(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Return the hosts that the providers' variables name for object stores and credentials, and those of the region in S3.
 

@@ -139,6 +139,58 @@ class ConnectionOptions:
         return ""
 
 
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Address of the server that a command talks to unless its options name another: that of the settings on this machine.
+
+    Attributes:
+        host: value of `headrace serve --host`; an unspecified address (0.0.0.0, ::) stands for loopback here.
+        port: HTTP port.
+        certificate: path of the server's certificate (PEM), "" without TLS; `headrace health` trusts it whatever names and
+            signature it has.
+        grpc_port: gRPC port.
+        named_url: URL of HEADRACE_URL, in place of host, port and TLS; "" without it.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    certificate: str = ""
+    grpc_port: int = 8001
+    named_url: str = ""
+
+    @property
+    def url(self) -> str:
+        """Base URL, e.g. "http://127.0.0.1:8000"."""
+        if self.named_url:
+            return self.named_url
+        return f"{'https' if self.certificate else 'http'}://{self._bracketed_host()}:{self.port}"
+
+    @property
+    def grpc_target(self) -> str:
+        """Address over gRPC, e.g. "127.0.0.1:8001"; with TLS "grpcs://127.0.0.1:8001"."""
+        try:
+            host, is_tls = (
+                host_of(self.named_url) if self.named_url else (self._bracketed_host(), bool(self.certificate))
+            )
+        except ValueError:  # the request names the wrong URL
+            return self.named_url
+        return f"{'grpcs://' * is_tls}{host}:{self.grpc_port}"
+
+    def _bracketed_host(self) -> str:
+        host = self.host
+        try:
+            address = ip_address(host)
+        except ValueError:
+            pass
+        else:
+            if address.is_unspecified:
+                host = "127.0.0.1" if address.version == 4 else "::1"
+        return f"[{host}]" if ":" in host else host
+
+
+DEFAULT_ADDRESS = ServerAddress()
+
+
 def add_arguments(parser: argparse.ArgumentParser, api_key: str = "", prefix: str = "") -> None:
     """Declare `--ca`, `--cert`, `--key` and `--api-key-file`.
 

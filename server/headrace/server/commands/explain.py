@@ -14,12 +14,17 @@ from rich.padding import Padding
 from rich.text import Text
 
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed
-from headrace.server.commands.connection import ConnectionOptions, explained_request, host_of, model_path
+from headrace.server.commands.connection import (
+    DEFAULT_ADDRESS,
+    ConnectionOptions,
+    ServerAddress,
+    explained_request,
+    host_of,
+    model_path,
+)
 from headrace.server.commands.connection import (
     add_arguments as add_connection_arguments,
 )
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 _TIMEOUT_S = 60.0
 
@@ -35,11 +40,11 @@ _SHOWN = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser, api_key: str = "") -> None:
-    """Declare the command's options; `api_key` is the value of HEADRACE_API_KEY."""
+def add_arguments(parser: argparse.ArgumentParser, api_key: str = "", address: ServerAddress = DEFAULT_ADDRESS) -> None:
+    """Declare the command's options; `api_key` is the value of HEADRACE_API_KEY, `address` that of the server."""
     add = parser.add_argument
     add("model", help="name of the model")
-    add("--url", default=DEFAULT_URL, help="the server's address (%(default)s)")
+    add("--url", default=address.url, help="the server's address (%(default)s)")
     add("--model-version", default="", metavar="N", help="version of the model (the one the server chooses)")
     add("--json", action="store_true", help="print JSON")
     add_connection_arguments(parser, api_key)
@@ -114,7 +119,7 @@ def fetch(
         start = "start one with `headrace serve` (or `make serve`), or name its address with --url"
         status, body = explained_request(url, model_path(model, version) + "/explain", timeout_s, options, start=start)
     except ValueError as error:
-        raise BadRequest(f"the URL {url!r} is wrong ({error}): write it like {DEFAULT_URL}") from None
+        raise BadRequest(f"the URL {url!r} is wrong ({error}): write it like {DEFAULT_ADDRESS.url}") from None
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError:

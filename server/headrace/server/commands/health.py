@@ -12,12 +12,12 @@ import ssl
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from ipaddress import ip_address
+from dataclasses import replace
 
 from headrace.core.errors import BadRequest
 from headrace.server.commands.connection import (
     ConnectionOptions,
+    ServerAddress,
     add_arguments,
     connection_error_text,
     host_of,
@@ -27,36 +27,7 @@ from headrace.server.commands.connection import (
 _MAX_BODY_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class ListenAddress:
-    """HTTP address of the server on this machine, from the settings that it is started with.
-
-    Attributes:
-        host: value of `headrace serve --host`; an unspecified address (0.0.0.0, ::) stands for loopback here.
-        port: HTTP port.
-        certificate: path of the server's certificate (PEM), "" without TLS. It is trusted whatever names and
-            signature it has.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    certificate: str = ""
-
-    @property
-    def url(self) -> str:
-        """Base URL, e.g. "http://127.0.0.1:8000"."""
-        host = self.host
-        try:
-            address = ip_address(host)
-        except ValueError:
-            pass
-        else:
-            if address.is_unspecified:
-                host = "127.0.0.1" if address.version == 4 else "::1"
-        return f"{'https' if self.certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{self.port}"
-
-
-def main(arguments: Sequence[str], address: ListenAddress, api_key: str = "") -> int:
+def main(arguments: Sequence[str], address: ServerAddress, api_key: str = "") -> int:
     """Run the command.
 
     Args:

@@ -386,13 +386,15 @@ def _value(value: object) -> str:
 _seconds = number_parser(float, lambda number: 0 < number < 1e6, "is not a number of seconds over 0")
 
 
-def add_arguments(parser: argparse.ArgumentParser, api_key: str = "") -> None:
-    """Declare the command's options; `api_key` is the value of HEADRACE_API_KEY."""
+def add_arguments(
+    parser: argparse.ArgumentParser, api_key: str = "", address: connection.ServerAddress = connection.DEFAULT_ADDRESS
+) -> None:
+    """Declare the command's options; `api_key` is the value of HEADRACE_API_KEY, `address` that of the server."""
     add = parser.add_argument
     add("model", help="name of the model")
     add("files", nargs="*", metavar="PICTURE", help="pictures to classify: JPEG, PNG, WebP, GIF, BMP, TIFF")
     text = "the server's gRPC address (%(default)s); grpcs://HOST:PORT for TLS"
-    add("--url", default="127.0.0.1:8001", metavar="ADDRESS", help=text)
+    add("--url", default=address.grpc_target, metavar="ADDRESS", help=text)
     add("--model-version", default="", metavar="N", help="version of the model (the one the server chooses)")
     add("--top", type=positive_count, default=5, metavar="N", help="best labels to print for a picture (%(default)s)")
     add("--timeout", type=_seconds, default=60.0, metavar="S", help="seconds to wait for an answer (%(default)g)")

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 import pytest
 from headrace.__main__ import main
-from headrace.server.commands.health import ListenAddress
+from headrace.server.commands.connection import ServerAddress
 from headrace.server.commands.health import main as health
 from headrace.wire.tls import TlsFiles
 
-NOWHERE = ListenAddress(port=1)
+NOWHERE = ServerAddress(port=1)
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -51,8 +51,8 @@ class Peer(ThreadingHTTPServer):
         Answers.responses = responses
 
     @property
-    def here(self) -> ListenAddress:
-        return ListenAddress(port=self.server_port)
+    def here(self) -> ServerAddress:
+        return ServerAddress(port=self.server_port)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_an_unsupported_url_is_an_error(url: str, capsys: pytest.CaptureFixture[
 
 def test_a_server_that_does_not_answer_is_not_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as silent:  # listens, and no thread serves
-        assert health(["--timeout", "0.05"], ListenAddress(port=silent.server_port)) == 1
+        assert health(["--timeout", "0.05"], ServerAddress(port=silent.server_port)) == 1
     assert "timed out" in capsys.readouterr().err
 
 
@@ -109,7 +109,22 @@ def test_a_server_that_does_not_answer_is_not_healthy(capsys: pytest.CaptureFixt
     ],
 )
 def test_it_connects_to_the_configured_address(host: str, url: str) -> None:
-    assert ListenAddress(host).url == url
+    assert ServerAddress(host).url == url
+
+
+@pytest.mark.parametrize(
+    "words", [["explain", "digits"], ["infer", "digits", __file__], ["bench", "digits"], ["health"]]
+)
+def test_every_command_finds_the_server_of_the_environment(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_HTTP_PORT", "1")
+    monkeypatch.setenv("HEADRACE_GRPC_PORT", "2")
+    assert main(words) == 1
+    assert f"127.0.0.1:{2 if words[0] == 'infer' else 1}" in "".join(capsys.readouterr().err.split())
+    monkeypatch.setenv("HEADRACE_URL", "http://localhost:3")
+    assert main(words) == 1
+    assert f"localhost:{2 if words[0] == 'infer' else 3}" in "".join(capsys.readouterr().err.split())
 
 
 def test_the_environment_of_the_server_sets_the_address(
