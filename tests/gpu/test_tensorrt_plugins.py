@@ -17,7 +17,7 @@ from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.models.reconciler import ControlPolicy, Reconciler
 from headrace.models.registry import Registry
-from headrace.runtimes.cuda import convolution_plugin
+from headrace.runtimes.cuda.kernels.convolution import plugin as convolution_plugin
 from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace_engines.__main__ import main
 from headrace_engines.onnx_graph import OnnxRunner
@@ -83,11 +83,13 @@ def test_an_engine_is_opened_and_closed_often(plan: Path) -> None:
         engine.close()
 
 
-def test_another_process_runs_the_plan(plan: Path) -> None:
-    program = (
-        "import sys; import tests.gpu.test_tensorrt_plugins as t; from pathlib import Path; "
-        "t.test_every_batch_of_the_profile_is_right(Path(sys.argv[1]))"
-    )
+@pytest.mark.parametrize(
+    "test", ["every_batch_of_the_profile_is_right({})", "instances_of_a_server_share_the_plugin({}, '1')"]
+)
+def test_another_process_runs_the_plan(plan: Path, test: str) -> None:
+    """The server registers the plug-in once TensorRT has not found it, the builder at once."""
+    call = "test_" + test.format("Path(sys.argv[1])")
+    program = f"import sys; import tests.gpu.test_tensorrt_plugins as t; from pathlib import Path; t.{call}"
     subprocess.run([sys.executable, "-c", program, str(plan)], check=True, timeout=120)
 
 

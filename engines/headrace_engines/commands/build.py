@@ -25,7 +25,7 @@ from headrace.config.serving_plan import CUDA_RUNTIME, GpuRuntime, ServingPlan, 
 from headrace.config.tried_files import TriedFiles
 from headrace.core.errors import ConfigError, HeadraceError, Unsupported
 from headrace.runtimes.cuda import devices as gpus
-from headrace.runtimes.cuda.convolution_plugin import plugin_problem
+from headrace.runtimes.cuda.tensorrt import plugin_problem
 from headrace_reports.command_line import number_parser, open_console, pickup_text, plural, printable
 from rich.console import Console
 from rich.text import Text

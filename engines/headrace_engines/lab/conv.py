@@ -20,7 +20,7 @@ from headrace.core.tensor import Array
 from headrace.runtimes.cuda.devices import Nvml, describe, driver_version
 from headrace.runtimes.cuda.driver import CudaStream, check, is_context_usable, loaded
 from headrace.runtimes.cuda.kernels.convolution.base import Epilogue
-from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
+from headrace.runtimes.cuda.kernels.convolution.resources import FOLDER, Algorithm
 from headrace.runtimes.cuda.kernels.loading import Kernels, is_half
 from headrace.runtimes.cuda.memory import DeviceBuffer, copy_address, read_gpu
 
@@ -458,7 +458,7 @@ class ResultComparison:
     def __init__(self, device: int, dtype: npt.DTypeLike, stream: CudaStream) -> None:
         self._device = device
         self._stream = stream
-        self._kernels = Kernels(device, "convolution/compare.cu", {"HALF": is_half(dtype)}, {"compare": "PPPiPP"})
+        self._kernels = Kernels(device, f"{FOLDER}/compare.cu", {"HALF": is_half(dtype)}, {"compare": "PPPiPP"})
         self._counts = DeviceBuffer(_BLOCKS * 8)
         self._saved = DeviceBuffer()
 

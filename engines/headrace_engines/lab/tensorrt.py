@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 from headrace.runtimes.cuda.devices import Gpu
 from headrace.runtimes.cuda.driver import CudaStream
+from headrace.runtimes.cuda.kernels.convolution.resources import FOLDER
 from headrace.runtimes.cuda.kernels.loading import Kernels
 from headrace.runtimes.cuda.memory import DeviceBuffer
 from onnx import helper, numpy_helper
@@ -205,7 +206,7 @@ class TensorRtCandidate:
         target = DeviceBuffer(elements * itemsize)
         self._converted.append(target)
         options = {"SIZE": itemsize, "BLOCK": _BLOCKS[self._formats[name]]}
-        kernels = Kernels(self._device, "convolution/layouts.cu", options, {"change_layout": "PPPiii"})
+        kernels = Kernels(self._device, f"{FOLDER}/layouts.cu", options, {"change_layout": "PPPiii"})
         arguments = (source, target.address, elements, channels, height * width, int(channels_last))
         kernels.launch("change_layout", (_GRID, 1), _THREADS, self._stream, *arguments)
         self._stream.synchronize()

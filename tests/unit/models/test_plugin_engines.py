@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.models.reconciler import ControlPolicy
 from headrace.models.registry import Registry
-from headrace.runtimes.cuda import convolution_plugin
-from headrace.runtimes.cuda.convolution_plugin import plugin_digest
 from headrace.runtimes.cuda.kernels import loading
 from headrace.runtimes.cuda.kernels.convolution import algorithms
+from headrace.runtimes.cuda.kernels.convolution import plugin as convolution_plugin
 from headrace.runtimes.cuda.kernels.convolution.direct import DirectAlgorithm
+from headrace.runtimes.cuda.kernels.convolution.plugin import plugin_digest
 from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace_engines import build
 from headrace_engines.__main__ import main
@@ -173,6 +174,27 @@ def test_an_unknown_plugin_or_version_of_a_plan(repository: Path, trt: Any, regi
     assert "headrace build" in finding.cure
     with pytest.raises(BuildError, match="that this Headrace does not have: build it again"):
         TensorRtTarget().open(plan)
+
+
+def test_the_plugin_is_registered_for_a_plan_that_has_it(
+    repository: Path, trt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = next((repository / "m" / "1").glob("*.plan"))
+    trt.get_plugin_registry().creators.clear()
+    monkeypatch.setattr(convolution_plugin, "_registered", {})
+    TensorRtBackend().load(plan, 1, {MAX_BATCH_SIZE: "4"}).close()
+    assert ("HeadraceConvolution", "1") in trt.get_plugin_registry().creators
+
+
+async def test_without_the_package_of_the_plugin_the_error_names_it(
+    repository: Path, trt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, convolution_plugin.__name__, None)
+    message = "contains kernels of the package headrace_lab, which is not installed"
+    assert message in (await state_of(repository))[1]
+    trt.get_plugin_registry().creators.clear()
+    with pytest.raises(ConfigError, match=message):
+        TensorRtBackend().load(next((repository / "m" / "1").glob("*.plan")), 1, {MAX_BATCH_SIZE: "4"})
 
 
 def test_a_missing_compiler_is_the_reason(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ import onnx
 from headrace.config.files import write_durably
 from headrace.core.errors import HeadraceError, Unsupported
 from headrace.runtimes.cuda import tensorrt
-from headrace.runtimes.cuda.convolution_plugin import Creator, missing_plugin
+from headrace.runtimes.cuda.convolution_plugin import missing_plugin
+from headrace.runtimes.cuda.kernels.convolution.plugin import Creator, register
 
 from headrace_engines.errors import BuildError, NoKernelError
 from headrace_engines.progress import Report
@@ -311,7 +312,8 @@ class TensorRtApi:
 
     def load_plugins(self) -> Creator | None:
         """Register TensorRT's own plug-ins and ours; return the creator of ours, None if this TensorRT is too old for it."""
-        return tensorrt.load_plugins(self.trt, self.logger)
+        tensorrt.load_plugins(self.trt, self.logger)
+        return register(self.trt)
 
 
 def load() -> TensorRtApi:

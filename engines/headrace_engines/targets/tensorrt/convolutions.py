@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 from headrace.core.tensor import Array
-from headrace.runtimes.cuda.convolution_plugin import INDEX_FIELD, PLUGIN, PluginLayer
+from headrace.runtimes.cuda.convolution_plugin import PLUGIN
 from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.runtimes.cuda.kernels.convolution.plugin import INDEX_FIELD, PluginLayer
 from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
 from onnx import TensorProto, helper
 

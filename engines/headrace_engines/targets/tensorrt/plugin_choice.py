@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 from headrace.core.tensor import Array
-from headrace.runtimes.cuda.convolution_plugin import PLUGIN, VERSION, PluginLayer, plugin_digest
+from headrace.runtimes.cuda.convolution_plugin import PLUGIN
+from headrace.runtimes.cuda.kernels.convolution.plugin import VERSION, PluginLayer, plugin_digest
 from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
 from headrace_reports.command_line import plural
 

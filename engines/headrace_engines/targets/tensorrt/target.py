@@ -21,9 +21,10 @@ import onnx
 from headrace.config.manifest import Machine
 from headrace.core.errors import HeadraceError
 from headrace.runtimes.cuda import devices as gpus
-from headrace.runtimes.cuda.convolution_plugin import PluginLayer, collect_refusals
+from headrace.runtimes.cuda.convolution_plugin import collect_refusals
 from headrace.runtimes.cuda.devices import Gpu
 from headrace.runtimes.cuda.driver import current
+from headrace.runtimes.cuda.kernels.convolution.plugin import PluginLayer
 
 from headrace_engines.apart import call_apart
 from headrace_engines.errors import BuildError

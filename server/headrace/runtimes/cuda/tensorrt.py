@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from headrace.core.errors import Unsupported
-from headrace.runtimes.cuda import convolution_plugin
+from headrace.runtimes.cuda.convolution_plugin import PLUGIN, PluginRefused, missing_plugin, other_plugin, refuse
 
 _MIN_MAJOR = 10
 
@@ -60,12 +60,49 @@ def make_logger(trt: Any, take: Callable[[int, str], None]) -> Any:
     return Logger()
 
 
-def load_plugins(trt: Any, logger: Any) -> convolution_plugin.Creator | None:
-    """Register TensorRT's own plug-ins and ours; networks without plug-ins work without TensorRT's library of them.
-
-    Returns:
-        The creator of our plug-in; None if this TensorRT has no `IPluginV3`.
-    """
+def load_plugins(trt: Any, logger: Any) -> None:
+    """Register TensorRT's own plug-ins; networks without plug-ins work without TensorRT's library of them."""
     with contextlib.suppress(AttributeError, RuntimeError):
         trt.init_libnvinfer_plugins(logger, "")
-    return convolution_plugin.register(trt)
+
+
+def _convolution_plugin() -> Any:
+    """Import our plug-in.
+
+    Raises:
+        PluginRefused: it is not installed.
+    """
+    try:
+        return importlib.import_module("headrace.runtimes.cuda.kernels.convolution.plugin")
+    except ModuleNotFoundError as error:
+        raise PluginRefused(
+            "contains kernels of the package headrace_lab, which is not installed (Headrace's wheel has it)"
+        ) from error
+
+
+def register_convolutions(trt: Any, errors: Collection[str]) -> bool:
+    """Register our plug-in if a plan was not read for want of it; return True if the plan can be read now.
+
+    Args:
+        trt: the module `tensorrt`.
+        errors: logged by TensorRT while it read the plan.
+    """
+    if not (missing_plugin(errors) and any(PLUGIN in error for error in errors)):
+        return False
+    try:
+        return _convolution_plugin().register(trt) is not None
+    except PluginRefused as error:
+        refuse(error)
+        return False
+
+
+def plugin_problem(name: str, version: str, digest: str, layers: Mapping[str, str]) -> str:
+    """Return the reason why an engine with a plug-in does not run with this Headrace; "" if it does.
+
+    Args:
+        name, version, digest, layers: of the plug-in, from the engine's manifest.
+    """
+    try:
+        return other_plugin(name) or str(_convolution_plugin().plugin_problem(version, digest, layers))
+    except PluginRefused as error:
+        return str(error)

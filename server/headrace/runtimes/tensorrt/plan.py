@@ -170,7 +170,7 @@ def plugin_problem(name: str, version: str, digest: str, layers: Mapping[str, st
     Args:
         name, version, digest, layers: of the plug-in, from the engine's manifest.
     """
-    return convolution_plugin.plugin_problem(name, version, digest, layers)
+    return tensorrt.plugin_problem(name, version, digest, layers)
 
 
 def numpy_type(datatype: Any) -> np.dtype[Any] | None:
@@ -295,6 +295,9 @@ class TensorRtPlan:
             if self._runtime is not None and host_code:
                 self._runtime.engine_host_code_allowed = True
             self._engine: Any = None if self._runtime is None else self._runtime.deserialize_cuda_engine(content)
+            if self._engine is None and tensorrt.register_convolutions(self.api.trt, errors):
+                errors.clear()
+                self._engine = self._runtime.deserialize_cuda_engine(content)
             if refusals:
                 self._engine = None
                 raise plan_error(self.name, str(refusals[0]), convolution_plugin.CURE)

@@ -11,26 +11,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.runtimes.cuda import convolution_plugin, driver
-from headrace.runtimes.cuda.convolution_plugin import (
-    PLUGIN,
-    Creator,
-    PluginLayer,
-    PluginRefused,
-    collect_refusals,
-    find_algorithm,
-    plugin_class,
-    plugin_digest,
-    plugin_problem,
-    register,
-    sealed,
-)
+from headrace.runtimes.cuda import driver
+from headrace.runtimes.cuda.convolution_plugin import PLUGIN, PluginRefused, collect_refusals
 from headrace.runtimes.cuda.driver import BorrowedStream
 from headrace.runtimes.cuda.kernels.convolution import algorithms
+from headrace.runtimes.cuda.kernels.convolution import plugin as convolution_plugin
 from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
 from headrace.runtimes.cuda.kernels.convolution.direct import DirectAlgorithm
 from headrace.runtimes.cuda.kernels.convolution.implicit_gemm import ImplicitGemm
+from headrace.runtimes.cuda.kernels.convolution.plugin import (
+    Creator,
+    PluginLayer,
+    find_algorithm,
+    plugin_class,
+    plugin_digest,
+    register,
+    sealed,
+)
 from headrace.runtimes.cuda.kernels.launching import copy_to_gpu
+from headrace.runtimes.cuda.tensorrt import plugin_problem
 
 from tests.support import fake_cuda
 from tests.support.fake_cuda import FakeCuda

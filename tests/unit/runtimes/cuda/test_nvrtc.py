@@ -12,6 +12,7 @@ from headrace.runtimes.cuda.driver import DeviceError
 from headrace.runtimes.cuda.kernels import loading
 from headrace.runtimes.cuda.kernels.code_files import CodeFiles
 from headrace.runtimes.cuda.kernels.convolution import implicit_gemm, implicit_gemm_hopper
+from headrace.runtimes.cuda.kernels.convolution.resources import FOLDER
 
 from tests.support.kernels_on_host import needs_nvrtc
 
@@ -157,8 +158,8 @@ def test_the_kernels_compile() -> None:
 
 @needs_nvrtc
 def test_the_matrix_product_compiles() -> None:
-    headers = [f"convolution/{name}.cuh" for name in ("elements", "gemm_epilogue", "tensor_cores")]
-    source = loading.read_source("convolution/implicit_gemm.cu", headers)
+    headers = [f"{FOLDER}/{name}.cuh" for name in ("elements", "gemm_epilogue", "tensor_cores")]
+    source = loading.read_source(f"{FOLDER}/implicit_gemm.cu", headers)
     for tile in implicit_gemm.TILES:
         options = ["-DHALF=1", "-DBIAS=1", "-DRESIDUAL=1", "-DRELU=1", f"-DBM={tile.bm}", f"-DBN={tile.bn}"]
         options += [f"-DBK={tile.bk}", f"-DSTAGES={tile.stages}"]
@@ -168,8 +169,8 @@ def test_the_matrix_product_compiles() -> None:
 
 @needs_nvrtc
 def test_the_matrix_product_of_hopper_compiles() -> None:
-    headers = [f"convolution/{name}.cuh" for name in ("elements", "gemm_epilogue", "hopper")]
-    source = loading.read_source("convolution/implicit_gemm_hopper.cu", headers)
+    headers = [f"{FOLDER}/{name}.cuh" for name in ("elements", "gemm_epilogue", "hopper")]
+    source = loading.read_source(f"{FOLDER}/implicit_gemm_hopper.cu", headers)
     for number, tile in enumerate(implicit_gemm_hopper.TILES):
         options = ["-DHALF=1", "-DBIAS=1", "-DRESIDUAL=1", "-DRELU=1", f"-DBM={tile.bm}", f"-DBN={tile.bn}"]
         options += [f"-DCONSUMERS={tile.warpgroups}", f"-DSTAGES={tile.stages}", f"-DBLOCKS={tile.blocks}"]

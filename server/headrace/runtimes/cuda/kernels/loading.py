@@ -182,6 +182,8 @@ def _check(library: Any, result: int, doing: str) -> None:
 
 
 _FOLDER = Path(__file__).parent
+HALF = _FOLDER / "half.cuh"
+"""Header of every kernel file."""
 # Default number of threads in a block.
 THREADS = 256
 # Dynamic shared memory that a kernel may use without a declaration (CUDA C++ Programming Guide, "Shared Memory").
@@ -189,20 +191,20 @@ _DEFAULT_SHARED_BYTES = 48 << 10
 
 
 def read_source(file: str, headers: Sequence[str] = ()) -> str:
-    """Return the text of a kernel file of this folder after `half.cuh` and the headers."""
-    return "".join((_FOLDER / name).read_text(encoding="utf-8") for name in ("half.cuh", *headers, file))
+    """Return the text of a kernel file, of this folder or with its path, after `half.cuh` and the headers."""
+    return "".join((_FOLDER / name).read_text(encoding="utf-8") for name in (str(HALF), *headers, file))
 
 
 def compile_file(
     device: int, file: str, options: Mapping[str, int], headers: Sequence[str] = (), own_instructions: bool = False
 ) -> bytes:
-    """Compile a kernel file of this folder for a GPU, whose context must be current.
+    """Compile a kernel file for a GPU, whose context must be current.
 
     Args:
         device: number of the GPU.
-        file: name of the file.
+        file: name of a file of this folder, or the path of another one.
         options: values of the file's macros.
-        headers: names of files of this folder that precede it.
+        headers: names or paths of files that precede it.
         own_instructions: as for `compile_cuda`.
 
     Raises:
@@ -217,15 +219,15 @@ def compile_file(
 
 
 class Kernels:
-    """The kernels of one file of this folder, loaded on a GPU.
+    """The kernels of one file, loaded on a GPU.
 
     Args:
         device: number of the GPU.
-        file: name of the file.
+        file: name of a file of this folder, or the path of another one.
         options: values of the file's macros.
         types: by kernel, the types of its arguments in `struct` notation.
         shared_bytes: by kernel, its dynamic shared memory; more than 48 KiB is allowed where the GPU has it.
-        headers: names of files of this folder that precede the kernels' file.
+        headers: names or paths of files that precede the kernels' file.
 
     Raises:
         Unsupported: there is no GPU, or no compiler for it.

@@ -19,14 +19,14 @@ _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class StructureKernel:
-    """A kernel of a file of this folder, loaded on a GPU; compiled for the GPU's exact architecture.
+    """A kernel of a file, loaded on a GPU; compiled for the GPU's exact architecture.
 
     Args:
         device: number of the GPU.
-        file: name of the file.
+        file: its path.
         name: of the kernel.
         options: values of the file's macros.
-        headers: names of files of this folder that precede the kernel's file.
+        headers: paths of files that precede the kernel's file.
         shared_bytes: dynamic shared memory of a block.
 
     Raises:

@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from headrace.runtimes.cuda.memory import DeviceBuffer
 
 Floats = npt.NDArray[np.float32]
 
-FOLDER = "convolution"
+FOLDER = Path(__file__).parent
 ELEMENTS = f"{FOLDER}/elements.cuh"
 
 
