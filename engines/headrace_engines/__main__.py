@@ -16,25 +16,31 @@ from headrace_reports.command_line import Parser
 
 from headrace_engines.errors import BuildError, CallError
 
-# Words of the command line -> module of the command in this package, help text.
+# Words of the command line -> module of the command, with a dot one of this package, and help text.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
-    ("build",): ("commands.build", "build engines for this machine, compare them with FP32, publish them"),
-    ("inspect",): ("commands.inspect", "list the layers of a built engine with precision, kernel and time"),
-    ("compare",): ("commands.compare", "compare a model in several precisions: accuracy, speed, size"),
-    ("bisect",): ("commands.bisect", "find the first layer of a lower precision that deviates from FP32"),
-    ("optimize",): ("commands.optimize", "make a model smaller: 2:4 sparsity, or channel pruning with distillation"),
-    ("split",): ("commands.split", "cut a model into parts, each on its own GPU, and the pipeline that joins them"),
-    ("engines", "ls"): ("commands.engines", "list stored and published engines"),
-    ("engines", "gc"): ("commands.engines", "remove stored engines that no model publishes"),
-    ("engines", "verify"): ("commands.engines", "check stored and published engines against their stamps"),
-    ("import", "torch"): ("commands.import_model", "import a PyTorch model, compared with PyTorch"),
-    ("import", "keras"): ("commands.import_model", "import a Keras model, compared with Keras"),
-    ("import", "savedmodel"): ("commands.import_model", "import a TensorFlow SavedModel, compared with TensorFlow"),
-    ("import", "onnx"): ("commands.import_onnx", "bring an ONNX file in, and free its batch dimension"),
-    ("lab", "conv"): ("commands.lab", "measure convolution algorithms on each layer, against cuDNN and TensorRT"),
-    ("lab", "memory"): ("commands.lab_memory", "measure GPU memory per request: allocated, from a pool, preallocated"),
-    ("lab", "overlap"): ("commands.lab_overlap", "measure the stages of a batch with and without overlap"),
-    ("models", "build"): ("demo.command", "build missing and outdated demo models"),
+    ("build",): (".commands.build", "build engines for this machine, compare them with FP32, publish them"),
+    ("inspect",): (".commands.inspect", "list the layers of a built engine with precision, kernel and time"),
+    ("compare",): (".commands.compare", "compare a model in several precisions: accuracy, speed, size"),
+    ("bisect",): (".commands.bisect", "find the first layer of a lower precision that deviates from FP32"),
+    ("optimize",): (".commands.optimize", "make a model smaller: 2:4 sparsity, or channel pruning with distillation"),
+    ("split",): (".commands.split", "cut a model into parts, each on its own GPU, and the pipeline that joins them"),
+    ("engines", "ls"): (".commands.engines", "list stored and published engines"),
+    ("engines", "gc"): (".commands.engines", "remove stored engines that no model publishes"),
+    ("engines", "verify"): (".commands.engines", "check stored and published engines against their stamps"),
+    ("import", "torch"): (".commands.import_model", "import a PyTorch model, compared with PyTorch"),
+    ("import", "keras"): (".commands.import_model", "import a Keras model, compared with Keras"),
+    ("import", "savedmodel"): (".commands.import_model", "import a TensorFlow SavedModel, compared with TensorFlow"),
+    ("import", "onnx"): (".commands.import_onnx", "bring an ONNX file in, and free its batch dimension"),
+    ("lab", "conv"): (
+        "headrace_lab.commands.conv",
+        "measure convolution algorithms on each layer, against cuDNN and TensorRT",
+    ),
+    ("lab", "memory"): (
+        "headrace_lab.commands.memory",
+        "measure GPU memory per request: allocated, from a pool, preallocated",
+    ),
+    ("lab", "overlap"): ("headrace_lab.commands.overlap", "measure the stages of a batch with and without overlap"),
+    ("models", "build"): (".demo.command", "build missing and outdated demo models"),
 }
 _GROUPS = {
     "engines": "the store of built engines",
@@ -43,7 +49,7 @@ _GROUPS = {
     "models": "the demo models",
 }
 # One module has the commands of such a group, which differ in their options.
-_SHARED_MODULES = ("commands.engines", "commands.import_model")
+_SHARED_MODULES = (".commands.engines", ".commands.import_model")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +92,7 @@ def _parser(arguments: list[str]) -> tuple[argparse.ArgumentParser, Any]:
         child = group.add_parser(words[-1], help=text, description=text)
         child.set_defaults(words=words)
         if tuple(arguments[: len(words)]) == words:
-            called = import_module(f"headrace_engines.{module_name}")
+            called = import_module(module_name, "headrace_engines")
             called.add_arguments(child, *(words[1:] if module_name in _SHARED_MODULES else ()))
     return parser, called
 

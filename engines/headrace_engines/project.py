@@ -27,7 +27,7 @@ from headrace.config.optimization_config import (
 )
 from headrace.config.ragged_rules import is_ragged
 from headrace.core.errors import ConfigError, NotFound
-from headrace.runtimes.cuda.kernels.convolution.plugin import sources_digest
+from headrace_lab.kernels.plugin import sources_digest
 
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import file_digest

@@ -41,6 +41,8 @@ EXCEPTIONS = {
     "server/headrace/models/traffic/split.py": "headrace.wire.requests.status",
     # The command starts it.
     "server/headrace/__main__.py": "headrace_bench",
+    # The plug-in of an engine that contains our kernels, and of no other.
+    "server/headrace/runtimes/cuda/tensorrt.py": "headrace_lab.kernels.plugin",
 }
 # Programs beside the server, and what each may import of ours.
 PROGRAMS = {
@@ -51,7 +53,11 @@ PROGRAMS = {
     "headrace.server.commands.infer headrace.server.commands.infer_client",
     # Environments with a framework are made, shared and removed as those of Python models: one implementation.
     "headrace_engines": "headrace.core headrace_reports headrace.config headrace.runtimes.cuda "
-    "headrace.runtimes.onnxruntime_cuda headrace.engine.pipelines headrace.python.environments",
+    "headrace.runtimes.onnxruntime_cuda headrace.engine.pipelines headrace.python.environments headrace_lab.kernels",
+    # Measures what the builder builds.
+    "headrace_lab": "headrace.core headrace_reports headrace.runtimes.cuda headrace_engines",
+    # Run in an engine: in the builder and in the server.
+    "headrace_lab.kernels": "headrace.core headrace.runtimes.cuda",
     # Runs in the interpreters of frameworks, which have nothing of ours.
     "headrace_engines.importers.programs": "",
     # Runs on an interpreter with PyTorch, which has no other package of the builder.
@@ -104,7 +110,7 @@ LIBRARIES = {
     "threadpoolctl": "engines/headrace_engines/demo",
     "tokenizers": "server/headrace/engine/pipelines/steps",
     # cuDNN is measured through PyTorch where it is installed.
-    "torch": f"server/headrace_model/frameworks engines/headrace_engines/lab/cudnn.py {_TORCH}",
+    "torch": f"server/headrace_model/frameworks engines/headrace_lab/cudnn.py {_TORCH}",
     "torchvision": "engines/headrace_engines/importers/programs",
     "tritonclient": f"server/headrace/config server/headrace/wire/grpc server/headrace_bench {_SERVER}/commands",
     "uvicorn": f"server/headrace/wire/http {_SERVER}/front_ends {_SERVER}/listen.py",

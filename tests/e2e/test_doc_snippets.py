@@ -64,9 +64,9 @@ NOT_RUN = (
     (r"headrace import (torch|keras|savedmodel) ", "needs a framework; tests/e2e/test_import_command.py"),
     (r"headrace optimize \S+ --prune channels", "needs PyTorch; tests/unit/engines/commands/test_optimize.py"),
     (r"headrace (build|compare) ", "takes minutes; tests/e2e/test_build_command.py"),
-    (r"headrace lab conv (?!--list|--reference)", "needs a GPU; tests/unit/engines/lab/test_conv_map.py"),
+    (r"headrace lab conv (?!--list|--reference)", "needs a GPU; tests/unit/headrace_lab/test_conv_map.py"),
     (r"headrace proof ", "needs a row that differed; tests/e2e/test_proof.py"),
-    (r"headrace lab (memory|overlap)", "needs a GPU; tests/unit/engines/lab/test_memory.py and test_overlap.py"),
+    (r"headrace lab (memory|overlap)", "needs a GPU; tests/unit/headrace_lab/test_memory.py and test_overlap.py"),
 )
 # So that a command takes seconds.
 SHORTER = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from headrace.runtimes.cuda import driver
 from headrace.runtimes.cuda.driver import check as check_driver
 from headrace.runtimes.cuda.driver import loaded
-from headrace.runtimes.cuda.kernels.convolution.algorithms import ALGORITHMS
-from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
-from headrace.runtimes.cuda.kernels.convolution.fft import FftAlgorithm
-from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
-from headrace.runtimes.cuda.kernels.convolution.winograd import WinogradAlgorithm
+from headrace_lab.kernels.algorithms import ALGORITHMS
+from headrace_lab.kernels.base import ConvShape, Epilogue
+from headrace_lab.kernels.fft import FftAlgorithm
+from headrace_lab.kernels.resources import Algorithm
+from headrace_lab.kernels.winograd import WinogradAlgorithm
 
 from tests.support.convolution_cases import EPILOGUES, FUSED, PLAIN, check
 from tests.support.gpu_marks import gpu_marks

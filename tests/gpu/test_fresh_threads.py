@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from headrace.runtimes.cuda import devices, driver
 from headrace.runtimes.cuda.driver import loaded
-from headrace.runtimes.cuda.kernels.convolution.algorithms import ALGORITHMS
-from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
-from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
 from headrace.runtimes.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather
+from headrace_lab.kernels.algorithms import ALGORITHMS
+from headrace_lab.kernels.base import ConvShape, Epilogue
+from headrace_lab.kernels.resources import Algorithm
 
 from tests.support.convolution_cases import FUSED, check, random_operands
 from tests.support.gpu_marks import gpu_marks

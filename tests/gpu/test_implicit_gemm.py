@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from headrace.runtimes.cuda import devices, driver
 from headrace.runtimes.cuda.driver import loaded
-from headrace.runtimes.cuda.kernels.convolution import implicit_gemm, implicit_gemm_hopper
-from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
-from headrace.runtimes.cuda.kernels.convolution.implicit_gemm import ImplicitGemm
-from headrace.runtimes.cuda.kernels.convolution.implicit_gemm_hopper import ImplicitGemmHopper
-from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
+from headrace_lab.kernels import implicit_gemm, implicit_gemm_hopper
+from headrace_lab.kernels.base import ConvShape, Epilogue
+from headrace_lab.kernels.implicit_gemm import ImplicitGemm
+from headrace_lab.kernels.implicit_gemm_hopper import ImplicitGemmHopper
+from headrace_lab.kernels.resources import Algorithm
 
 from tests.support.convolution_cases import FUSED, PLAIN, check
 

@@ -10,8 +10,6 @@ import onnx
 import pytest
 from headrace.runtimes.cuda.devices import Nvml
 from headrace_engines.build import build_engine, sample_batch
-from headrace_engines.lab.memory import STRATEGIES, measure_memory
-from headrace_engines.lab.overlap import OverlapLab, TensorStage
 from headrace_engines.layers.bisection import bisect
 from headrace_engines.layers.comparison import compare_layers
 from headrace_engines.progress import silent
@@ -20,6 +18,8 @@ from headrace_engines.store import Store
 from headrace_engines.targets.tensorrt.api import load
 from headrace_engines.targets.tensorrt.pipelined import PipelinedPlan
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
+from headrace_lab.memory import STRATEGIES, measure_memory
+from headrace_lab.overlap import OverlapLab, TensorStage
 
 from tests.support import networks
 from tests.support.deviating_models import deviating_model

@@ -17,7 +17,6 @@ from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.models.reconciler import ControlPolicy, Reconciler
 from headrace.models.registry import Registry
-from headrace.runtimes.cuda.kernels.convolution import plugin as convolution_plugin
 from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace_engines.__main__ import main
 from headrace_engines.onnx_graph import OnnxRunner
@@ -25,6 +24,7 @@ from headrace_engines.progress import PLUGIN_PHASES
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.plugin_choice import PluginChoice, PluginChooser
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
+from headrace_lab.kernels import plugin as convolution_plugin
 from onnx import TensorProto
 
 from tests.support.control_thread import index, run

@@ -73,8 +73,8 @@ def _serve() -> None:
 
     os.execv = execute  # type: ignore[assignment]
     settings.disable_ort_telemetry()  # a thread of ONNX Runtime
-    for module in (*MODULES, *(f"headrace_engines.{module}" for module, _ in builder.COMMANDS.values())):
-        import_module(module)
+    for module in (*MODULES, *(module for module, _ in builder.COMMANDS.values())):
+        import_module(module, "headrace_engines")
     os.chdir(sys.argv[1])
     for line in sys.stdin:
         assert len(os.listdir("/proc/self/task")) == 1, "a thread at a fork"

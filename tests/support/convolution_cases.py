@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from headrace.core.tensor import Array
 from headrace.runtimes.cuda import driver
-from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
-from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
 from headrace.runtimes.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
+from headrace_lab.kernels.base import ConvShape, Epilogue, convolve
+from headrace_lab.kernels.resources import Algorithm
 
 PLAIN = Epilogue()
 FUSED = Epilogue(bias=True, residual=True, relu=True)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from headrace.core.errors import Unsupported
 from headrace.runtimes.cuda.driver import CudaStream
-from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, convolve
-from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm, ConvOperation, GpuResources
+from headrace_lab.kernels.base import ConvShape, convolve
+from headrace_lab.kernels.resources import Algorithm, ConvOperation, GpuResources
 
 from tests.support.fake_cuda import FakeCuda
 

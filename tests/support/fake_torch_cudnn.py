@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
+from headrace_lab.kernels.base import ConvShape, Epilogue, convolve
 
 from tests.support.convolutions import at_address
 from tests.support.fake_streams import LateCuda

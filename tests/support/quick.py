@@ -22,6 +22,7 @@ FOLDERS = {
     "server/headrace_model": "tests/unit/headrace_model",
     "server/headrace_reports": "tests/unit/headrace_reports",
     "engines/headrace_engines": "tests/unit/engines",
+    "engines/headrace_lab": "tests/unit/headrace_lab",
     "loadtest": "tests/unit/loadtest",
     "deploy": "tests/unit/deploy",
     "docs": "tests/unit/docs",

@@ -20,7 +20,7 @@ import onnx
 from headrace.config.manifest import BatchTiming as BatchTiming
 from headrace.config.manifest import Machine
 from headrace.config.manifest import MeasuredLayer as MeasuredLayer
-from headrace.runtimes.cuda.kernels.convolution.plugin import PluginLayer
+from headrace_lab.kernels.plugin import PluginLayer
 
 from headrace_engines.progress import Report
 

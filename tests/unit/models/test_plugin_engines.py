@@ -16,10 +16,6 @@ from headrace.core.tensor import Array
 from headrace.models.reconciler import ControlPolicy
 from headrace.models.registry import Registry
 from headrace.runtimes.cuda.kernels import loading
-from headrace.runtimes.cuda.kernels.convolution import algorithms
-from headrace.runtimes.cuda.kernels.convolution import plugin as convolution_plugin
-from headrace.runtimes.cuda.kernels.convolution.direct import DirectAlgorithm
-from headrace.runtimes.cuda.kernels.convolution.plugin import plugin_digest
 from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace_engines import build
 from headrace_engines.__main__ import main
@@ -27,6 +23,10 @@ from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
 from headrace_engines.targets.tensorrt import plugin_choice
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
+from headrace_lab.kernels import algorithms
+from headrace_lab.kernels import plugin as convolution_plugin
+from headrace_lab.kernels.direct import DirectAlgorithm
+from headrace_lab.kernels.plugin import plugin_digest
 from onnx import TensorProto
 
 from tests.support.control_thread import index, running

@@ -31,7 +31,7 @@ from headrace.config.files import write_durably
 from headrace.core.errors import HeadraceError, Unsupported
 from headrace.runtimes.cuda import tensorrt
 from headrace.runtimes.cuda.convolution_plugin import missing_plugin
-from headrace.runtimes.cuda.kernels.convolution.plugin import Creator, register
+from headrace_lab.kernels.plugin import Creator, register
 
 from headrace_engines.errors import BuildError, NoKernelError
 from headrace_engines.progress import Report

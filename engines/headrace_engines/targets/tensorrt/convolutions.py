@@ -16,9 +16,9 @@ import numpy as np
 import onnx
 from headrace.core.tensor import Array
 from headrace.runtimes.cuda.convolution_plugin import PLUGIN
-from headrace.runtimes.cuda.kernels.convolution.base import ConvShape, Epilogue
-from headrace.runtimes.cuda.kernels.convolution.plugin import INDEX_FIELD, PluginLayer
-from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
+from headrace_lab.kernels.base import ConvShape, Epilogue
+from headrace_lab.kernels.plugin import INDEX_FIELD, PluginLayer
+from headrace_lab.kernels.resources import Algorithm
 from onnx import TensorProto, helper
 
 from headrace_engines.onnx_graph import OnnxGraph, copy_model

@@ -18,10 +18,10 @@ import numpy as np
 from headrace.core.errors import HeadraceError
 from headrace.core.tensor import Array
 from headrace.runtimes.cuda.driver import CudaGraph, CudaStream, TimingEvent, check, current, loaded
-from headrace.runtimes.cuda.kernels.convolution import algorithms
-from headrace.runtimes.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue, convolve
-from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
 from headrace.runtimes.cuda.memory import DeviceBuffer, PinnedBuffer, copy_on_gpu, download, upload
+from headrace_lab.kernels import algorithms
+from headrace_lab.kernels.base import Convolution, ConvShape, Epilogue, convolve
+from headrace_lab.kernels.resources import Algorithm
 
 from headrace_engines.targets.tensorrt.convolutions import FusedConvolution
 

@@ -22,8 +22,8 @@ import numpy as np
 import onnx
 from headrace.core.tensor import Array
 from headrace.runtimes.cuda.convolution_plugin import PLUGIN
-from headrace.runtimes.cuda.kernels.convolution.plugin import VERSION, PluginLayer, plugin_digest
-from headrace.runtimes.cuda.kernels.convolution.resources import Algorithm
+from headrace_lab.kernels.plugin import VERSION, PluginLayer, plugin_digest
+from headrace_lab.kernels.resources import Algorithm
 from headrace_reports.command_line import plural
 
 from headrace_engines.errors import BuildError

@@ -24,7 +24,7 @@ from headrace.runtimes.cuda import devices as gpus
 from headrace.runtimes.cuda.convolution_plugin import collect_refusals
 from headrace.runtimes.cuda.devices import Gpu
 from headrace.runtimes.cuda.driver import current
-from headrace.runtimes.cuda.kernels.convolution.plugin import PluginLayer
+from headrace_lab.kernels.plugin import PluginLayer
 
 from headrace_engines.apart import call_apart
 from headrace_engines.errors import BuildError

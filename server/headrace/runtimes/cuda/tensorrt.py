@@ -73,7 +73,7 @@ def _convolution_plugin() -> Any:
         PluginRefused: it is not installed.
     """
     try:
-        return importlib.import_module("headrace.runtimes.cuda.kernels.convolution.plugin")
+        return importlib.import_module("headrace_lab.kernels.plugin")
     except ModuleNotFoundError as error:
         raise PluginRefused(
             "contains kernels of the package headrace_lab, which is not installed (Headrace's wheel has it)"

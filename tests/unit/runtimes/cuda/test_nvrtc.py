@@ -11,8 +11,8 @@ from headrace.core.errors import Unsupported
 from headrace.runtimes.cuda.driver import DeviceError
 from headrace.runtimes.cuda.kernels import loading
 from headrace.runtimes.cuda.kernels.code_files import CodeFiles
-from headrace.runtimes.cuda.kernels.convolution import implicit_gemm, implicit_gemm_hopper
-from headrace.runtimes.cuda.kernels.convolution.resources import FOLDER
+from headrace_lab.kernels import implicit_gemm, implicit_gemm_hopper
+from headrace_lab.kernels.resources import FOLDER
 
 from tests.support.kernels_on_host import needs_nvrtc
 

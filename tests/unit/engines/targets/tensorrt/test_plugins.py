@@ -11,8 +11,6 @@ import numpy as np
 import onnx
 import pytest
 from headrace.config.manifest import BatchTiming, MeasuredLayer
-from headrace.runtimes.cuda.kernels.convolution import algorithms
-from headrace.runtimes.cuda.kernels.convolution.direct import DirectAlgorithm
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
 from headrace_engines.progress import PLUGIN_PHASES, silent
@@ -25,6 +23,8 @@ from headrace_engines.targets.tensorrt.plugin_choice import (
     layer_times,
 )
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
+from headrace_lab.kernels import algorithms
+from headrace_lab.kernels.direct import DirectAlgorithm
 from onnx import TensorProto, helper, numpy_helper
 
 from tests.support.fake_cuda import FakeCuda

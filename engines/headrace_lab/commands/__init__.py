@@ -1,0 +1,1 @@
+"""Commands of the lab: `headrace lab conv`, `memory` and `overlap`."""
