@@ -1,7 +1,7 @@
 """Proof of batch sizes on public networks with random weights, as engines of TensorRT: false alarms, and the time of a proof.
 
     python -m loadtest.proofs [NAME ...] [--precisions fp32,fp16,int8] [--max-rows 64] [--onnx FOLDER] [--limit-s 540]
-        [--processes 1] [--results FILE]
+        [--processes 8] [--results FILE]
 
 Needs TensorRT, a GPU, and PyTorch with torchvision, timm and transformers, or ONNX files NAME.onnx in FOLDER. Each network is
 exported with a free batch, built, compared with ONNX Runtime, loaded until the idle server has tested all sizes, and loaded

@@ -21,7 +21,9 @@ from tests.support.onnx_blocks import small_cnn
 def test_the_table_has_a_row_for_each_engine(trt: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     onnx.save(small_cnn(), tmp_path / "cnn.onnx")
     onnx.save(cases.model_of(cases.MIXED), tmp_path / "mixed.onnx")
-    assert proofs.main(["--onnx", str(tmp_path), "--max-rows", "8", "--precisions", "fp32,int8"]) == 1
+    assert (
+        proofs.main(["--onnx", str(tmp_path), "--max-rows", "8", "--precisions", "fp32,int8", "--processes", "1"]) == 1
+    )
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith(("| cnn", "| mixed"))]
     assert len(rows) == 4
     assert rows[0][:2] == ["| cnn", "fp32"]
