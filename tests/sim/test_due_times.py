@@ -14,7 +14,8 @@ from headrace.engine.scheduling.batching import CostModel, WaitUntil
 from headrace.engine.scheduling.latency_table import LatencyTable
 from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
 from headrace.engine.scheduling.queue import FAR_NS, Entry, QueueOrder
-from headrace.engine.scheduling.scheduler import Batch, Scheduler
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.scheduling.selector import Batch
 from headrace.engine.simulation.replay import ANSWERED, SimulatedModel, StepLatency, replay
 from headrace.engine.simulation.replay import LatencyProfile as Simulated
 from headrace.engine.simulation.report import Figures, report

@@ -17,7 +17,8 @@ from headrace.engine.scheduling.executor import OutputCheck, SerialRunner
 from headrace.engine.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.engine.scheduling.policy import BatchPolicy
 from headrace.engine.scheduling.queue import Entry
-from headrace.engine.scheduling.scheduler import Batch, Scheduler
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.scheduling.selector import Batch
 from headrace.observability.counters import Recorder
 from hypothesis import given, settings
 from hypothesis import strategies as st

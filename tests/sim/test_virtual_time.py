@@ -14,7 +14,8 @@ from headrace.core.errors import Overloaded, QueueTimeout
 from headrace.engine.scheduling.batching import Idle, WaitUntil
 from headrace.engine.scheduling.policy import BatchPolicy, QueueLimits
 from headrace.engine.scheduling.queue import Entry
-from headrace.engine.scheduling.scheduler import Batch, Scheduler
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.scheduling.selector import Batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

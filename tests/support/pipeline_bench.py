@@ -21,7 +21,8 @@ from headrace.engine.scheduling.latency_table import LatencyTable
 from headrace.engine.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.engine.scheduling.policy import BatchPolicy
 from headrace.engine.scheduling.queue import Entry
-from headrace.engine.scheduling.scheduler import Batch, Scheduler
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.scheduling.selector import Batch
 from headrace.observability.counters import Recorder
 from headrace.runtimes.base import Execution, PipelinedExecution
 

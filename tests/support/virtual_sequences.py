@@ -19,7 +19,7 @@ from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Overloaded
 from headrace.core.request import InferRequest, InferResponse
 from headrace.engine.scheduling.policy import QueueLimits, SequencePolicy
-from headrace.engine.scheduling.scheduler import Batch
+from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.table import SequenceEntry, SequenceTable
 
 

@@ -14,7 +14,7 @@ from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.engine.scheduling.executor import OutputCheck
 from headrace.engine.scheduling.policy import SequencePolicy
-from headrace.engine.scheduling.scheduler import Batch
+from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.runner import SequenceRunner
 from headrace.engine.scheduling.sequences.table import SequenceEntry
 from headrace.runtimes.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeModel

@@ -83,6 +83,7 @@ class InFlightBatch:
             alive.
         resident_outputs: outputs that `finish` may return as `ResidentRows` on `device`, by `as_input`; set before the
             launch. An execution without memory for them returns arrays.
+        is_brief: the GPU takes less time for it than threads take to hand it over: one thread launches and finishes it.
     """
 
     inputs: dict[str, Array]
@@ -91,6 +92,7 @@ class InFlightBatch:
     device: int | None = None
     resident_inputs: list[ResidentInput] = field(default_factory=list)
     resident_outputs: frozenset[str] = frozenset()
+    is_brief: bool = False
 
 
 class PipelinedExecution(Execution, Protocol):

@@ -29,7 +29,8 @@ from headrace.engine.scheduling.latency_table import LatencyTable
 from headrace.engine.scheduling.open_requests import Deliver, OpenEntry, StreamedEntry
 from headrace.engine.scheduling.queue import FAR_NS, Entry
 from headrace.engine.scheduling.row_sampler import RowSampler
-from headrace.engine.scheduling.scheduler import Batch, CallerThread, Scheduler
+from headrace.engine.scheduling.scheduler import CallerThread, Scheduler
+from headrace.engine.scheduling.selector import Batch
 from headrace.observability.counters import BatchRecord, Recorder
 from headrace.runtimes.base import (
     BatchMember,

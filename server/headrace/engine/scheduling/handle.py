@@ -127,7 +127,8 @@ class ModelHandle(VersionHandle):
 
     def _create_scheduler(self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox) -> Scheduler:
         order, defer = QueueOrder(policy.aging_ns, policy.sharing, policy.batch.max_rows), mailbox.loop.call_soon
-        return Scheduler(policy.batch, policy.queue_limits, policy.levels, clock, defer, order)
+        delay = mailbox.loop.call_later
+        return Scheduler(policy.batch, policy.queue_limits, policy.levels, clock, defer, order, delay)
 
     @property
     def padding(self) -> Mapping[str, str] | None:

@@ -5,6 +5,9 @@ batch in the order of launch, splits the outputs and settles the requests. Two q
 `_finished` back. A batch that fails as a whole is returned that way. Its members run again one by one, ahead of the queue,
 while later batches continue.
 
+A brief batch takes the GPU less time than the hand-overs between the two threads take. Where no other batch of the instance is
+in flight, its first thread does the work of both, and meanwhile the other instances pull no smaller batch (`Scheduler.hold`).
+
 A caller that would block until its response may do the work of both threads for its batch while they sleep (`run`). No thread
 is woken then.
 
@@ -42,7 +45,8 @@ from headrace.engine.scheduling.instance import OnDeath
 from headrace.engine.scheduling.joining import RaggedLayout
 from headrace.engine.scheduling.queue import Entry
 from headrace.engine.scheduling.ragged import PaddedLayout
-from headrace.engine.scheduling.scheduler import Batch, CallerThread, Scheduler
+from headrace.engine.scheduling.scheduler import CallerThread, Scheduler
+from headrace.engine.scheduling.selector import Batch
 from headrace.runtimes.base import ExecutionLost, InFlightBatch, PipelinedExecution, never_blocks
 
 # Larger requests are copied by the instance's thread, so that the event loop is not blocked for other callers.
@@ -162,7 +166,10 @@ class Pipeline:
             batch = self._next()
             if batch is not None:
                 if self._start(batch):
-                    self._launched.put(batch)
+                    if self._open == 1 and batch.is_brief:
+                        self._finish_brief(batch)
+                    else:
+                        self._launched.put(batch)
                 del batch  # it may hold a client's memory, and the next batch may come late
             elif (task := self.scheduler.take_offer(self._sleeper)) is not None:
                 while self._open:
@@ -187,6 +194,19 @@ class Pipeline:
         completed = self._finished.get(timeout=timeout_s)
         if isinstance(completed, BaseException):
             raise RuntimeError("the finisher thread failed") from completed
+        self._collect(completed)
+
+    def _finish_brief(self, batch: Batch) -> None:
+        """Finish the only batch in flight on this thread; no other instance pulls a smaller batch meanwhile."""
+        rows, is_complete = batch.rows, False
+        self.scheduler.hold(rows)
+        try:
+            self._collect(self._finish(batch))
+            is_complete = not self._retries
+        finally:
+            self.scheduler.end_hold(rows, wake=not is_complete)
+
+    def _collect(self, completed: _Finished) -> None:
         self._open -= 1
         if self.pacing is not None:
             self.pacing.completed(completed.done_ns)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.core.tensor import Array
-from headrace.engine.scheduling.scheduler import Batch
+from headrace.engine.scheduling.selector import Batch
 
 logger = logging.getLogger("headrace.proof")
 

@@ -38,7 +38,7 @@ from headrace.engine.scheduling.executor import BatchResults
 from headrace.engine.scheduling.handle import ModelHandle
 from headrace.engine.scheduling.pipeline import LaunchPacing
 from headrace.engine.scheduling.policy import HandlePolicy
-from headrace.engine.scheduling.scheduler import Batch
+from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.version_handle import VersionHandle
 from headrace.engine.simulation.pipelines import (
     PipelineOutcome,

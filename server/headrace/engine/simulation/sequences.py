@@ -23,7 +23,7 @@ from headrace.core.errors import HeadraceError, QueueTimeout
 from headrace.core.request import InferRequest, InferResponse
 from headrace.engine.scheduling.batching import WaitUntil
 from headrace.engine.scheduling.policy import SequencePolicy
-from headrace.engine.scheduling.scheduler import Batch
+from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.table import RefusalReason, SequenceEntry, SequenceTable
 from headrace.engine.simulation.replay import (
     BatchHistory,

@@ -316,6 +316,8 @@ def _deserialised(name: str, content: bytes, digest: bytes, allocator: Allocator
         raise plan_error(name, f"cannot be loaded on GPU {device}: {error}", cure) from error
 
 
+# A hand-over between two threads of an instance takes about as long.
+_BRIEF_US = 100.0
 # Limit of the caches of batch shapes; a full cache is cleared.
 _MAX_CACHED_SHAPES = 4096
 
@@ -421,7 +423,8 @@ class TensorRtExecution:
         except BaseException:
             self._free.append(slot)
             raise
-        return InFlightBatch(dict(views.inputs), views.rows, _BatchState(slot, context, views), self._device)
+        state, is_brief = _BatchState(slot, context, views), views.is_brief
+        return InFlightBatch(dict(views.inputs), views.rows, state, self._device, is_brief=is_brief)
 
     def launch(self, batch: InFlightBatch) -> None:
         """Queue copy in, compute and copy out."""
@@ -532,10 +535,12 @@ class TensorRtExecution:
             name: (rows, *shape[1:]) if rows and shape and shape[0] == context.rows else shape
             for name, shape in context.outputs.items()
         }
+        timing = self._resources.tuning_result.timings.get(context.rows) if self._batched else None
         views = self._views[slot.index, requested] = BatchViews(
             {name: slot.inputs[name].view(shape) for name, shape in zip(self._input_types, requested, strict=True)},
             {name: slot.outputs[name].view(shape) for name, shape in fetched.items()},
             rows or 1,
+            timing is not None and timing.replay_us <= _BRIEF_US,
         )
         return views
 

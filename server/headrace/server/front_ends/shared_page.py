@@ -26,7 +26,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.request import ModelLoad
 from headrace.engine.scheduling.admission import LATE_TEXT, STANDING_TEXT, WaitForecast, rejection, wait_too_long
 from headrace.engine.scheduling.queue import FAR_NS
-from headrace.engine.scheduling.scheduler import queue_full
+from headrace.engine.scheduling.selector import queue_full
 from headrace.engine.scheduling.version_handle import OverloadFigures, VersionHandle
 from headrace.server.front_ends.counter_array import (
     SLOTS,

@@ -27,7 +27,7 @@ from headrace.engine.scheduling.handle import ModelHandle
 from headrace.engine.scheduling.latency_table import TAIL, LatencyTable
 from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
 from headrace.engine.scheduling.queue import Entry, QueueOrder, ShapeQueue
-from headrace.engine.scheduling.scheduler import BatchSelector
+from headrace.engine.scheduling.selector import BatchSelector
 from headrace.observability.counters import Recorder
 from headrace.runtimes.base import runs_on_any_thread
 from headrace.runtimes.isolated.backend import IsolatedExecution

@@ -370,3 +370,27 @@ def test_an_output_stays_on_the_gpu_if_every_request_of_the_batch_allows_it(benc
         for caller in bench.queue([np.full((1, 2), value, np.float32) for value in range(3)], allowed):
             rows_of(caller)
     assert model.resident_outputs == [some if device == 0 else none, none, none]
+
+
+# Brief batches
+
+
+def test_the_thread_that_launches_a_brief_batch_finishes_it(benches: Make) -> None:
+    model = FakePipeline(prompt=True, brief=True)
+    bench = benches(model)
+    for value in range(3):
+        (caller,) = bench.submit(value, value)[:1]
+        assert rows_of(caller) == doubled(value)
+    assert {thread.name for thread in model.finishers} == {"bench"}
+    assert model.most_open == 1
+    assert not bench.scheduler._held_rows
+
+
+@pytest.mark.parametrize("number", [RAISES["finish"], LOST["finish"]], ids=["fails", "is lost"])
+def test_a_brief_batch_that_fails_holds_nothing_back(benches: Make, number: float) -> None:
+    model = FakePipeline(prompt=True, brief=True)
+    bench = benches(model)
+    for caller in bench.submit(number, 1):
+        answer = caller.answer()
+        assert isinstance(answer, HeadraceError) or rows_of(caller) == doubled(1)
+    assert not bench.scheduler._held_rows

@@ -14,7 +14,7 @@ from headrace.engine.scheduling import row_sampler
 from headrace.engine.scheduling.batching import CloseReason
 from headrace.engine.scheduling.queue import Entry
 from headrace.engine.scheduling.row_sampler import RowSampler
-from headrace.engine.scheduling.scheduler import Batch
+from headrace.engine.scheduling.selector import Batch
 
 from tests.support.completions import RecordedCompletion
 from tests.support.fakes import FakeModel, handle, infer_request

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from headrace.engine.scheduling.policy import BatchPolicy
-from headrace.engine.scheduling.scheduler import Batch, Scheduler
+from headrace.engine.scheduling.scheduler import _HOLD_NS, _HOLD_ROWS, Scheduler
+from headrace.engine.scheduling.selector import Batch
 
 from tests.support.completions import entry
 
@@ -92,3 +94,61 @@ def test_an_interrupted_sleeper_passes_its_wake_up_on() -> None:
     now_ns = 3_600_000_000_000
     scheduler.interrupt(other.sleeper)
     assert other.result() is not None
+
+
+class Held:
+    """A scheduler on which a brief batch of `rows` runs, with a sleeping instance beside it."""
+
+    def __init__(self, rows: int) -> None:
+        self.now_ns = 0
+        self.guards: list[Callable[[], None]] = []
+        delay = lambda _seconds, callback: self.guards.append(callback)  # noqa: E731
+        self.scheduler = Scheduler(BatchPolicy(64), clock=lambda: self.now_ns, delay=delay)
+        self.other = Puller(self.scheduler)
+        self.scheduler.hold(rows)
+
+    def queue(self, count: int) -> None:
+        for _ in range(count):
+            self.scheduler.enqueue([entry()])
+
+    @property
+    def wakes(self) -> bool:
+        """True if the other instance has been woken."""
+        return not self.scheduler._sleepers
+
+
+def test_fewer_requests_than_run_in_a_brief_batch_wait_for_its_end() -> None:
+    held = Held(_HOLD_ROWS)
+    held.queue(_HOLD_ROWS - 1)
+    assert not held.wakes
+    held.queue(1)
+    assert held.other.result() is not None, "as many as run are worth a batch at the same time"
+    held = Held(_HOLD_ROWS - 1)
+    held.queue(1)
+    assert held.other.result() is not None, "a small batch holds none back"
+
+
+def test_requests_that_wait_for_a_brief_batch_are_pulled_if_its_thread_does_not() -> None:
+    held = Held(_HOLD_ROWS)
+    held.queue(3)
+    held.scheduler.end_hold(_HOLD_ROWS, wake=False)
+    assert not held.wakes
+    assert held.scheduler.poll(0), "the thread of the batch pulls them"
+    held.queue(2)
+    assert held.other.result() is not None
+
+    held = Held(_HOLD_ROWS)
+    held.queue(3)
+    held.scheduler.end_hold(_HOLD_ROWS, wake=True)
+    batch = held.other.result()
+    assert batch is not None
+    assert batch.rows == 3
+
+
+def test_a_brief_batch_that_takes_long_holds_nothing_back() -> None:
+    held = Held(_HOLD_ROWS)
+    held.queue(2)
+    assert len(held.guards) == 1, "one timer for any number of requests"
+    held.now_ns = _HOLD_NS
+    held.guards.pop()()
+    assert held.other.result() is not None

@@ -13,7 +13,7 @@ from headrace.core.tensor import BYTES, Array, ModelSpec
 from headrace.engine.scheduling.executor import BatchResults, SerialRunner
 from headrace.engine.scheduling.policy import SequencePolicy
 from headrace.engine.scheduling.queue import Entry
-from headrace.engine.scheduling.scheduler import Batch
+from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.controls import control_rows
 from headrace.engine.scheduling.sequences.scheduler import SequenceScheduler
 from headrace.engine.scheduling.sequences.state import HostStates, find_slot_states

@@ -12,7 +12,8 @@ from headrace.core.response_bodies import SequenceFigures
 from headrace.engine.scheduling.batching import WaitUntil
 from headrace.engine.scheduling.policy import BatchPolicy, QueueLimits, SequencePolicy
 from headrace.engine.scheduling.queue import FAR_NS, Entry
-from headrace.engine.scheduling.scheduler import Batch, Scheduler
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.table import (
     FLAGS_PARAMETER,
     CorrelationId,

@@ -32,7 +32,7 @@ from headrace.core.request import InferRequest
 from headrace.engine.scheduling.batching import CloseReason, WaitUntil
 from headrace.engine.scheduling.policy import QueueLimits, SequencePolicy
 from headrace.engine.scheduling.queue import Entry
-from headrace.engine.scheduling.scheduler import Batch, queue_full
+from headrace.engine.scheduling.selector import Batch, queue_full
 from headrace.engine.scheduling.sequences.backlog import Backlog
 
 CorrelationId = int | str

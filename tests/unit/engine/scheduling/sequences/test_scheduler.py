@@ -11,7 +11,7 @@ from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import Overloaded, QueueTimeout, Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.engine.scheduling.policy import QueueLimits, SequencePolicy
-from headrace.engine.scheduling.scheduler import Batch
+from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.scheduler import SequenceScheduler
 from headrace.engine.scheduling.sequences.table import SequenceEntry
 

@@ -15,7 +15,7 @@ from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.engine.scheduling.batching import CloseReason
 from headrace.engine.scheduling.executor import OutputMismatch
 from headrace.engine.scheduling.policy import QueueLimits, SequencePolicy
-from headrace.engine.scheduling.scheduler import Batch
+from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.controls import ControlledExecution
 from headrace.engine.scheduling.sequences.runner import SequenceRunner
 from headrace.engine.scheduling.sequences.state import HostStates
