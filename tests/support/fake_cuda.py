@@ -487,6 +487,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     monkeypatch.setitem(sys.modules, "pycuda", package)
     monkeypatch.setitem(sys.modules, "pycuda.driver", package.driver)
     monkeypatch.setattr(driver, "_contexts", {})
+    monkeypatch.setattr(driver, "_lost", set())
     monkeypatch.setattr(peers, "_copies", {})
     monkeypatch.setattr(devices, "driver_major", lambda: 580)
     monkeypatch.setattr(devices, "is_visible", lambda: cuda.devices > 0)

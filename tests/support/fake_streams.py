@@ -27,6 +27,7 @@ class LateCuda(FakeCuda):
     Attributes:
         queues: pending work by stream.
         broken: True makes all calls of the GPU fail, as after an illegal access.
+        lost: GPUs whose calls fail.
         waits: number of waits for an event.
         row_us: duration of the engine for each row, besides `work_us` for each piece of work.
         enqueue_us: time of the host to queue the engine without a graph.
@@ -37,6 +38,7 @@ class LateCuda(FakeCuda):
         super().__init__()
         self.queues: dict[int, deque[_Step]] = {}
         self.broken = False
+        self.lost: set[int] = set()
         self.waits = 0
         self.row_us = 10.0
         self.enqueue_us = 100.0
@@ -76,7 +78,7 @@ class LateCuda(FakeCuda):
 
     def check(self) -> None:
         """Queue work on the GPU."""
-        if self.broken:
+        if self.broken or not self.lost.isdisjoint(self.pushed[-1:]):
             raise DriverError("an illegal memory access was encountered")
 
     def memory_info(self) -> tuple[int, int]:
@@ -122,7 +124,7 @@ def _stream_and_event(cuda: LateCuda) -> tuple[type, type]:
         def __init__(self, flags: int) -> None:
             assert flags == 1
             assert cuda.depth > 0
-            self.handle = next(handles)
+            self.handle, self._gpu = next(handles), cuda.pushed[-1]
             cuda.queues[self.handle] = deque()
 
         def synchronize(self) -> None:
@@ -135,7 +137,7 @@ def _stream_and_event(cuda: LateCuda) -> tuple[type, type]:
             cuda.queue(self.handle, lambda: event.done >= version)
 
         def __del__(self) -> None:
-            assert not cuda.queues.pop(self.handle), "work was under way"
+            assert not cuda.queues.pop(self.handle) or self._gpu in cuda.lost, "work was under way"
 
     class Event:
         def __init__(self, flags: int = 0) -> None:

@@ -73,7 +73,7 @@ class GpuReading:
     Attributes:
         gpu: CUDA's number of the GPU; NVML's number without PyCUDA.
         name, uuid, driver: identity, "" if unknown.
-        up: the driver responds for this GPU.
+        up: the driver responds for this GPU, and it has not failed in this process.
         utilization: share of the last sampling period in which a kernel ran, 0 to 1.
         memory_used_bytes, memory_total_bytes: device memory.
         power_w, power_limit_w: present and enforced power in watts.

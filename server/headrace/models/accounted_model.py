@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from headrace.config.model_config import ModelConfig
 from headrace.config.onnx_model import external_files
+from headrace.core.errors import HeadraceError
 from headrace.core.heap import heap_bytes
 from headrace.core.ledger import CPU, Kind, MemoryAccount
 from headrace.engine.pipelines.execution import Steps
@@ -19,6 +21,8 @@ from headrace.engine.scheduling.row_sampler import RowSampler
 from headrace.engine.scheduling.sequences.controls import ControlledExecution
 from headrace.models.sequence_policy import sequence_policy
 from headrace.runtimes.base import Execution, LoadedModel
+
+logger = logging.getLogger("headrace.model")
 
 # Host memory of a session of ONNX Runtime and of its instance besides the weights, in bytes, as measured with small models.
 _SESSION_BYTES = 256 << 10
@@ -135,7 +139,10 @@ class AccountedModel:
 
     def close(self) -> None:
         """Close the model and its account."""
-        self.inner.close()
+        try:
+            self.inner.close()
+        except HeadraceError as error:  # of a GPU that has failed, whose memory ends with the process
+            logger.error("the memory of model %s is not freed: %s", self.config.name, error)
         self.account.close()
         for callback in self.on_closed:
             callback()

@@ -225,6 +225,16 @@ class Deployments:
         if source is not None:
             self.load(source)
 
+    def reload(self, name: str) -> None:
+        """Load a model again whose instances have died; no-op for one that is not loaded. Raises the errors of `load`.
+
+        If the load fails, the dead version stays: the server is not ready then.
+        """
+        with self.changing():
+            model = self._live.get(name)
+        if model is not None:
+            self._load(model.source, is_serving=True)
+
     def _load(self, source: ModelSource, is_serving: bool) -> None:
         try:
             verified = _as_config_error(lambda: self._verify(source), source.name)
@@ -637,7 +647,7 @@ class Deployments:
             self._closer.begin(version.handle, version.release_files)
 
     def _record_failed_load(self, name: str, error: ConfigError) -> None:
-        logger.error("model %s keeps its serving versions, the load failed: %s", name, error)
+        logger.error("model %s keeps its versions, the load failed: %s", name, error)
         self._registry.set_reason(name, f"the last load failed: {error}")
 
     def _mark_unavailable(self, name: str, number: str, error: ConfigError) -> None:

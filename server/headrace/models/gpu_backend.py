@@ -19,6 +19,7 @@ from headrace.core.tensor import BY_CONFIG_NAME
 from headrace.engine.pipelines.execution import Steps
 from headrace.models.sequence_policy import sequence_policy, state_tensors
 from headrace.runtimes.cuda import devices as gpus
+from headrace.runtimes.cuda.driver import lost_gpus
 from headrace.runtimes.cuda.kernels.launching import ClassStage, PictureStage
 from headrace.runtimes.isolated.backend import IsolatedModel
 from headrace.runtimes.tensorrt.backend import GPUS, HOST_CODE, JOINED, MAX_BATCH_SIZE, TensorRtModel
@@ -60,7 +61,10 @@ def memory_bytes(device: int) -> int:
 def devices_of(config: ModelConfig) -> list[int]:
     """Return the GPU number of each instance: `count` instances on each GPU of a group, on all GPUs if it names none.
 
-    KIND_CPU groups beside others apply only on machines without a GPU.
+    KIND_CPU groups beside others apply only on machines without a GPU. GPUs that have failed are left out.
+
+    Raises:
+        ConfigError: all GPUs of the configuration have failed.
     """
     devices: list[int] = []
     for group in config.instance_group:
@@ -69,7 +73,12 @@ def devices_of(config: ModelConfig) -> list[int]:
         count = instances_on_each_gpu(config) if group.is_default else group.count
         for device in group.gpus or range(gpus.count()):
             devices += [device] * count
-    return devices or [0]
+    lost, devices = lost_gpus(), devices or [0]
+    if lost.issuperset(devices):
+        gpus_lost = ", ".join(f"GPU {device}" for device in sorted(set(devices)))
+        cure = "restart the server, or name another GPU in instance_group"
+        raise ConfigError([Finding(config.name, None, f"{gpus_lost} has failed in this server", cure)])
+    return [device for device in devices if device not in lost]
 
 
 def backend_parameters(config: ModelConfig, devices: Sequence[int], *, host_code: bool = False) -> dict[str, str]:

@@ -122,6 +122,7 @@ class GpuModelCache:
             `load_requested`.
         on_change: called on the thread of a load when a version was evicted or loaded again, or could not be loaded.
         start_load: runs the load of a requested version on another thread; set by the control thread.
+        on_lost: called from any thread with the name of a model whose GPUs have all failed; set by the control thread.
     """
 
     def __init__(self, ledger: Ledger | None = None, clock: Clock = monotonic_ns) -> None:
@@ -130,6 +131,7 @@ class GpuModelCache:
         self.on_request: Callable[[], None] = lambda: None
         self.on_change: Callable[[VersionHandle], None] = lambda _handle: None
         self.start_load: Callable[[VersionHandle, Callable[[], None]], None]
+        self.on_lost: Callable[[str], None] = lambda _name: None
         self._short_of_memory = threading.Lock()
         self._eviction_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -313,6 +315,15 @@ class GpuModelCache:
             self.on_request()
         if load_error is not None:
             handle.refuse(load_error)
+
+    def end_on(self, gpus: frozenset[int]) -> None:
+        """End the instances on GPUs that have failed; the memory of these GPUs is not needed for a load any more."""
+        for model in list(self._models.values()):
+            if gpus.isdisjoint(model.memory_bytes):
+                continue
+            if model.handle.evicted:
+                model.memory_bytes = {gpu: each for gpu, each in model.memory_bytes.items() if gpu not in gpus}
+            model.handle.end_on(gpus)
 
     def remove(self, handle: VersionHandle) -> None:
         """Remove a version that has been closed."""

@@ -78,6 +78,7 @@ from headrace.python.model_calls import ModelCalls
 from headrace.python.python_models import folder_digest, open_python_model
 from headrace.runtimes.base import Backend, LoadedModel, find_inner
 from headrace.runtimes.cuda import devices as gpus
+from headrace.runtimes.cuda.driver import lost_gpus
 from headrace.runtimes.isolated.backend import IsolatedBackend, IsolatedModel
 from headrace.runtimes.isolated.child import AccountedBackend, create_backend
 
@@ -383,7 +384,7 @@ class Loader:
             model=model,
             mailbox=self.mailbox,
             recorder=Recorder(self.histograms),
-            on_dead=lambda remaining: self.on_dead(config.name, str(version), remaining),
+            on_dead=partial(self._instance_died, config.name, str(version), devices),
             on_wanted=self.gpu_model_cache.request,
             on_back=lambda alive: self.on_restart(config.name, str(version), alive),
             bodies=self.bodies,
@@ -392,6 +393,15 @@ class Loader:
         if isinstance(handle.layout, RaggedLayout) and bounded is not None:
             handle.layout.ranges = bounded.shape_ranges
         return handle
+
+    def _instance_died(self, name: str, number: str, devices: Collection[int], remaining: int) -> None:
+        """Report an instance that died; after the failure of a GPU, end all instances there, and load the version elsewhere."""
+        self.on_dead(name, number, remaining)
+        lost = lost_gpus()
+        if lost:
+            self.gpu_model_cache.end_on(lost)
+            if devices and not remaining and lost.issuperset(devices):
+                self.gpu_model_cache.on_lost(name)
 
     def _handle_class(self, policy: HandlePolicy) -> Callable[..., ModelHandle]:
         return ModelHandle if policy.sequences is None else partial(SequenceHandle, directory=self.sequences)

@@ -201,6 +201,7 @@ class Reconciler:
         # After every command the thread calls `load_requested` of the GPU model cache.
         self._gpu_model_cache.on_request = self._wake
         self._gpu_model_cache.start_load = self._start_load_on_demand
+        self._gpu_model_cache.on_lost = self._load_elsewhere
         self.loader.idle_tasks.on_added = self._wake
         self._closer = VersionCloser(self.registry, self._gpu_model_cache.remove)
         if self.loader.state is not None:
@@ -461,6 +462,11 @@ class Reconciler:
             self._wake()  # for versions that wait for it
 
         self._loads.add(key, load, ended)
+
+    def _load_elsewhere(self, name: str) -> None:
+        """Load a model again whose GPUs have failed: on other GPUs or the CPU, as its configuration allows; from any thread."""
+        load = partial(self._deployments.reload, name)
+        self._post(lambda: self._start_load(name, load, partial(_log_failure, name)))
 
     def _end_initial(self, initial: object, on_end: OnEnd, error: BaseException | None) -> None:
         on_end(error)

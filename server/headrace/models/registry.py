@@ -304,11 +304,14 @@ class Registry:
         ]
 
     def index(self) -> list[IndexRow]:
-        """Return name, version, state and reason of every known version."""
+        """Return name, version, state and reason of every known version; of one that serves, how many instances are left."""
         with self._lock:  # only for the copy: the event loop takes it too
             records = [(*key, record.state, record.reason) for key, record in self._records.items()]
         rows: list[IndexRow] = []
         for name, version, state, reason in sorted(records, key=itemgetter(0, 1)):
+            handle = self.serving(name, version) if state is State.READY else None
+            if handle is not None and (shortage := handle.shortage()):
+                reason = f"{shortage}; {reason}" if reason else shortage
             rows.append({"name": name, "version": version, "state": state.triton_name, "reason": reason})
             pause()
         return rows

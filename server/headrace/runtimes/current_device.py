@@ -7,7 +7,14 @@ from types import TracebackType
 
 from headrace.core.errors import HeadraceError
 from headrace.runtimes.base import ExecutionLost
-from headrace.runtimes.cuda.driver import DeviceError, OutOfDeviceMemory, is_context_usable, loaded, primary_context
+from headrace.runtimes.cuda.driver import (
+    DeviceError,
+    OutOfDeviceMemory,
+    is_context_usable,
+    loaded,
+    mark_lost,
+    primary_context,
+)
 
 logger = logging.getLogger("headrace.instance")
 
@@ -26,7 +33,10 @@ class CurrentDevice:
         self._name = name
 
     def __enter__(self) -> None:
-        self._context.push()
+        try:
+            self._context.push()
+        except loaded().Error as error:
+            raise self._lost(error) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -37,15 +47,20 @@ class CurrentDevice:
             if not isinstance(error, Exception) or isinstance(error, OutOfDeviceMemory):
                 return
             if not is_context_usable():
-                message = f"GPU {self._device} has failed, {self._name} runs there no more"
-                logger.error("%s: %s", message, error)
-                raise ExecutionLost(message) from error
+                raise self._lost(error) from error
             if isinstance(error, loaded().Error):
                 raise DeviceError(f"running {self._name} failed on the GPU: {error}") from error
             if not isinstance(error, HeadraceError):
                 self.convert(error)
         finally:
             loaded().Context.pop()
+
+    def _lost(self, error: Exception) -> ExecutionLost:
+        """Record that the GPU is lost, and return the error of what runs there."""
+        mark_lost(self._device)
+        message = f"GPU {self._device} has failed, {self._name} runs there no more"
+        logger.error("%s: %s", message, error)
+        return ExecutionLost(message)
 
     def convert(self, error: Exception) -> None:
         """Raise another error in the place of one of the model's runtime, on a GPU that works; by default none."""

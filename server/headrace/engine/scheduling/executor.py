@@ -638,6 +638,9 @@ class SerialRunner:
         if self._members is not None and isinstance(error, HeadraceError):
             self._members.give_up(error)
 
+    def end(self, error: Exception) -> None:
+        """The next batch on a device that has failed ends the instance."""
+
     def in_flight_work(self) -> InFlightWork:
         """Return the running batch; any thread may call."""
         running = self._running

@@ -9,7 +9,7 @@ move to another process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
@@ -357,6 +357,16 @@ class ModelHandle(VersionHandle):
     def alive(self) -> int:
         """Number of live instances."""
         return self._instance_group.alive
+
+    def end_on(self, gpus: Collection[int]) -> None:
+        """End the instances on GPUs that have failed; the others take the queue."""
+        self._instance_group.end_on(gpus)
+
+    def shortage(self) -> str:
+        """See `VersionHandle.shortage`."""
+        instances = self._instance_group
+        is_short = 0 < instances.alive < instances.size and not instances.evicted
+        return f"{instances.alive} of {instances.size} instances live" if is_short else ""
 
     @property
     def restarts(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import InitVar, dataclass
 from typing import Protocol
@@ -54,6 +54,9 @@ class BatchRunner(Protocol):
 
     def give_up(self, error: Exception) -> None:
         """Settle every running request with `error`, because the backend does not return; any thread may call."""
+
+    def end(self, error: Exception) -> None:
+        """End the instance with `error` before it pulls another batch, if it can; any thread may call."""
 
     def in_flight_work(self) -> InFlightWork:
         """Return the running batches; any thread may call."""
@@ -122,6 +125,12 @@ class Instance:
         runner = self._runner
         if runner is not None:
             runner.give_up(error)
+
+    def end(self, error: Exception) -> None:
+        """End with `error` before another batch; any thread may call."""
+        runner = self._runner
+        if runner is not None:
+            runner.end(error)
 
     @property
     def in_flight_work(self) -> InFlightWork | None:
@@ -281,6 +290,7 @@ class ModelInstances:
                 return False
             self._model, self.isolated = model, find_inner(model, "process_status")
             self._probed = find_inner(model, "probes")
+            self.size = len(_devices_of(model)) or self.size  # fewer, if a GPU has failed meanwhile
             self.scheduler.resume()
             self._start(warm_up)
             self.evicted = False
@@ -306,6 +316,14 @@ class ModelInstances:
                 self._join(self._instances, _REOPEN_S)
                 self.scheduler.resume()
                 self._replace_ended(self._warm_up)
+
+    def end_on(self, gpus: Collection[int]) -> None:
+        """End the instances on GPUs that have failed; the others take the queue. Any thread may call."""
+        model = self._model
+        devices = () if model is None else _devices_of(model)
+        for instance, gpu in zip(list(self._instances), devices, strict=False):
+            if gpu in gpus:
+                instance.end(ExecutionLost(f"GPU {gpu} has failed"))
 
     def in_flight_work(self) -> list[InFlightWork]:
         """Return the running batches of each live instance."""
@@ -462,7 +480,7 @@ class ModelInstances:
         name = f"{self.name}#{index}"
         if isinstance(cause, ExecutionLost):
             model_logger.error(
-                "instance %s is not restarted: its device has failed permanently; restart the server", name
+                "instance %s is not restarted: its device has failed permanently, until the server is restarted", name
             )
             return
         pause_s = self._restarts.schedule(name, index, uptime_s)
@@ -533,6 +551,12 @@ class ModelInstances:
         cure = "see the server log for the cause"
         message = f"an instance could not be started ({type(cause).__name__})"
         return ConfigError([Finding(self.name, None, message, cure)])
+
+
+def _devices_of(model: LoadedModel) -> Sequence[int]:
+    """Return the GPU number of each instance; empty on the CPU."""
+    placed = find_inner(model, "devices")
+    return () if placed is None else placed.devices
 
 
 FIRST_PAUSE_S = 1.0

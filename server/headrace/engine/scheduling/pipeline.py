@@ -148,6 +148,11 @@ class Pipeline:
         """Settle every pulled request that is not settled with `error`; any thread may call."""
         self.batch_results.give_up([entry for batch in list(self._pending) for entry in batch.entries], error)
 
+    def end(self, error: Exception) -> None:
+        """End the instance with `error` before it pulls another batch; any thread may call."""
+        self._inline_error = error
+        self.scheduler.interrupt(self._sleeper)
+
     def in_flight_work(self) -> InFlightWork:
         """Return the batches that were pulled and are not settled; any thread may call."""
         pending = list(self._pending)

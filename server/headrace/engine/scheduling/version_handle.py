@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -314,6 +314,13 @@ class VersionHandle(ABC):
     def problem(self) -> str:
         """Return why it cannot serve, for the index; "" if it can."""
         return "" if self.ready else "all its instances have died"
+
+    def shortage(self) -> str:
+        """Return which part of its instances serves, for the index; "" if all do, or none."""
+        return ""
+
+    def end_on(self, gpus: Collection[int]) -> None:  # noqa: B027  # a version without instances
+        """End the instances on GPUs that have failed; any thread may call."""
 
     @property
     def calls(self) -> frozenset[str]:

@@ -181,7 +181,7 @@ class Nvml:
         name, uuid = self._identities.get(gpu, ("", ""))
         if memory is None:
             return GpuReading(gpu, name, uuid, self._driver if device is not None else "")
-        reading = GpuReading(gpu, name, uuid, self._driver, up=True)
+        reading = GpuReading(gpu, name, uuid, self._driver, up=gpu not in driver.lost_gpus())
         reading.memory_used_bytes, reading.memory_total_bytes = int(memory.used), int(memory.total)
         utilization = self._read("DeviceGetUtilizationRates", device)
         reading.utilization = None if utilization is None else utilization.gpu / 100

@@ -26,6 +26,8 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default strea
 # Guards `_contexts`: instances open their engines on threads of their own.
 _lock = threading.Lock()
 _contexts: dict[int, Any] = {}
+# GPUs whose primary context has failed, for the rest of the process.
+_lost: set[int] = set()
 
 
 class DeviceError(HeadraceError):
@@ -269,6 +271,16 @@ def is_context_usable() -> bool:
     except cuda.Error:
         return False
     return True
+
+
+def mark_lost(ordinal: int) -> None:
+    """Record that the primary context of a GPU has failed: the process uses the GPU no more."""
+    _lost.add(ordinal)
+
+
+def lost_gpus() -> frozenset[int]:
+    """Return the numbers of the GPUs of `mark_lost`."""
+    return frozenset(_lost)
 
 
 # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: calls of other threads do not invalidate the capture.
