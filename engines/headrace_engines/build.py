@@ -419,11 +419,11 @@ class PaddedEngine:
         rows = len(next(iter(inputs.values())))
         if rows >= self.min_rows:
             return self.engine.run(inputs)
-        answers = self.engine.run({name: _resized(array, self.min_rows) for name, array in inputs.items()})
+        answers = self.engine.run({name: resized(array, self.min_rows) for name, array in inputs.items()})
         return {name: array[:rows] if array.shape[:1] == (self.min_rows,) else array for name, array in answers.items()}
 
 
-def _resized(array: Array, rows: int) -> Array:
+def resized(array: Array, rows: int) -> Array:
     """Return a batch of `rows` rows, repeated from its start."""
     return np.resize(array, (rows, *array.shape[1:]))
 
@@ -440,7 +440,7 @@ def sample_batch(data: BuildData, rows: int, project: Project) -> dict[str, Arra
     batch = next(iter(data.held_out.batches(rows)))
     if not project.batched:
         return batch
-    return {name: _resized(array, rows) for name, array in batch.items()}
+    return {name: resized(array, rows) for name, array in batch.items()}
 
 
 def make_stamp(

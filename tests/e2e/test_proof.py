@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import numpy as np
 import onnx
+import pytest
 
+from tests.support import proof_cases as cases
 from tests.support.models import add_model
 from tests.support.networks import network
 from tests.support.serving import Server, run_headrace, serving
@@ -83,3 +85,25 @@ def test_without_a_stored_difference_nothing_is_repeated(tmp_path: Path) -> None
     for content in (b"", b"PK", b"not a file of arrays"):
         (folder / "m.npz").write_bytes(content)
         assert run_headrace(*command).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("graph", "text", "state"),
+    [
+        (cases.UNKNOWN, "m: 4 batch sizes proven, up to 4 rows", "proven"),
+        (cases.MIXED, "m: not all batches are proven (alone): influence: output 'y' of row 0 of 2 changes by", "alone"),
+    ],
+)
+def test_a_build_proves_the_batches_of_its_engine(tmp_path: Path, graph: str, text: str, state: str) -> None:
+    add_model(tmp_path / "models", "m", cases.model_of(graph))
+    (tmp_path / "models" / "m" / "config.yaml").write_text("max_batch_size: 4\ndynamic_batching: {}\n")
+    options = ("--target", "onnxruntime", "--precision", "fp32", "--cache", str(tmp_path / "cache"))
+    folders = ("--state-dir", str(tmp_path / "state"))
+    built = run_headrace("build", str(tmp_path / "models" / "m"), *options, *folders)
+    assert built.returncode == 0, built
+    assert text in built.stdout
+    (stored,) = (tmp_path / "state" / "proofs").glob("*.json")
+    written_ns = stored.stat().st_mtime_ns
+    with serving(tmp_path / "models", tmp_path, *folders, "--profile-s", "0") as server:
+        assert explain(server)["batches"]["state"] == state
+    assert stored.stat().st_mtime_ns == written_ns, "the load has tested the batches again"

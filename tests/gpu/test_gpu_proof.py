@@ -16,6 +16,7 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from tests.support import proof_cases as cases
 from tests.support.control_thread import running
 from tests.support.gpu_marks import gpu_marks
+from tests.support.serving import run_headrace
 from tests.support.tensorrt_networks import FLOAT, HALF, convolutions
 
 pytestmark = gpu_marks(180, "pydantic", "onnx", "onnxruntime")
@@ -73,3 +74,19 @@ async def test_a_right_network_raises_no_false_alarm(
         batches = explain(registry, "m")["batches"]
     assert (batches["state"], batches["faults"]) == ("proven", {}), batches
     print([record.getMessage() for record in caplog.records if "to prove" in record.getMessage()])
+
+
+async def test_a_load_has_nothing_to_prove_after_a_build(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "headrace.proof")
+    folder = tmp_path / "repository" / "m"
+    (folder / "1").mkdir(parents=True)
+    onnx.save(convolutions(), folder / "1" / "model.onnx")
+    (folder / "config.yaml").write_text(NETWORK)
+    options = ("--precision", "fp32", "--cache", str(tmp_path / "cache"), "--state-dir", str(tmp_path / "state"))
+    built = run_headrace("build", str(folder), *options)
+    assert built.returncode == 0, built
+    assert f"batch sizes proven, up to {ROWS} rows" in built.stdout
+    async with running(folder.parent, cases.ALL, proofs=BatchProofs(tmp_path / "state")) as (_, registry):
+        batches = explain(registry, "m")["batches"]
+    assert (batches["state"], batches["faults"]) == ("proven", {}), batches
+    assert not [record for record in caplog.records if "to prove" in record.getMessage()]

@@ -18,10 +18,12 @@ from rich.text import Text
 
 from headrace_engines.commands import add_cache, add_model
 from headrace_engines.errors import CallError
-from headrace_engines.layers.bisection import Bisection, bisect
+from headrace_engines.layers.bisection import Bisection, bisect, first_batch_layer
 from headrace_engines.layers.comparison import SAMPLES
 from headrace_engines.layers.differences import TensorDifference
 from headrace_engines.layers.report import cosine_text, figures, shape_text
+from headrace_engines.layers.tensors import SourceLayer
+from headrace_engines.progress import silent
 from headrace_engines.project import BuildSpec, open_data, open_project, read_spec
 from headrace_engines.report import BuildDisplay, print_text, save_json
 from headrace_engines.store import Store
@@ -30,6 +32,7 @@ from headrace_engines.targets.base import Target
 
 FORMAT = 1
 _LOWER = tuple(precision for precision in PRECISIONS if precision not in ("fp32", "best"))
+_ALL = ("fp32", *_LOWER)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_cache(parser)
     default = "that of the configuration; for fp32 int8 with calibration samples, else fp16"
-    text = f"precision, of {', '.join(_LOWER)} (default: {default})"
-    add("--precision", choices=_LOWER, metavar="P", help=text)
+    text = f"precision, of {', '.join(_LOWER)} (default: {default}), or fp32 with --rows"
+    add("--precision", choices=_ALL, metavar="P", help=text)
+    text = "find the first layer whose rows have other values in a batch of N rows than alone, in the same precision"
+    add("--rows", type=int, default=0, metavar="N", help=text)
     add("--bound", type=float, metavar="C", help="smallest cosine that is no deviation (default: accuracy.min_cosine)")
     add("--samples", type=int, default=SAMPLES, metavar="N", help=f"number of held-out samples ({SAMPLES})")
     text = "do not search for the layer whose higher precision repairs the outputs"
@@ -55,6 +60,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """
     if options.samples < 1:
         raise CallError(f"--samples is {options.samples}: write a number from 1 on")
+    if options.rows < 0 or options.rows == 1:
+        raise CallError(f"--rows is {options.rows}: write a number from 2 on")
     if options.bound is not None and not 0 < options.bound <= 1:
         raise CallError(f"--bound is {options.bound:g}: write a cosine above 0, 1 at most")
     project = open_project(options.model, options.model_repository, options.version)
@@ -65,6 +72,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise CallError(f"{spec.precision} does not run on this machine: {refused}")
     data = open_data(project, spec)
     data = replace(data, held_out=data.held_out.head(options.samples))
+    if options.rows:
+        layer = first_batch_layer(project, spec, target, Store(options.cache), data, options.rows, silent)
+        print_text(
+            console, f"Batches of {options.rows} rows in {spec.precision}: {printable(batch_layer_text(layer))}."
+        )
+        return 0
     bound = spec.bar.min_cosine if options.bound is None else options.bound
     with BuildDisplay(console, [project.name]) as display:
         report = display.report(project.name)
@@ -110,8 +123,7 @@ def show(console: Console, result: Bisection, spec: BuildSpec) -> None:
     layer = result.layer
     text = f"Output {result.output} has cosine {cosine} with FP32, below the bound of {cosine_text(result.bound)}."
     print_text(console, printable(text))
-    shape = f", output {shape_text(layer.shape)}" if layer.shape is not None else ""
-    print_text(console, printable(f"First layer that deviates: {layer.node} ({layer.operator}{shape})"), "bold")
+    print_text(console, printable(f"First layer that deviates: {layer_text(layer)}"), "bold")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for heading in ("cosine", "relative", "max", "mean"):
@@ -131,6 +143,19 @@ def show(console: Console, result: Bisection, spec: BuildSpec) -> None:
         console,
         f"{plural(result.probes, 'part')} of the model run, {plural(result.layers, 'layer')} in {spec.precision}.",
     )
+
+
+def layer_text(layer: SourceLayer) -> str:
+    """Return node, operator and output of a layer."""
+    shape = f", output {shape_text(layer.shape)}" if layer.shape is not None else ""
+    return f"{layer.node} ({layer.operator}{shape})"
+
+
+def batch_layer_text(layer: SourceLayer | None) -> str:
+    """Return the result of `first_batch_layer`."""
+    if layer is None:
+        return "rows have the same outputs in a batch and alone"
+    return f"the first layer whose rows differ in a batch: {layer_text(layer)}"
 
 
 def _origin_text(result: Bisection) -> str:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import math
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +20,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headrace.config.completion import keeps_rows_apart
 from headrace.config.files import read_config_file
 from headrace.config.manifest import LIBRARIES, Machine, Stamp, artefact_name, config_digest, write_stamp
 from headrace.config.model_folder import served_versions
+from headrace.config.onnx_model import read_signature
 from headrace.config.optimization_config import PRECISIONS, cuda_accelerator
 from headrace.config.serving_plan import CUDA_RUNTIME, GpuRuntime, ServingPlan, cpu_pin, engine_folder, serving_plan
 from headrace.config.tried_files import TriedFiles
@@ -32,15 +37,19 @@ from rich.text import Text
 
 from headrace_engines.build import BuildResult, build_best_engine, build_engine, find_fp32_engine, make_stamp
 from headrace_engines.commands import add_cache, add_repository_and_target, add_state, add_version
+from headrace_engines.commands.bisect import batch_layer_text
 from headrace_engines.errors import BuildError, CallError, failure_text
+from headrace_engines.layers.bisection import first_batch_layer
 from headrace_engines.precision.methods import REMARKS, stored_precision
-from headrace_engines.progress import PLUGIN_PHASES, Report, with_lines, with_progress_lines
-from headrace_engines.project import PLUGINS_BUDGET_S, Project, all_projects, open_project, read_spec
+from headrace_engines.progress import PLUGIN_PHASES, Report, silent, with_lines, with_progress_lines
+from headrace_engines.project import PLUGINS_BUDGET_S, Project, all_projects, open_data, open_project, read_spec
 from headrace_engines.report import BuildDisplay, Heading, narrow_table, print_text, rate, save_json, size
 from headrace_engines.store import Store, publish, publishing_folder
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Target
 
+# Loads models as a server does, tests all batch sizes and stores the result; orders and results are lines of JSON.
+_TRIAL_LOAD = (sys.executable, "-P", "-m", "headrace.server.commands.validate")
 _NO_SECONDS = "is no number of seconds above 0: write e.g. 120"
 
 
@@ -103,6 +112,7 @@ class BuildOutcome:
         not_served: reason why a server does not use the published engine, and the remedy; "" if it does.
         advice: change that would lead to another engine, e.g. one for the GPU; "" without any.
         state_folder: folder that the engine is published in, if not the version's folder.
+        batches: which batches of the published engine are proven; "" if nothing was tested.
         without_engine: after a failed build, what a server does without the engine; "" if it is not known.
     """
 
@@ -119,6 +129,7 @@ class BuildOutcome:
     not_served: str = ""
     advice: str = ""
     state_folder: Path | None = None
+    batches: str = ""
     without_engine: str = ""
 
 
@@ -190,6 +201,7 @@ def write_outcomes(path: Path, outcomes: Sequence[BuildOutcome]) -> None:
             "machine": str(outcome.built.machine) if outcome.built else None,
             "timings": [asdict(timing) for timing in outcome.built.timings] if outcome.built else [],
             "plugins": outcome.built.plugins if outcome.built else None,
+            "batches": outcome.batches,
         }
         for outcome in outcomes
     ]
@@ -269,6 +281,9 @@ def build_model(
             advice=advice,
             state_folder=folder,
         )
+        # A server that has started this build proves the engine when it loads it.
+        if not options.progress and not expected.not_served:
+            outcome = replace(outcome, batches=_prove_batches(project, built, target, options.state_dir, store, report))
     except (HeadraceError, MemoryError, OSError) as raised:
         error = failure_text(raised)
     without_engine = without_engine_text(expected) if error and expected is not None else ""
@@ -307,6 +322,34 @@ def _publish(
     tried = TriedFiles(options.state_dir)
     tried.write(tried.key(stamp.artefact_sha256, stamp.machine, project.config.parameters), project.name)
     return None if folder == project.version_folder else folder
+
+
+def _prove_batches(
+    project: Project, built: BuildResult, target: Target, state: Path, store: Store, report: Report
+) -> str:
+    """Prove the batches of the published engine; return the result, with the first layer if only the engine is wrong."""
+    if target.name != "tensorrt" and keeps_rows_apart(project.config, read_signature(built.path, built.path.name)):
+        return ""
+    report(1.0, "proving batches")
+    folder = project.folder.path
+    order = {"models": [[project.name, str(folder), str(folder.parent)]], "state_dir": str(state.expanduser())}
+    order |= {"environments_dir": "", "model_keys_file": ""}
+    child = subprocess.run(_TRIAL_LOAD, input=json.dumps(order), capture_output=True, text=True, check=False)
+    if child.returncode:
+        return f"its batches are not proven: the process of the proof ended with status {child.returncode}"
+    batches = json.loads(child.stdout)["batches"].get(str(project.version), {})
+    verified, faults, reason = (batches.get(name) for name in ("verified_batches", "faults", "reason"))
+    if not reason:
+        return f"{plural(len(verified), 'batch size')} proven, up to {verified[-1]} rows" if verified else ""
+    text = f"not all batches are proven ({batches['state']}): {reason}"
+    if batches["state"] == "limited" and faults:
+        report(1.0, "searching the layer")
+        rows, data = min(map(int, faults)), open_data(project, built.spec)
+        try:
+            text += f"; {batch_layer_text(first_batch_layer(project, built.spec, target, store, data, rows, silent))}"
+        except HeadraceError as error:
+            text += f"; its layer was not found: {error}"
+    return text
 
 
 def _fp32_rows_per_s(project: Project, built: BuildResult, target: Target, store: Store) -> float:
@@ -565,8 +608,7 @@ def _served_lines(outcome: BuildOutcome) -> list[str]:
     lines = [] if outcome.not_served else [f"serves from now on: {serving_text(outcome.built)}"]
     if outcome.built.spec.method:
         lines.append(f"{outcome.built.spec.precision}: {REMARKS[outcome.built.spec.method]}")
-    if outcome.advice:
-        lines.append(outcome.advice)
+    lines += filter(None, (outcome.batches, outcome.advice))
     if outcome.state_folder is not None:
         reason = "the model's folder cannot be written; a server with this --state-dir takes it from there"
         lines.append(f"published in {outcome.state_folder}: {reason}")

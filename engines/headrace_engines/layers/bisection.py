@@ -31,6 +31,8 @@ from headrace_engines.simplify import simplify
 from headrace_engines.store import Store
 from headrace_engines.targets.base import Target, TargetSpec
 
+# Kernels of other sizes add in another order: rows of a right engine hold this cosine in a batch, in 8 bits the second one.
+_ROW_COSINE, _ROW_COSINE_8_BITS = 0.9999, 0.999
 # Layers whose repair is confirmed with a whole model as a build writes it.
 CONFIRMED = 3
 
@@ -281,15 +283,11 @@ def bisect(
     Raises:
         BuildError: the model cannot be lowered or run.
     """
-    model = simplify(read_onnx(project.source))
-    no_fp8 = target.refuses_fp8_convolutions() if spec.precision == "fp8" else ""
-    variants = PrecisionVariants(model, spec, target.name, data, store.tables, no_fp8)
-    variants.prepare(part(report, 0.0, 0.2))
+    variants = _variants(project, spec, target, store, data, part(report, 0.0, 0.2))
     report(0.2, "writing the model")
-    order = TargetSpec(spec.precision, spec.profiles, spec.workspace_bytes, store.timing_cache(target.describe()))
     with store.scratch() as scratch:
-        runner = PartRunner(target, order, data.held_out, project.batched, Path(scratch))
-        search = LayerSearch(model, variants.write(), runner, bound, part(report, 0.2, 0.5))
+        runner = PartRunner(target, _order(spec, target, store), data.held_out, project.batched, Path(scratch))
+        search = LayerSearch(variants.model, variants.write(), runner, bound, part(report, 0.2, 0.5))
         output, outputs = search.worst_output()
         result = Bisection(bound, output, outputs, probes=search.probes, layers=len(variants.layers))
         if outputs.cosine >= bound:
@@ -297,8 +295,47 @@ def bisect(
         result = search.describe(result)
         if not with_repairs or result.layer is None:
             return result
-        repairs = _Repairs(model, variants, runner, output)
+        repairs = _Repairs(variants.model, variants, runner, output)
         return replace(result, repairs=repairs.run(search, result.layer.node, part(report, 0.5, 1.0)))
+
+
+def _variants(
+    project: Project, spec: BuildSpec, target: Target, store: Store, data: BuildData, report: Report
+) -> PrecisionVariants:
+    no_fp8 = target.refuses_fp8_convolutions() if spec.precision == "fp8" else ""
+    model = simplify(read_onnx(project.source))
+    variants = PrecisionVariants(model, spec, target.name, data, store.tables, no_fp8)
+    variants.prepare(report)
+    return variants
+
+
+def _order(spec: BuildSpec, target: Target, store: Store) -> TargetSpec:
+    return TargetSpec(spec.precision, spec.profiles, spec.workspace_bytes, store.timing_cache(target.describe()))
+
+
+def first_batch_layer(
+    project: Project, spec: BuildSpec, target: Target, store: Store, data: BuildData, rows: int, report: Report
+) -> SourceLayer | None:
+    """Return the first layer whose rows have other values in a batch than alone; None if the outputs have the same ones.
+
+    Args:
+        project, spec, target, store, data, report: as of `bisect`; any precision but "best".
+        rows: rows of the batch.
+
+    Raises:
+        BuildError: the model cannot be lowered or run.
+    """
+    if spec.precision == "fp32":
+        model = lowered = simplify(read_onnx(project.source))
+    else:
+        variants = _variants(project, spec, target, store, data, part(report, 0.0, 0.2))
+        model, lowered = variants.model, variants.write()
+    bound = _ROW_COSINE_8_BITS if spec.quantized else _ROW_COSINE
+    with store.scratch() as scratch:
+        runner = PartRunner(target, _order(spec, target, store), data.held_out, project.batched, Path(scratch), rows)
+        search = LayerSearch(model, lowered, runner, bound, part(report, 0.2, 1.0))
+        output, outputs = search.worst_output()
+        return None if outputs.cosine >= bound else search.first_deviation(output)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from headrace_engines.build import PaddedEngine
+from headrace_engines.build import PaddedEngine, resized
 from headrace_engines.errors import BuildError
 from headrace_engines.layers.comparison import observed_differences
 from headrace_engines.layers.differences import DifferenceSums, TensorDifference
@@ -38,10 +38,15 @@ class PartRunner:
         samples: samples to compare.
         batched: True if the model has a batch dimension.
         folder: folder for artefacts.
+        batch_rows: `compare` compares the rows of a batch of this size with the same rows alone, both in the lower precision;
+            0 compares with FP32.
     """
 
-    def __init__(self, target: Target, order: TargetSpec, samples: Samples, batched: bool, folder: Path) -> None:
+    def __init__(
+        self, target: Target, order: TargetSpec, samples: Samples, batched: bool, folder: Path, batch_rows: int = 0
+    ) -> None:
         self._target, self._order, self._samples, self._batched, self._folder = target, order, samples, batched, folder
+        self._batch_rows = batch_rows
         self._numbers = count()
         self._rows, self._min_rows = 1, 1
         if batched and order.profiles:
@@ -61,7 +66,26 @@ class PartRunner:
         """
         with self._opened(model, self._profiles(model)) as engine:
             runner: ModelRunner = PaddedEngine(engine, self._min_rows) if self._batched else engine
-            return self.compare_runner(reference, name, runner, model)
+            return (
+                self._compare_batch(runner, model)
+                if self._batch_rows
+                else self.compare_runner(reference, name, runner, model)
+            )
+
+    def _compare_batch(self, runner: ModelRunner, model: onnx.ModelProto) -> TensorDifference:
+        """Return the difference between the rows of a batch and the same rows alone; none for a tensor without rows."""
+        samples, sums, count = next(iter(self._samples.batches(self._batch_rows))), DifferenceSums(), self._batch_rows
+        batch = {entry.name: resized(samples[entry.name], count) for entry in model.graph.input}
+        output = model.graph.output[0].name
+        rows = [
+            runner.run({name: array[i : i + 1] for name, array in batch.items()})[output].copy() for i in range(count)
+        ]
+        together = runner.run(batch)[output]
+        if together.ndim and together.shape == (count * len(rows[0]), *rows[0].shape[1:]):
+            sums.add(np.concatenate(rows), together, count)
+        else:
+            sums.add(together, together, 1)
+        return sums.result()
 
     def compare_runner(
         self, reference: OnnxRunner, name: str, runner: ModelRunner, model: onnx.ModelProto | None = None

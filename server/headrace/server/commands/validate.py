@@ -350,9 +350,7 @@ def trial_load(
     model_keys_file: str = "",
     proofs: BatchProofs | None = None,
 ) -> dict[str, object]:
-    """Load one model with the server's own `Deployments` and close it again.
-
-    It runs briefly, as in a server that measures it before serving. No engine is built.
+    """Load one model with the server's own `Deployments`, measure it briefly, and close it again; no engine is built.
 
     Args:
         name: of the model.
@@ -366,7 +364,7 @@ def trial_load(
     Returns:
         `states`: version, state and reason as in the server's index; `findings`: why a version is not served;
         `substitutes`: version and reason for each version that runs on the CPU although the configuration requests a
-        GPU; `tensors`: inputs, outputs and batch size of a model that serves.
+        GPU; `tensors`: inputs, outputs and batch size of a model that serves; `batches`: what is proven, by version.
     """
     registry, gpu_model_cache, loop = Registry(), GpuModelCache(), asyncio.new_event_loop()
     drains, trials = VersionCloser(registry, gpu_model_cache.remove), None if state is None else OwnTrials(state)
@@ -382,24 +380,25 @@ def trial_load(
         trials=trials,
         proofs=proofs or BatchProofs(state, _PROOF_S, _PROOF_S),
     )
-    # Never started: build requests stay queued, so no engine is built.
-    builds = EngineBuilds(BUILDER, lambda _order, _failure: None)
-    deployments = Deployments(loader, registry, drains, builds)
+    # Its builds are never started: build requests stay queued, so no engine is built.
+    deployments = Deployments(loader, registry, drains, EngineBuilds(BUILDER, lambda _order, _failure: None))
     # A pipeline needs the models that it calls.
     others = {path.name: RepositoryModel(path.name, path, repository) for path in folders(repository)[0]}
     models = in_load_order([RepositoryModel(name, folder, repository)], others)
-    findings = (*{model.name: _load_errors(deployments, model) for model in models}[name], *_unproven(registry, name))
+    errors = {model.name: _load_errors(deployments, model) for model in models}[name]
     states = [[row["version"], row["state"], row["reason"]] for row in registry.index() if row["name"] == name]
     substitutes = [[version, reason] for model, version, reason in registry.substitutes() if model == name]
+    batches = {number: handle.batch_verdict.report() for model, number, handle in registry.sources() if model == name}
+    findings = _as_lists((*errors, *_unproven(name, batches)))
     is_ready = any(state == _READY for _, state, _ in states)
+    tensors = _tensors(registry, name) if is_ready else {}
     if is_ready and trials is not None:
         trials.record()
-    tensors = _tensors(registry, name) if is_ready else {}
     deployments.unload_all()
     drains.wait(_CLOSE_TIMEOUT_S)
     environments.close()
     loop.close()
-    return {"states": states, "findings": _as_lists(findings), "substitutes": substitutes, "tensors": tensors}
+    return {"states": states, "findings": findings, "substitutes": substitutes, "tensors": tensors, "batches": batches}
 
 
 def _as_lists(findings: Sequence[Finding]) -> list[list[object]]:
@@ -432,16 +431,13 @@ def repeat_difference(path: Path, state_dir: str, console: Console) -> int:
     return int(any(differs for _, differs in repeats.results))
 
 
-def _unproven(registry: Registry, name: str) -> list[Finding]:
+def _unproven(name: str, batches: Mapping[str, Mapping[str, object]]) -> list[Finding]:
     """Return a warning for each version whose batches are not proven."""
     cure = "see docs/proof.md"
-    reasons = [(version, handle.batch_verdict) for model, version, handle in registry.sources() if model == name]
     return [
-        Finding(
-            f"{name}/{version}", None, f"batches are not proven ({verdict.state}): {verdict.reason}", cure, fatal=False
-        )
-        for version, verdict in reasons
-        if verdict.state not in ("proven", "untested")
+        Finding(f"{name}/{version}", None, f"batches are not proven ({state}): {report['reason']}", cure, fatal=False)
+        for version, report in batches.items()
+        if (state := report["state"]) not in ("proven", "untested")
     ]
 
 

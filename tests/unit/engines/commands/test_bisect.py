@@ -75,6 +75,11 @@ def test_an_output_within_the_bound_is_one_sentence(project: Project) -> None:
     assert "First layer" not in text
 
 
+def test_rows_of_a_right_engine_have_the_same_outputs_in_a_batch(project: Project) -> None:
+    text = called(project, "--rows", "8", "--precision", "fp16")
+    assert text == "Batches of 8 rows in fp16: rows have the same outputs in a batch and alone.\n"
+
+
 def test_without_repairs_no_layer_is_tried(project: Project) -> None:
     text = called(project, "--no-repair", "--samples", "4")
     assert "First layer that deviates: loud" in text
@@ -85,6 +90,7 @@ def test_without_repairs_no_layer_is_tried(project: Project) -> None:
     ("words", "message"),
     [
         (("--samples", "0"), "--samples is 0: write a number from 1 on"),
+        (("--rows", "1"), "--rows is 1: write a number from 2 on"),
         (("--bound", "2"), "--bound is 2: write a cosine above 0, 1 at most"),
         (("--precision", "fp8"), "fp8 does not run on this machine: ONNX Runtime has no FP8 kernels"),
     ],
