@@ -39,7 +39,7 @@ class FakePipeline:
         device: number of the simulated GPU, which reads resident rows at the end of a batch; None for no resident rows.
         manual: True if a batch ends only by a call of `land`.
         prompt: another thread may begin and launch in place of the instance, and finish in place of the finisher.
-        brief: its batches are brief.
+        brief_rows: its batches of up to so many rows are brief.
         finishers: threads that called finish.
         log: "begin 0", "launch 0", "finish 0", "discard 0", "run", "close" in order; the number is that of the `begin`.
         batches: first column of the values of each batch.
@@ -54,7 +54,7 @@ class FakePipeline:
     device: int | None = None
     manual: bool = False
     prompt: bool = False
-    brief: bool = False
+    brief_rows: int = 0
     finishers: list[threading.Thread] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     batches: list[list[float]] = field(default_factory=list)
@@ -119,7 +119,7 @@ class FakePipeline:
         buffer = np.full(shape, np.nan, like["x"].dtype)
         self.note(f"begin {number}")
         self.during_fill()
-        return InFlightBatch({"x": buffer}, rows or 1, _Batch(number, buffer), self.device, is_brief=self.brief)
+        return InFlightBatch({"x": buffer}, rows or 1, _Batch(number, buffer), self.device)
 
     def launch(self, in_flight: InFlightBatch) -> None:
         self._on("instance")

@@ -48,13 +48,14 @@ class Mailbox:
     Attributes:
         loop: see Args.
         measures_lag: True once a request has a due time.
+        is_armed: `deliver` will be called: by the event loop, or by the code on it that has set this.
         lag_ns: delay of the loop, from a post to its delivery: large ones of the latest deliveries.
         latest, mixed_ns: for `InlineGate`: the model version of the latest request, and until when
             requests count as those of several.
     """
 
     __slots__ = (
-        "_armed", "_bell", "_clock", "_posted_ns", "_rests", "_settled", "lag_ns", "latest", "loop", "measures_lag",
+        "_bell", "_clock", "_posted_ns", "_rests", "_settled", "is_armed", "lag_ns", "latest", "loop", "measures_lag",
         "mixed_ns",
     )  # fmt: skip
 
@@ -68,7 +69,7 @@ class Mailbox:
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._rests = False
         self._settled: deque[Wakeable] = deque()
-        self._armed = False
+        self.is_armed = False
 
     def post(self, completions: Iterable[Wakeable]) -> None:
         """Pass settled completions to the loop with at most one wake-up."""
@@ -76,18 +77,14 @@ class Mailbox:
         if self._rests:
             self._rests = False
             self._bell.put(None)
-        if not self._armed:
-            self._armed = True
+        if not self.is_armed:
+            self.is_armed = True
             if self.measures_lag:
                 self._posted_ns = self._clock()
             try:
                 self.loop.call_soon_threadsafe(self.deliver)
             except RuntimeError:  # the loop is closed, so nothing waits
                 self._settled.clear()
-
-    def hold(self) -> None:
-        """Collect settled completions until `deliver` without waking the loop; called on the loop."""
-        self._armed = True
 
     def rest(self, limit_s: float) -> None:
         """Let the thread of the loop sleep until the next completion is posted, or for `limit_s` seconds; called on the loop.
@@ -109,7 +106,7 @@ class Mailbox:
                 self.lag_ns += min(lag_ns - self.lag_ns, (self.lag_ns >> 1) + _LAG_STEP_NS)
             else:
                 self.lag_ns -= (self.lag_ns - lag_ns) >> _LAG_DECAY
-        self._armed = False
+        self.is_armed = False
         settled = self._settled
         while settled:
             settled.popleft().wake()

@@ -57,7 +57,7 @@ class ResponseStream:
         self._sizes.append(size_bytes)
         self._arrived.append(response)
         self.sent += 1
-        if not self._is_posted:  # raised before the post and lowered before the callback, as `Mailbox._armed`
+        if not self._is_posted:  # raised before the post and lowered before the callback, as `Mailbox.is_armed`
             self._is_posted = True
             self._mailbox.post((self,))
 

@@ -83,7 +83,6 @@ class InFlightBatch:
             alive.
         resident_outputs: outputs that `finish` may return as `ResidentRows` on `device`, by `as_input`; set before the
             launch. An execution without memory for them returns arrays.
-        is_brief: the GPU takes less time for it than threads take to hand it over: one thread launches and finishes it.
     """
 
     inputs: dict[str, Array]
@@ -92,7 +91,6 @@ class InFlightBatch:
     device: int | None = None
     resident_inputs: list[ResidentInput] = field(default_factory=list)
     resident_outputs: frozenset[str] = frozenset()
-    is_brief: bool = False
 
 
 class PipelinedExecution(Execution, Protocol):
@@ -388,6 +386,12 @@ def run_one_batch(execution: PipelinedExecution, inputs: Mapping[str, Array], ba
         raise
     execution.launch(batch)
     return execution.finish(batch)
+
+
+def brief_rows(execution: Execution) -> int:
+    """Return the rows of the largest batch for which the device takes about 0.1 ms at most; 0 if none is so short."""
+    rows: int = getattr(execution, "brief_rows", 0)
+    return rows
 
 
 def never_blocks(execution: Execution) -> bool:

@@ -452,30 +452,50 @@ class InlineGate:
         Args:
             entry: the only entry of the request, which is the only one of the version between lease and release.
         """
-        now_ns, mailbox = entry.enqueued_ns, self.mailbox
-        if mailbox.latest is not self.name:
-            mailbox.mixed_ns = now_ns + INLINE_QUIET_NS if mailbox.latest else 0
-            mailbox.latest = self.name
-        stalls = self.latency_table.stalls
-        if stalls != self._handled_stalls:
-            # A run on an instance was that slow: the time may depend on the values in the request.
-            self._handled_stalls = stalls
-            self._enabled_ns = max(self._enabled_ns, now_ns + _inline_pause_ns(self.latency_table.stall_ns))
-        bodies = self.bodies
+        now_ns, bodies = entry.enqueued_ns, self.bodies
         entry.inline = (
-            self._supported
+            self._is_enabled(now_ns)
             and now_ns >= self.quiet_ns
-            and now_ns >= self._enabled_ns
-            and (not self._on_device or now_ns >= mailbox.mixed_ns)
             and (bodies is None or bodies.cells[BodyMemory.REQUESTS] <= 1)
             and entry.deadline_ns - now_ns > self.bound_ns
             and self.latency_table.is_fast(entry.rows)
         )
         return entry.inline and not self._iteration_open
 
+    def crowd(self, now_ns: int) -> None:
+        """Record that several requests are in flight at `now_ns` (monotonic): none of them runs on the loop alone for a while."""
+        self.quiet_ns = now_ns + INLINE_QUIET_NS
+        if self.mailbox.latest is not self.name:
+            self._note(now_ns)
+
+    def allows_batch(self, rows: int) -> bool:
+        """Return True if a batch of several requests, which its device computes in a short time, may run on the loop.
+
+        Threads that take turns under the interpreter's lock would cost more than such a batch.
+        """
+        table = self.latency_table
+        return self._on_device and self._is_enabled(self.clock()) and 0 < table.estimate_ns(rows) <= self.bound_ns
+
+    def _note(self, now_ns: int) -> None:
+        """Record that the latest request is of this version."""
+        mailbox = self.mailbox
+        mailbox.mixed_ns = now_ns + INLINE_QUIET_NS if mailbox.latest else 0
+        mailbox.latest = self.name
+
+    def _is_enabled(self, now_ns: int) -> bool:
+        mailbox, stalls = self.mailbox, self.latency_table.stalls
+        if mailbox.latest is not self.name:
+            self._note(now_ns)
+        if stalls != self._handled_stalls:
+            # A run on an instance was that slow: the time may depend on the values in the request.
+            self._handled_stalls = stalls
+            self._enabled_ns = max(self._enabled_ns, now_ns + _inline_pause_ns(self.latency_table.stall_ns))
+        is_mixed = self._on_device and now_ns < mailbox.mixed_ns
+        return self._supported and now_ns >= self._enabled_ns and not is_mixed
+
     def begin(self) -> None:
-        """Begin a run."""
-        self.mailbox.hold()
+        """Begin a run: completions are collected until its end."""
+        self.mailbox.is_armed = True
         self._iteration_open = True
 
     def end(self, begun_ns: int) -> None:
@@ -600,6 +620,10 @@ class SerialRunner:
         if self._inline_error is not None:
             return False
         return entry.inline if caller is CallerThread.LOOP else caller is CallerThread.WAITS
+
+    def accepts_batch(self, _entry: Entry, _rows: int, _size_bytes: int) -> bool:
+        """Return False: on a CPU the loop would decode nothing while several requests compute."""
+        return False
 
     def dispatch(self, batch: Batch) -> None:
         """Run the batch on the event loop and resume its caller."""

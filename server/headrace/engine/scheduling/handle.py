@@ -22,7 +22,6 @@ from headrace.engine.scheduling.admission import AdmissionController, Quotas
 from headrace.engine.scheduling.batching import CostModel
 from headrace.engine.scheduling.entries import EntryFactory, Sequencer
 from headrace.engine.scheduling.executor import (
-    INLINE_QUIET_NS,
     BatchResults,
     InlineGate,
     OutputCheck,
@@ -190,7 +189,7 @@ class ModelHandle(VersionHandle):
         entries = self._admit(request, completion, now_ns)
         if self._leases > 1:  # requests in flight together run as batches
             at_once = False
-            self._inline_gate.quiet_ns = self._mailbox.mixed_ns = now_ns + INLINE_QUIET_NS
+            self._inline_gate.crowd(now_ns)
         else:
             at_once = len(entries) == 1 and self._inline_gate.allows(entries[0])
         try:
@@ -276,7 +275,7 @@ class ModelHandle(VersionHandle):
         """Queue a group; raises Unavailable if it is rejected, and its completion is withdrawn."""
         now_ns = self._clock()
         entries = self._admit(request, completion, now_ns)
-        self._inline_gate.quiet_ns = self._mailbox.mixed_ns = now_ns + INLINE_QUIET_NS
+        self._inline_gate.crowd(now_ns)
         try:
             self._scheduler.enqueue(entries)
         except Unavailable:

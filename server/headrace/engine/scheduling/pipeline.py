@@ -47,10 +47,12 @@ from headrace.engine.scheduling.queue import Entry
 from headrace.engine.scheduling.ragged import PaddedLayout
 from headrace.engine.scheduling.scheduler import CallerThread, Scheduler
 from headrace.engine.scheduling.selector import Batch
-from headrace.runtimes.base import ExecutionLost, InFlightBatch, PipelinedExecution, never_blocks
+from headrace.runtimes.base import ExecutionLost, InFlightBatch, PipelinedExecution, brief_rows, never_blocks
 
 # Larger requests are copied by the instance's thread, so that the event loop is not blocked for other callers.
 _SHORT_BYTES = 1 << 18
+# Those of a brief batch: a copy takes about as long as the GPU then.
+_BRIEF_BYTES = 1 << 20
 
 
 class _Finished(NamedTuple):
@@ -115,6 +117,7 @@ class Pipeline:
         self._launched: SimpleQueue[Batch | None] = SimpleQueue()
         self._finished: SimpleQueue[_Finished | BaseException] = SimpleQueue()
         self._prompt = never_blocks(self.execution)
+        self._brief_rows = brief_rows(self.execution)
         self._defer: Callable[..., object] | None = None  # while the event loop waits for a batch
         # These four belong to the instance's thread:
         self._launched_inline = False  # another thread has launched a batch in its place
@@ -171,7 +174,7 @@ class Pipeline:
             batch = self._next()
             if batch is not None:
                 if self._start(batch):
-                    if self._open == 1 and batch.is_brief:
+                    if self._open == 1 and batch.rows <= self._brief_rows:
                         self._finish_brief(batch)
                     else:
                         self._launched.put(batch)
@@ -326,14 +329,26 @@ class Pipeline:
 
     def accepts(self, entry: Entry, caller: CallerThread) -> bool:
         """Return True if no batch is in flight, and the entry has all inputs and is small or its caller blocks."""
+        is_short = caller is CallerThread.WAITS or entry.inline or entry.size_bytes <= _SHORT_BYTES
+        return self._is_free(entry) and is_short
+
+    def accepts_batch(self, entry: Entry, rows: int, size_bytes: int) -> bool:
+        """Return True if a batch of `rows` rows with this first entry is brief, and may run on the event loop."""
+        gate = self.inline_gate
+        if gate is None or rows > self._brief_rows or size_bytes > _BRIEF_BYTES or not self._is_free(entry):
+            return False
+        entry.inline = gate.allows_batch(rows)
+        return entry.inline
+
+    def _is_free(self, entry: Entry) -> bool:
+        """Return True if no batch is in flight, and the entry has all inputs."""
         try:
             while not self._finished.empty():
                 self._collect_finished()
         except RuntimeError as error:
             self._inline_error = error
-        busy = self._open or self._retries or self._inline_error is not None
-        is_short = caller is CallerThread.WAITS or entry.inline or entry.size_bytes <= _SHORT_BYTES
-        return not busy and len(entry.inputs) == self.inputs and is_short
+        is_busy = self._open or self._retries or self._inline_error is not None
+        return not is_busy and len(entry.inputs) == self.inputs
 
     def dispatch(self, batch: Batch) -> None:
         """Launch a batch on the event loop, without waking the instance's thread; finish it there too if it is short."""
@@ -437,8 +452,9 @@ class Pipeline:
         self._last_done_ns = times.split_ns
         if len(self._pending) == 1:  # before `settle`: its caller may send the next request at once
             self.batch_results.busy_runners.discard(self)
-        if self._defer is not None and batch.entries[0].deadline_ns <= times.split_ns:
-            exceed_deadline(batch.entries[0])  # the loop was blocked, and its timer with it
+        for entry in batch.entries if self._defer is not None else ():
+            if entry.deadline_ns <= times.split_ns:
+                exceed_deadline(entry)  # the loop was blocked, and its timer with it
         self.batch_results.settle(batch, times, results, busy_ns, self._defer)
         self._remove_pending(batch)
         return _Finished(computed_ns, [])

@@ -550,6 +550,12 @@ class Queue:
                     return shape_queue.front
         return None
 
+    @property
+    def front(self) -> Entry | None:
+        """The entry that is served first; None without one, or if entries of several shapes wait."""
+        waiting = [shape_queue for shape_queue in self.shape_queues if shape_queue.count]
+        return waiting[0].front if len(waiting) == 1 else None
+
     def level(self, level: int) -> tuple[int, int]:
         """Return the number of requests of a level, and their rows; a model with several levels has no groups."""
         if not self._levels:

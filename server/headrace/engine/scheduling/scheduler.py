@@ -56,6 +56,15 @@ class InlineDispatch(Protocol):
     def accepts(self, entry: Entry, caller: CallerThread) -> bool:
         """Return True if this entry may be passed to `dispatch` (or `run`, if WAITS) now. Called under the queue's lock."""
 
+    def accepts_batch(self, entry: Entry, rows: int, size_bytes: int) -> bool:
+        """Return True if a batch may be passed to `dispatch` on the event loop. Called under the queue's lock.
+
+        Args:
+            entry: first entry of the batch.
+            rows: of the batch.
+            size_bytes: of the batch.
+        """
+
     def dispatch(self, batch: Batch) -> None:
         """Launch the batch, or run one that takes a few microseconds; must not raise."""
 
@@ -76,7 +85,7 @@ class InlineDispatch(Protocol):
 IdleTask = Callable[[Execution], None]
 """Runs on the thread of an idle instance, with its execution."""
 InlineClaim = tuple[threading.Lock, InlineDispatch, Batch]
-"""Lock of a sleeping instance, dispatcher that runs a batch without waking it, and the batch, which is one lone request."""
+"""Lock of a sleeping instance, dispatcher that runs a batch without waking it, and the batch."""
 
 
 def _do_nothing(_execution: Execution) -> None:
@@ -251,13 +260,20 @@ class Scheduler:
             sleeper.release()
 
     def _claim(self, caller: CallerThread) -> InlineClaim | None:
-        """Remove the only queued request, if an instance's dispatcher accepts it now."""
-        entry = None if self._paused else self.queue.only
+        """Remove the only queued request, or a batch for the event loop, if an instance's dispatcher accepts it now."""
+        if self._paused:
+            return None
+        is_loop_batch, queue = caller is CallerThread.LOOP and self._asynchronous, self.queue
+        entry = queue.front if is_loop_batch else queue.only
         if entry is None or not (entry.inline or self._asynchronous or caller is CallerThread.WAITS):
             return None
+        rows = min(queue.total_rows, self._selector.policy.max_rows)
         for sleeper in self._dispatch_candidates():
             inline_dispatch = self._inline_dispatches.get(sleeper)
-            if inline_dispatch is None or not inline_dispatch.accepts(entry, caller):
+            if inline_dispatch is None:
+                continue
+            accepted = is_loop_batch and inline_dispatch.accepts_batch(entry, rows, queue.size_bytes)
+            if not accepted and not (queue.count == 1 and inline_dispatch.accepts(entry, caller)):
                 continue
             answer = self._selector.poll(self._clock(), 0, self._closed)
             if not isinstance(answer, Batch):

@@ -42,11 +42,6 @@ class Batch:
     in_flight: InFlightBatch | None = None
     arrangement: Arrangement | None = None
 
-    @property
-    def is_brief(self) -> bool:
-        """True for a launched batch that the thread that has launched it finishes."""
-        return self.in_flight is not None and self.in_flight.is_brief
-
     def drop_settled(self) -> bool:
         """Drop entries that were cancelled or whose deadline has passed; False if none is left."""
         entries = self.entries

@@ -18,6 +18,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -316,7 +317,7 @@ def _deserialised(name: str, content: bytes, digest: bytes, allocator: Allocator
         raise plan_error(name, f"cannot be loaded on GPU {device}: {error}", cure) from error
 
 
-# A hand-over between two threads of an instance takes about as long.
+# Two hand-overs between threads take about as long.
 _BRIEF_US = 100.0
 # Limit of the caches of batch shapes; a full cache is cleared.
 _MAX_CACHED_SHAPES = 4096
@@ -352,6 +353,7 @@ class TensorRtExecution:
 
     Attributes:
         slot_states: the same, by slot; None without any.
+        brief_rows: see `headrace.runtimes.base.brief_rows`; by the times of the buckets.
 
     Raises:
         ConfigError: the plan does not support batches of `max_rows` rows, or its outputs cannot be served.
@@ -391,10 +393,16 @@ class TensorRtExecution:
                     self._resources.prepare_joined()
                 # If more shapes can occur, `begin` may have to create a context and capture its graph.
                 self.prompt = self.any_thread = self._resources.has_fixed_shapes
+                self.brief_rows = self._find_brief_rows()
             except BaseException:
                 self._resources.close()
                 raise
         self._free.extend(self._resources.slots)
+
+    def _find_brief_rows(self) -> int:
+        tuning_result = self._resources.tuning_result
+        measured = [rows for rows in tuning_result.buckets if rows in tuning_result.timings]
+        return max(takewhile(lambda rows: tuning_result.timings[rows].replay_us <= _BRIEF_US, measured), default=0)
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Return all outputs; see `headrace.runtimes.base.Execution.run`."""
@@ -423,8 +431,7 @@ class TensorRtExecution:
         except BaseException:
             self._free.append(slot)
             raise
-        state, is_brief = _BatchState(slot, context, views), views.is_brief
-        return InFlightBatch(dict(views.inputs), views.rows, state, self._device, is_brief=is_brief)
+        return InFlightBatch(dict(views.inputs), views.rows, _BatchState(slot, context, views), self._device)
 
     def launch(self, batch: InFlightBatch) -> None:
         """Queue copy in, compute and copy out."""
@@ -535,12 +542,10 @@ class TensorRtExecution:
             name: (rows, *shape[1:]) if rows and shape and shape[0] == context.rows else shape
             for name, shape in context.outputs.items()
         }
-        timing = self._resources.tuning_result.timings.get(context.rows) if self._batched else None
         views = self._views[slot.index, requested] = BatchViews(
             {name: slot.inputs[name].view(shape) for name, shape in zip(self._input_types, requested, strict=True)},
             {name: slot.outputs[name].view(shape) for name, shape in fetched.items()},
             rows or 1,
-            timing is not None and timing.replay_us <= _BRIEF_US,
         )
         return views
 

@@ -343,13 +343,11 @@ class BatchViews(NamedTuple):
         inputs: by name, filled by the caller.
         outputs: by name, without padding.
         rows: of the batch; 1 without a batch dimension.
-        is_brief: the GPU takes at most 100 us for such a batch.
     """
 
     inputs: dict[str, Array]
     outputs: dict[str, Array]
     rows: int
-    is_brief: bool = False
 
 
 @dataclass(eq=False, repr=False)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import Mailbox
-from headrace.core.errors import ModelFailed, Unavailable
+from headrace.core.errors import DeadlineExceeded, ModelFailed, Unavailable
 from headrace.core.tensor import BYTES, FP32, ModelSpec, TensorSpec
 from headrace.engine.scheduling.handle import ModelHandle
 from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
@@ -21,6 +23,7 @@ from headrace.runtimes.base import Execution
 
 from tests.support.fake_pipeline import DIES, RAISES, FakePipeline
 from tests.support.fakes import SPEC, error_of, infer_request
+from tests.support.waiting import until
 
 
 def served(
@@ -222,3 +225,78 @@ async def test_a_served_request_creates_no_reference_cycles(mailbox: Mailbox) ->
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+class Brief(FakePipeline):
+    """Batches of up to four rows are brief."""
+
+    any_thread = True
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(prompt=True, brief_rows=4, **more)
+
+
+def served_on_the_loop(mailbox: Mailbox, model: Brief, clock: Clock = monotonic_ns) -> ModelHandle:
+    policy = HandlePolicy(batch=BatchPolicy(8), inline_bound_ns=3600 * NS_PER_S)
+    handle = ModelHandle(SPEC, policy, model, mailbox, Recorder(), clock=clock)
+    handle.start()
+    handle.latency_table.observe(4, 1000, 1)
+    until(lambda: bool(handle._scheduler._inline_dispatches))  # its instance sleeps
+    return handle
+
+
+async def test_a_brief_batch_runs_on_the_event_loop(mailbox: Mailbox) -> None:
+    model = Brief()
+    handle = served_on_the_loop(mailbox, model)
+    for values in ((1, 2, 3), (4, 5, 6, 7)):
+        waiting = [handle.infer(infer_request(value)) for value in values]
+        for value, completion in zip(values, waiting, strict=True):
+            assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
+    assert model.batches == [[1, 2, 3], [4, 5, 6, 7]]
+    assert {thread.name for thread in model.finishers} == {threading.current_thread().name}
+    assert handle.recorder.totals().requests == 7
+    assert handle.recorder.totals().inline_runs == 2
+    assert await asyncio.to_thread(handle.close, 60)
+    assert not model.violations
+
+
+async def test_a_longer_batch_runs_on_its_instance(mailbox: Mailbox) -> None:
+    model = Brief()
+    handle = served_on_the_loop(mailbox, model)
+    waiting = [handle.infer(infer_request(value)) for value in range(5)]
+    for value, completion in enumerate(waiting):
+        assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
+    assert threading.current_thread() not in model.finishers
+    assert await asyncio.to_thread(handle.close, 60)
+
+
+async def test_a_batch_runs_on_its_instance_soon_after_a_request_of_another_model(mailbox: Mailbox) -> None:
+    model = Brief()
+    handle = served_on_the_loop(mailbox, model)
+    mailbox.latest = "another"
+    waiting = [handle.infer(infer_request(value)) for value in range(3)]
+    for value, completion in enumerate(waiting):
+        assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
+    assert threading.current_thread() not in model.finishers
+    assert await asyncio.to_thread(handle.close, 60)
+
+
+async def test_a_request_that_fails_a_batch_on_the_event_loop_fails_alone(mailbox: Mailbox) -> None:
+    model = Brief()
+    handle = served_on_the_loop(mailbox, model)
+    good, bad = handle.infer(infer_request(1)), handle.infer(infer_request(RAISES["finish"]))
+    assert (await good).outputs["y"].tolist() == [[2, 2]]
+    assert isinstance(await error_of(bad), ModelFailed)
+    assert await asyncio.to_thread(handle.close, 60)
+
+
+async def test_deadlines_that_pass_during_a_batch_on_the_event_loop(mailbox: Mailbox) -> None:
+    now_ns = [NS_PER_S]
+    model = Brief()
+    handle = served_on_the_loop(mailbox, model, lambda: now_ns[0])
+    late_ns = 10_000 * NS_PER_S
+    model.during_fill = lambda: now_ns.__setitem__(0, late_ns)
+    first, second = handle.infer(infer_request(1)), handle.infer(infer_request(2, deadline_ns=late_ns))
+    assert (await first).outputs["y"].tolist() == [[2, 2]]
+    assert isinstance(await error_of(second), DeadlineExceeded)
+    assert await asyncio.to_thread(handle.close, 60)

@@ -376,7 +376,7 @@ def test_an_output_stays_on_the_gpu_if_every_request_of_the_batch_allows_it(benc
 
 
 def test_the_thread_that_launches_a_brief_batch_finishes_it(benches: Make) -> None:
-    model = FakePipeline(prompt=True, brief=True)
+    model = FakePipeline(prompt=True, brief_rows=8)
     bench = benches(model)
     for value in range(3):
         (caller,) = bench.submit(value, value)[:1]
@@ -388,7 +388,7 @@ def test_the_thread_that_launches_a_brief_batch_finishes_it(benches: Make) -> No
 
 @pytest.mark.parametrize("number", [RAISES["finish"], LOST["finish"]], ids=["fails", "is lost"])
 def test_a_brief_batch_that_fails_holds_nothing_back(benches: Make, number: float) -> None:
-    model = FakePipeline(prompt=True, brief=True)
+    model = FakePipeline(prompt=True, brief_rows=8)
     bench = benches(model)
     for caller in bench.submit(number, 1):
         answer = caller.answer()
