@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from headrace.config.completion import IGNORED, REFUSED, WITHOUT_EFFECT, model_in
+from headrace.config.binding import IGNORED, REFUSED, WITHOUT_EFFECT, model_in
 from headrace.config.model_config import HEADRACE_FIELDS, ModelConfig, is_headrace_field
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo

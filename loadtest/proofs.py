@@ -46,7 +46,7 @@ from headrace.config.optimization_config import Calibration
 from headrace.core.tensor import BY_ORT_NAME
 from headrace.models import batch_proofs
 from headrace.models.batch_proofs import BOUNDS, LARGEST_BOUND
-from headrace_engines.precision.lowering import cast_model
+from headrace_engines.precision.casting import cast_model
 from headrace_engines.progress import silent
 from headrace_engines.quantization.calibration import calibrate
 from headrace_engines.quantization.placement import tensors_to_calibrate

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from headrace.config.manifest import Machine, Stamp, artefact_name, config_digest
+from headrace.config.digests import config_digest
+from headrace.config.machine import Machine
+from headrace.config.manifest import Stamp, artefact_name
 from headrace_reports.command_line import plural
 
 from headrace_engines.accuracy import Accuracy, judge, measure

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 from google.protobuf.message import DecodeError
-from headrace.config.manifest import onnx_digest
+from headrace.config.digests import onnx_digest
 from headrace.core.errors import ConfigError
 from onnx import TensorProto, helper, numpy_helper
 

@@ -26,17 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.config.digests import onnx_digest
 from headrace.config.files import is_temporary, locked, locked_folder, sync, temporary_name, write_durably
-from headrace.config.manifest import (
-    Machine,
-    Stamp,
-    add_stamp,
-    artefact_name,
-    artefact_problem,
-    is_artefact_name,
-    onnx_digest,
-    read_stamps,
-)
+from headrace.config.machine import Machine
+from headrace.config.manifest import Stamp, add_stamp, artefact_name, artefact_problem, is_artefact_name, read_stamps
 from headrace.config.serving_plan import engine_folder
 from headrace.core.errors import ConfigError
 

@@ -23,7 +23,7 @@ import yaml
 from headrace.config.manifest import FORMAT, LayerReport
 from headrace_engines.commands.inspect import inspect_source, inspection_inputs
 from headrace_engines.onnx_graph import read_onnx, weight_bytes
-from headrace_engines.precision.lowering import cast_model
+from headrace_engines.precision.casting import cast_model
 from headrace_engines.progress import silent
 from headrace_engines.project import SOURCE, Project, open_project
 from headrace_engines.simplify import simplify

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
-from headrace.config.completion import bind, screen
-from headrace.config.documents import Document, read_config_json, read_pbtxt, read_value, read_yaml
+from headrace.config.binding import bind, screen
+from headrace.config.documents import Document, read_pbtxt, read_value, read_yaml
+from headrace.config.triton_json import read_config_json
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.limits import ClientLimits, Limits
 from headrace.wire.grpc.call import DeadlineTimer

@@ -118,7 +118,8 @@ def test_the_second_build_takes_less_than_two_seconds(workspace: Workspace, tmp_
 
 
 def test_the_server_finds_the_engine(workspace: Workspace) -> None:
-    from headrace.config.manifest import choose_from_folder, config_digest, onnx_digest
+    from headrace.config.digests import config_digest, onnx_digest
+    from headrace.config.manifest import choose_from_folder
     from headrace_engines.project import open_project
 
     project = open_project("digits", workspace.repository)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from headrace.config.manifest import Machine, Stamp
+from headrace.config.machine import Machine
+from headrace.config.manifest import Stamp
 from headrace_engines.project import Project, open_project
 from headrace_engines.store import StoreEntry
 

@@ -44,15 +44,10 @@ def publish(
     """
     from dataclasses import asdict
 
+    from headrace.config.digests import config_digest, onnx_digest
     from headrace.config.files import write_durably
-    from headrace.config.manifest import (
-        Stamp,
-        artefact_name,
-        config_digest,
-        onnx_digest,
-        onnxruntime_machine,
-        write_stamp,
-    )
+    from headrace.config.machine import onnxruntime_machine
+    from headrace.config.manifest import Stamp, artefact_name, write_stamp
     from headrace.config.model_folder import read_model_folder
 
     model = read_model_folder(folder, folder.parent)

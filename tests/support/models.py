@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from headrace.config.completion import bind
+from headrace.config.binding import bind
 from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import CONFIG_FILES
 from headrace.core.errors import ConfigError, Finding

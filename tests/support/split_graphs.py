@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from headrace.config.manifest import FORMAT, LayerReport, Machine, MeasuredLayer
+from headrace.config.machine import Machine
+from headrace.config.manifest import FORMAT, LayerReport, MeasuredLayer
 from onnx import TensorProto, helper, numpy_helper
 
 WIDTH = 6

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config.completion import keeps_rows_apart
+from headrace.config.digests import config_digest
 from headrace.config.files import read_config_file
-from headrace.config.manifest import LIBRARIES, Machine, Stamp, artefact_name, config_digest, write_stamp
+from headrace.config.machine import LIBRARIES, Machine
+from headrace.config.manifest import Stamp, artefact_name, write_stamp
 from headrace.config.model_folder import served_versions
 from headrace.config.onnx_model import read_signature
 from headrace.config.optimization_config import PRECISIONS, cuda_accelerator

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 import onnx
-from headrace.config.manifest import Machine
+from headrace.config.machine import Machine
 from headrace.config.optimization_config import PRECISIONS
 from headrace_reports.command_line import plural, printable
 from headrace_reports.svg_plot import (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import manifest
+from headrace.config.machine import Machine, onnxruntime_machine
 from headrace.core.errors import ConfigError
 from headrace_reports.command_line import fit_title, number_parser, printable
 from rich.console import Console
@@ -116,7 +117,7 @@ class _Machines:
     """Machine descriptions of this host. TensorRT's takes seconds and is read only if an artefact is built for it."""
 
     def __init__(self) -> None:
-        self._by_target: dict[str, manifest.Machine | None] = {"onnxruntime": manifest.onnxruntime_machine()}
+        self._by_target: dict[str, Machine | None] = {"onnxruntime": onnxruntime_machine()}
 
     def runs(self, stamp: manifest.Stamp) -> bool:
         machine = stamp.machine
@@ -126,7 +127,7 @@ class _Machines:
         return here is not None and manifest.runs_on(stamp, here)
 
 
-def _tensorrt_machine() -> manifest.Machine | None:
+def _tensorrt_machine() -> Machine | None:
     from headrace_engines.targets import choose_target
 
     try:

@@ -304,7 +304,8 @@ def _run_once(model: DemoModel, file: Path) -> None:
     if file.suffix != ".onnx":
         return
     import numpy as np
-    from headrace.config.manifest import onnx_digest, onnxruntime_machine
+    from headrace.config.digests import onnx_digest
+    from headrace.config.machine import onnxruntime_machine
     from headrace.config.tried_files import TriedFiles
     from headrace.core.tensor import BY_ORT_NAME
 

@@ -1,6 +1,6 @@
 """Frees the batch dimension of ONNX graphs that were exported with a fixed one.
 
-The graph is walked on shapes with the rows of a batch followed through it (`headrace.config.onnx_model.RowWalk`). A node
+The graph is walked on shapes with the rows of a batch followed through it (`headrace.config.onnx_rows.RowWalk`). A node
 whose constants hold the batch size of the export is rewritten: targets of Reshape, Flatten, Squeeze and Unsqueeze, sizes of
 Resize, shapes of Expand, slices and look-ups of the whole batch, constants with one row for each row of the batch. A node
 after which the rows are no longer apart is refused by its name. `onnx_proof` compares the result with the original.
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from headrace.config.onnx_model import RowWalk, analyse_rows
+from headrace.config.onnx_rows import RowWalk, analyse_rows
 from headrace.config.row_rules import ROWS, RULES, Rows, RowsMixed, RowTensor, Shape, broadcast
 from onnx import helper, inliner, numpy_helper
 

@@ -18,8 +18,9 @@ from headrace_engines.layers.comparison import observed_differences
 from headrace_engines.layers.differences import DifferenceSums, TensorDifference
 from headrace_engines.layers.tensors import SourceLayer
 from headrace_engines.onnx_graph import Array, OnnxGraph, OnnxRunner, copy_model
+from headrace_engines.precision.casting import cast_model
 from headrace_engines.precision.limits import MOVEMENT, must_stay_fp32
-from headrace_engines.precision.lowering import Quantizer, cast_model, fp32_nodes
+from headrace_engines.precision.lowering import Quantizer, fp32_nodes
 from headrace_engines.progress import Report, silent
 from headrace_engines.project import BuildData, BuildSpec
 from headrace_engines.quantization.samples import Samples

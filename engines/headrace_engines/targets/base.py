@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 import onnx
+from headrace.config.machine import Machine
 from headrace.config.manifest import BatchTiming as BatchTiming
-from headrace.config.manifest import Machine
 from headrace.config.manifest import MeasuredLayer as MeasuredLayer
 from headrace_lab.kernels.plugin import PluginLayer
 

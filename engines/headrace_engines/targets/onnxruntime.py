@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from headrace.config.manifest import Machine, onnxruntime_machine, usable_cores
+from headrace.config.machine import Machine, onnxruntime_machine, usable_cores
 from headrace.config.onnx_model import external_files
 
 from headrace_engines import onnx_graph

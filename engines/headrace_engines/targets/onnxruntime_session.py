@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import onnxruntime as ort
-from headrace.config.manifest import usable_cores
+from headrace.config.machine import usable_cores
 
 from headrace_engines.errors import BuildError
 

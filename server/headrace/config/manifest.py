@@ -5,238 +5,34 @@
 <model>/<version>/build.json                       {"format": 1, "builds": [stamp, ...]}, at most one stamp a machine
 <model>/<version>/layers.json                      layer times, written by `headrace inspect --publish`; for display only
 
-A stamp holds digests of the ONNX file with its tensors and of the configuration, and the machine: library, device and
-instruction set. An artefact built elsewhere may be slow, wrong, or fail to load. An artefact serves where its stamp fits the
-model, the configuration and the machine (`choose`); otherwise `model.onnx` serves.
+A stamp holds digests of the ONNX file with its tensors and of the configuration (`digests`), and the machine (`machine`). An
+artefact built elsewhere may be slow, wrong, or fail to load. An artefact serves where its stamp fits the model, the
+configuration and the machine (`choose`); otherwise `model.onnx` serves.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-import platform
 import re
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, NoReturn, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from headrace.config.documents import open_regular_file, refuse
+from headrace.config.digests import display_path, fits_config, onnx_digest
+from headrace.config.documents import refuse
 from headrace.config.files import locked_folder, write_durably
+from headrace.config.machine import Machine
 from headrace.config.model_config import ModelConfig
-from headrace.config.onnx_model import external_files
-from headrace.config.optimization_config import (
-    HEADRACE_OPTIMIZATION_FIELDS,
-    PRECISIONS,
-    Optimization,
-    requested_precision,
-    tensorrt_accelerator,
-)
 from headrace.core.errors import ConfigError
 from headrace.core.response_bodies import LayerTimes
-
-
-def onnx_digest(path: Path) -> str:
-    """Return the SHA-256, in hex, of a file and, if it is an ONNX file, of all files with its external tensors.
-
-    Raises:
-        ConfigError: a file cannot be read, or external tensors are outside of the folder.
-    """
-    name = display_path(path)
-    digest, may_name_files = _digest_of(path, name)
-    if path.suffix == ".onnx" and may_name_files:
-        for location in external_files(path, name):
-            content, _ = _digest_of(path.parent / location, name)
-            digest.update(f"{location}\0{content.hexdigest()}\0".encode())
-    return digest.hexdigest()
-
-
-def config_digest(config: ModelConfig) -> str:
-    """Return the SHA-256, in hex, of the configuration fields that decide the content of an artefact.
-
-    These are `optimization` as far as it concerns engines, accelerators included; `max_batch_size`; the inputs as in the
-    model; and `preprocess`, which turns images into calibration samples. Fields at their defaults do not count.
-
-    Args:
-        config: complete configuration.
-    """
-    document = config.model_dump(
-        mode="json",
-        exclude_defaults=True,
-        include={
-            "max_batch_size": True,
-            "preprocess": True,
-            "optimization": {*HEADRACE_OPTIMIZATION_FIELDS, "execution_accelerators"},
-        },
-        exclude={"preprocess": {"by", "source"}},
-    )
-    document["input"] = [
-        tensor.model_dump(mode="json", include={"name", "data_type", "dims", "reshape"}) for tensor in config.input
-    ]
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def fits_config(stored_digest: str, requested: str, config: ModelConfig) -> bool:
-    """True if an artefact was built for a configuration, or for its present precision.
-
-    `headrace build --precision int8` stores the digest of the configuration at the time of the build. If `precision: int8` is
-    written into the file afterwards, the same artefact fits: only the precision may differ, and it must be the one that was
-    built.
-
-    Args:
-        stored_digest: `config_digest` of the configuration at the time of the build.
-        requested: precision requested then, by the configuration or the command line.
-        config: complete configuration.
-    """
-    if stored_digest == config_digest(config):
-        return True
-    if requested != requested_precision(config.optimization):
-        return False
-    variants = _with_other_precisions(config.optimization)
-    return any(stored_digest == config_digest(config.model_copy(update={"optimization": one})) for one in variants)
-
-
-def _with_other_precisions(optimization: Optimization) -> list[Optimization]:
-    """Return the optimisation with every other way to write a precision, or none."""
-    variants = [optimization.model_copy(update={"precision": word}) for word in (None, *PRECISIONS)]
-    accelerator = tensorrt_accelerator(optimization)
-    # Triton's accelerator may have been added for its precision alone.
-    if accelerator is not None and not set(accelerator.parameters) - {"precision_mode"}:
-        variants += [one.model_copy(update={"execution_accelerators": None}) for one in variants]
-    return variants
-
-
-def display_path(path: Path) -> str:
-    """Return the name of a version's file in findings: <model>/<version>/<file>."""
-    return "/".join(path.parts[-3:])
-
-
-def _digest_of(path: Path, name: str) -> tuple[hashlib._Hash, bool]:
-    """Return the digest, and False if the content certainly names no other file."""
-    digest = hashlib.sha256()
-    has_location, tail = False, b""
-    try:
-        with open_regular_file(path) as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-                # The key under which protobuf stores the file of an external tensor; far cheaper than parsing the message.
-                has_location = has_location or b"location" in tail + block
-                tail = block[-8:]
-    except OSError as error:
-        raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from error
-    return digest, has_location
-
-
-LIBRARIES = {"onnxruntime": "ONNX Runtime", "onnxruntime_cuda": "ONNX Runtime's CUDA provider", "tensorrt": "TensorRT"}
-# ONNX Runtime comes as several packages; each installs the module `onnxruntime`.
-_ONNXRUNTIME_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
-
-# Flags in /proc/cpuinfo for each capability, best first. AVX-512 is the subset that MLAS has kernels for.
-_X86 = (
-    ("amx_int8", {"amx_int8", "amx_tile"}),
-    ("avx512_vnni", {"avx512_vnni"}),
-    ("avx_vnni", {"avx_vnni"}),
-    ("avx512", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
-    ("avx2", {"avx2"}),
-)
-_ARM = (("i8mm", {"i8mm"}), ("neon_dot", {"asimddp"}), ("neon", {"asimd"}))
-_DOT_PRODUCTS = frozenset({"amx_int8", "avx512_vnni", "avx_vnni", "i8mm", "neon_dot"})
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Machine properties that an artefact depends on; an artefact serves on machines where all of them are equal.
-
-    Attributes:
-        target: "onnxruntime" or "tensorrt".
-        version: version of the library, as far as artefacts depend on it: "1.31" of ONNX Runtime, "10.6.0" of TensorRT.
-        device: "cpu", or the GPU's name, e.g. "NVIDIA H200".
-        capability: the CPU's best instructions for INT8 ("avx512_vnni", "avx_vnni", "avx2", "neon_dot", ...), or the GPU's
-            compute capability, e.g. "9.0".
-        driver: major version of NVIDIA's driver; 0 on a CPU.
-    """
-
-    target: str
-    version: str
-    device: str
-    capability: str
-    driver: int = 0
-
-    def __str__(self) -> str:
-        """Describe the machine, e.g. "cpu avx512_vnni with ONNX Runtime 1.31", "NVIDIA H200 9.0 with TensorRT 10.6.0, driver
-        550".
-        """
-        library = LIBRARIES.get(self.target, self.target)
-        driver = f", driver {self.driver}" if self.driver else ""
-        return f"{self.device} {self.capability} with {library} {self.version}{driver}"
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@lru_cache(maxsize=1)
-def cpu_capability() -> str:
-    """Return this CPU's best instructions for INT8; of a mixed CPU, those of all its cores.
-
-    Returns:
-        "amx_int8", "avx512_vnni", "avx_vnni", "avx512", "avx2", "i8mm", "neon_dot" or "neon"; otherwise, or if the
-        system does not list the CPU's features, the architecture ("x86_64").
-    """
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    return _capability(text, platform.machine())
-
-
-def has_vnni(capability: str) -> bool:
-    """True if a CPU multiplies and sums INT8 in one instruction: VNNI and AMX, or ARM's dot products."""
-    return capability in _DOT_PRODUCTS
-
-
-def onnxruntime_machine() -> Machine:
-    """Describe this machine for ONNX Runtime on the CPU; the library is not imported.
-
-    Returns:
-        The machine with major and minor version: patch releases do not change optimised graphs and kernels.
-    """
-    return Machine("onnxruntime", ".".join(onnxruntime_version().split(".")[:2]), "cpu", cpu_capability())
-
-
-@lru_cache(maxsize=1)
-def onnxruntime_version() -> str:
-    """Return the full version of ONNX Runtime; "unknown" if it is not installed as a package."""
-    for package in _ONNXRUNTIME_PACKAGES:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return "unknown"
-
-
-def _capability(cpuinfo: str, architecture: str) -> str:
-    """Return the best capability that every core in the text of /proc/cpuinfo has."""
-    cores = []
-    for line in cpuinfo.splitlines():
-        name, colon, value = line.partition(":")
-        if colon and name.strip().lower() in ("flags", "features"):
-            cores.append(frozenset(value.split()))
-    features = frozenset.intersection(*cores) if cores else frozenset()
-    for capability, required in (*_X86, *_ARM):
-        if required <= features:
-            return capability
-    return architecture or "unknown"
-
 
 LAYERS_FILE = "layers.json"
 FORMAT: Final = 1

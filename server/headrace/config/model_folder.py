@@ -20,6 +20,7 @@ from headrace_reports.command_line import did_you_mean
 from pydantic import ValidationError
 
 from headrace.config import completion
+from headrace.config.binding import bind, problems_of
 from headrace.config.config_base import Location, Problem, is_version_number
 from headrace.config.documents import (
     MAX_CONFIG_BYTES,
@@ -539,7 +540,7 @@ class _FolderReader:
             self._document = self._override
         elif not self._read_document():
             return ModelConfig()
-        config, findings = completion.bind(self._document)
+        config, findings = bind(self._document)
         self.findings += findings
         if config is not None and config.name not in ("", self._path.name):
             message = f'the name "{config.name}" is not the folder\'s'
@@ -635,7 +636,7 @@ class _FolderReader:
             try:
                 return ModelConfig.model_validate(values)
             except ValidationError as error:
-                self._report(completion.problems_of(error, self._document.headrace_prefix))
+                self._report(problems_of(error, self._document.headrace_prefix))
                 raise ConfigError([]) from None
         (file, newest), *older = signatures
         if not self._document.data:

@@ -12,7 +12,8 @@ from typing import Any
 
 from headrace.config.config_base import Problem
 from headrace.config.model_config import ModelConfig
-from headrace.config.onnx_model import OnnxSignature, RowVerdict, TensorSignature
+from headrace.config.onnx_model import OnnxSignature, TensorSignature
+from headrace.config.onnx_rows import RowVerdict
 from headrace.config.tensor_config import ModelInput, ModelOutput, Reshape
 
 _FREE = (-1, -1)  # rows, and any size: the shape of an input without dims

@@ -14,18 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from headrace.config.digests import config_digest, onnx_digest
 from headrace.config.documents import refuse
-from headrace.config.manifest import (
-    LIBRARIES,
-    ArtefactMatch,
-    Machine,
-    Stamp,
-    choose_from_folder,
-    config_digest,
-    onnx_digest,
-    onnxruntime_machine,
-    read_stamps,
-)
+from headrace.config.machine import LIBRARIES, Machine, onnxruntime_machine
+from headrace.config.manifest import ArtefactMatch, Stamp, choose_from_folder, read_stamps
 from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import ModelFolder, sample_paths
 from headrace.config.optimization_config import cuda_accelerator, requested_precision, tensorrt_accelerator

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from headrace.config.documents import open_regular_file
 from headrace.config.files import remove_oldest, write_durably
-from headrace.config.manifest import Machine, onnxruntime_version
+from headrace.config.machine import Machine, onnxruntime_version
 
 logger = logging.getLogger("headrace.trials")
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from headrace.config.config_base import Problem
 from headrace.config.documents import within
-from headrace.config.manifest import usable_cores
+from headrace.config.machine import usable_cores
 from headrace.config.model_folder import ModelFolder
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import ConfigError

@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.config.documents import Document, refuse, to_triton_json
+from headrace.config.documents import Document, refuse
 from headrace.config.files import SharedFolder
 from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
 from headrace.config.serving_plan import ServingPlan, requests_tensorrt, sample_fingerprints
+from headrace.config.triton_json import to_triton_json
 from headrace.core.cancellation import current_cancellation
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.ledger import NoRoom

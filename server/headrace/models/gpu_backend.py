@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.config.completion import instances_on_each_gpu
-from headrace.config.manifest import Machine, onnxruntime_machine
+from headrace.config.machine import Machine, onnxruntime_machine
 from headrace.config.model_config import ModelConfig
 from headrace.config.optimization_config import cuda_accelerator
 from headrace.config.ragged_rules import is_ragged, joined_inputs, joined_outputs

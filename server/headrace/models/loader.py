@@ -17,8 +17,10 @@ from typing import TypeGuard
 from headrace_model.protocol import MAX_MEMBERS
 
 from headrace.config.completion import contradictions
+from headrace.config.digests import onnx_digest
 from headrace.config.documents import refuse
-from headrace.config.manifest import Machine, Stamp, onnx_digest, usable_cores
+from headrace.config.machine import Machine, usable_cores
+from headrace.config.manifest import Stamp
 from headrace.config.model_config import DEFAULT_QUEUE_WAIT_US, DynamicBatching, FairSharing, ModelConfig, QueuePolicy
 from headrace.config.model_config import RateLimits as ConfiguredLimits
 from headrace.config.model_folder import ModelFolder

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from headrace.config.completion import bind
+from headrace.config.binding import bind
 from headrace.config.config_base import Location, Problem, Problems
 from headrace.config.documents import MAX_CONFIG_BYTES, Document, open_regular_file
 from headrace.config.model_config import ModelConfig, ModelTransactionPolicy

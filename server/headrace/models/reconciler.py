@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace.config.documents import Document, read_config_json
+from headrace.config.documents import Document
 from headrace.config.model_config import name_problem
+from headrace.config.triton_json import read_config_json
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import (
     Aborted,

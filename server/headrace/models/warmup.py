@@ -27,7 +27,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from headrace.config.documents import open_regular_file
 from headrace.config.files import remove_oldest, write_durably
-from headrace.config.manifest import Machine, onnxruntime_machine, usable_cores
+from headrace.config.machine import Machine, onnxruntime_machine, usable_cores
 from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import FOLDER, MAX_INPUT_BYTES, feed_dims
 from headrace.config.ragged_rules import is_ragged

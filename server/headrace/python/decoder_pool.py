@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.config.manifest import usable_cores
+from headrace.config.machine import usable_cores
 from headrace.core.tensor import Array
 from headrace.runtimes.base import Execution, ProcessStatus
 from headrace.runtimes.isolated.backend import IsolatedBackend, IsolatedExecution, IsolatedModel

@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.config.completion import complete_instances
-from headrace.config.documents import refuse, to_triton_json
+from headrace.config.documents import refuse
 from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
 from headrace.config.python_rules import check_client_config, complete_from_code
 from headrace.config.tensor_config import ModelInput, ModelOutput
+from headrace.config.triton_json import to_triton_json
 from headrace.core.errors import ConfigError
 from headrace.python.environments import Environments, own_interpreter
 from headrace.python.process import InstanceProcess, ProcessOptions

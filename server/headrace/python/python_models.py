@@ -11,12 +11,12 @@ from pathlib import Path
 import headrace_model
 from headrace_model import protocol
 
-from headrace.config.documents import to_triton_json
 from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import ModelFolder
 from headrace.config.python_rules import reads_device_rows
 from headrace.config.serving_plan import ServingPlan
 from headrace.config.tensor_config import ModelInput, ModelOutput, row_bytes_of
+from headrace.config.triton_json import to_triton_json
 from headrace.core.response_stream import MAX_RESPONSE_BYTES, MAX_RESPONSES
 from headrace.core.tensor import BY_CONFIG_NAME
 from headrace.observability.custom_metrics import CustomMetrics

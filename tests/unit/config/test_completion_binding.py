@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from headrace.config.completion import REFUSED, bind
+from headrace.config.binding import REFUSED, bind
 from headrace.config.documents import Document, read_pbtxt, read_yaml
 from headrace.config.model_config import ModelConfig, is_headrace_field
 from headrace.config.sequence_config import SequenceBatching

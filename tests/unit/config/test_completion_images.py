@@ -7,8 +7,8 @@ from pathlib import Path
 
 import onnx
 import pytest
-from headrace.config.documents import read_config_json, to_triton_json
 from headrace.config.model_folder import ModelFolder, read_model_folder
+from headrace.config.triton_json import read_config_json, to_triton_json
 from headrace.core.errors import ConfigError
 
 from tests.support import models

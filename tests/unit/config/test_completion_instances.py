@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from headrace.config.documents import to_triton_json
 from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import read_model_folder
+from headrace.config.triton_json import to_triton_json
 from headrace.models.loader import handle_policy
 from onnx import TensorProto
 

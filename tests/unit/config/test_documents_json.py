@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from headrace.config.completion import bind
-from headrace.config.documents import read_config_json, read_pbtxt, to_triton_json
+from headrace.config.binding import bind
+from headrace.config.documents import read_pbtxt
+from headrace.config.triton_json import read_config_json, to_triton_json
 from headrace.core.errors import ConfigError
 
 TEXT = """

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 from google.protobuf import json_format, text_format
-from headrace.config.completion import bind
-from headrace.config.documents import EXPONENT_NUMBER, Document, read_pbtxt, read_yaml, to_triton_json
+from headrace.config.binding import bind
+from headrace.config.documents import EXPONENT_NUMBER, Document, read_pbtxt, read_yaml
 from headrace.config.model_config import ModelConfig
+from headrace.config.triton_json import to_triton_json
 from headrace.core.errors import ConfigError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

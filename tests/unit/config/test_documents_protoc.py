@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import descriptor_pb2, json_format, text_format
-from headrace.config.documents import plain_fields, read_pbtxt, to_triton_json
+from headrace.config.documents import plain_fields, read_pbtxt
 from headrace.config.model_config import ModelConfig
+from headrace.config.triton_json import to_triton_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2

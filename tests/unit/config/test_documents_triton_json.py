@@ -3,8 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from headrace.config.documents import to_triton_json
 from headrace.config.model_config import ModelConfig
+from headrace.config.triton_json import to_triton_json
 
 from tests.support.models import read_config_text
 

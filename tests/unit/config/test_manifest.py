@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 from headrace.config import manifest
+from headrace.config.digests import onnx_digest
+from headrace.config.machine import Machine
 from headrace.config.manifest import (
     MAX_STAMP_BYTES,
     STAMP_FILE,
     BatchTiming,
-    Machine,
     Stamp,
     artefact_name,
     choose,
     choose_from_folder,
-    onnx_digest,
     read_stamps,
     write_stamp,
 )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from headrace.config.manifest import config_digest, onnx_digest
+from headrace.config.digests import config_digest, onnx_digest
 from headrace.config.model_config import ModelConfig
 from headrace.core.errors import ConfigError
 from onnx import TensorProto, helper, numpy_helper

@@ -3,8 +3,8 @@ from __future__ import annotations
 from importlib import metadata
 
 import pytest
-from headrace.config import manifest
-from headrace.config.manifest import Machine, cpu_capability, has_vnni, onnxruntime_machine
+from headrace.config import machine
+from headrace.config.machine import Machine, cpu_capability, has_vnni, onnxruntime_machine
 
 INTEL = "processor\t: {n}\nvendor_id\t: GenuineIntel\nflags\t\t: fpu sse4_2 {flags}\nvmx flags\t: ept\nbugs\t\t: spectre_v1\n\n"
 AVX512 = "avx2 avx512f avx512bw avx512dq avx512vl"
@@ -24,7 +24,7 @@ AVX512 = "avx2 avx512f avx512bw avx512dq avx512vl"
     ],
 )
 def test_an_x86_has_the_best_of_its_flags(flags: str, capability: str, vnni: bool) -> None:
-    assert manifest._capability(INTEL.format(n=0, flags=flags), "x86_64") == capability
+    assert machine._capability(INTEL.format(n=0, flags=flags), "x86_64") == capability
     assert has_vnni(capability) is vnni
 
 
@@ -39,19 +39,19 @@ def test_an_x86_has_the_best_of_its_flags(flags: str, capability: str, vnni: boo
 )
 def test_an_arm_has_the_best_of_its_features(features: str, capability: str, dot: bool) -> None:
     text = f"processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: {features}\nCPU part\t: 0xd0c\n"
-    assert manifest._capability(text, "aarch64") == capability
+    assert machine._capability(text, "aarch64") == capability
     assert has_vnni(capability) is dot
 
 
 def test_a_mixed_cpu_has_what_all_its_cores_have() -> None:
     text = INTEL.format(n=0, flags="avx2 avx_vnni") + INTEL.format(n=1, flags="avx2")
-    assert manifest._capability(text, "x86_64") == "avx2"
+    assert machine._capability(text, "x86_64") == "avx2"
 
 
 @pytest.mark.parametrize("text", ["", "flags", "flags :", "\0\0:\n:::"])
 def test_without_a_list_of_features_the_architecture_counts(text: str) -> None:
-    assert manifest._capability(text, "arm64") == "arm64"
-    assert manifest._capability(text, "") == "unknown"
+    assert machine._capability(text, "arm64") == "arm64"
+    assert machine._capability(text, "") == "unknown"
 
 
 def test_the_onnxruntime_version_is_major_and_minor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +66,8 @@ def test_the_onnxruntime_version_is_major_and_minor(monkeypatch: pytest.MonkeyPa
             raise metadata.PackageNotFoundError(name)
         return "1.22.4"
 
-    monkeypatch.setattr(manifest, "version", other_package)
-    monkeypatch.setattr(manifest, "onnxruntime_version", manifest.onnxruntime_version.__wrapped__)
+    monkeypatch.setattr(machine, "version", other_package)
+    monkeypatch.setattr(machine, "onnxruntime_version", machine.onnxruntime_version.__wrapped__)
     assert onnxruntime_machine().version == "1.22"
 
 

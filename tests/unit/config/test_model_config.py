@@ -199,7 +199,7 @@ def test_one_number_serves_all_channels() -> None:
 
 
 def _models(model: type[BaseModel], seen: set[type[BaseModel]]) -> set[type[BaseModel]]:
-    from headrace.config.completion import model_in
+    from headrace.config.binding import model_in
 
     seen.add(model)
     for field in model.model_fields.values():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from headrace.config.onnx_model import RowVerdict, analyse_rows
+from headrace.config.onnx_rows import RowVerdict, analyse_rows
 from headrace.config.row_rules import RULES
 from onnx import TensorProto, helper
 

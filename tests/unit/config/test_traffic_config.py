@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from headrace.config.documents import headrace_parameters, read_yaml
+from headrace.config.documents import read_yaml
 from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import read_model_folder, served_versions
 from headrace.config.traffic_config import Traffic
+from headrace.config.triton_json import headrace_parameters
 from headrace.core.errors import ConfigError
 from hypothesis import given
 from hypothesis import strategies as st

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headrace.config.manifest import Machine
+from headrace.config.machine import Machine
 from headrace_engines import store as store_errors
 from headrace_engines import store as store_module
 from headrace_engines.errors import BuildError

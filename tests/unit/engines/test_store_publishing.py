@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headrace.config.manifest import STAMP_FILE, Machine, Stamp, choose_from_folder, read_stamps, write_stamp
+from headrace.config.machine import Machine
+from headrace.config.manifest import STAMP_FILE, Stamp, choose_from_folder, read_stamps, write_stamp
 from headrace.core.errors import ConfigError
 from headrace_engines import store as publishing
 from headrace_engines.errors import BuildError

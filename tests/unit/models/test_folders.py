@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from headrace.config.manifest import onnx_digest
+from headrace.config.digests import onnx_digest
 from headrace.config.model_folder import read_model_folder
 from headrace.core.errors import ConfigError
 from headrace.models.folders import folders, open_paths, scan

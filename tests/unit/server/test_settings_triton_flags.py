@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from headrace.__main__ import main
-from headrace.config.completion import FEATURES, REFUSED, bind
-from headrace.config.documents import read_config_json
+from headrace.config.binding import FEATURES, REFUSED, bind
+from headrace.config.triton_json import read_config_json
 from headrace.core.errors import Finding
 from headrace.server import settings
 from headrace_engines.__main__ import main as engines_main

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from headrace.config.manifest import Machine
+from headrace.config.machine import Machine
 from headrace.core.errors import HeadraceError
 from headrace.runtimes.cuda import devices as gpus
 from headrace.runtimes.cuda.convolution_plugin import collect_refusals

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the command with the options of `add_arguments`; return the exit status."""
     # Imported here, since every command declares its options.
-    from headrace.config.manifest import usable_cores
+    from headrace.config.machine import usable_cores
     from headrace.config.model_folder import find_model_folder, read_model_folder
     from headrace.models.tuning import Options, default_counts
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx
 import pytest
-from headrace.config.manifest import Machine, onnxruntime_machine
+from headrace.config.machine import Machine, onnxruntime_machine
 from headrace.config.model_folder import read_model_folder
 from headrace.config.serving_plan import CUDA_RUNTIME, GpuRuntime, ServingPlan, cpu_pin, engine_folder, serving_plan
 from headrace.core.errors import ConfigError, Unsupported

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from headrace.config.manifest import Machine, onnxruntime_machine
+from headrace.config.machine import Machine, onnxruntime_machine
 from headrace.config.model_folder import read_model_folder
 from headrace_engines.__main__ import main
 from headrace_engines.accuracy import Accuracy

@@ -15,7 +15,7 @@ import headrace_engines.commands.compare
 import numpy as np
 import onnx
 import pytest
-from headrace.config.manifest import Machine
+from headrace.config.machine import Machine
 from headrace_engines.accuracy import Accuracy
 from headrace_engines.build import BuildResult
 from headrace_engines.commands.compare import (

@@ -11,14 +11,9 @@ from typing import Any
 
 import onnx
 import pytest
-from headrace.config.manifest import (
-    STAMP_FILE,
-    Machine,
-    config_digest,
-    onnxruntime_machine,
-    read_stamps,
-    write_stamp,
-)
+from headrace.config.digests import config_digest
+from headrace.config.machine import Machine, onnxruntime_machine
+from headrace.config.manifest import STAMP_FILE, read_stamps, write_stamp
 from headrace_engines.commands import engines as store_survey
 from headrace_engines.commands import engines as storing
 from headrace_engines.errors import BuildError

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from headrace.config.manifest import Stamp, artefact_name, config_digest, onnx_digest, read_layers, write_stamp
+from headrace.config.digests import config_digest, onnx_digest
+from headrace.config.manifest import Stamp, artefact_name, read_layers, write_stamp
 from headrace.config.model_folder import read_model_folder
 from headrace.models.folders import fingerprint_version, without_builds
 from headrace_engines.commands.inspect import add_arguments, run

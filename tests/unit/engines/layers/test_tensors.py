@@ -7,7 +7,7 @@ import onnx
 import pytest
 from headrace_engines.layers.tensors import counterparts, cut_points, dequantized, part_of_model, source_layers
 from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model
-from headrace_engines.precision.lowering import cast_model
+from headrace_engines.precision.casting import cast_model
 from headrace_engines.quantization.placement import tensors_to_calibrate
 from headrace_engines.quantization.qdq import quantize
 from headrace_engines.simplify import simplify

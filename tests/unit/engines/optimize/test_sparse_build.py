@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from headrace.config.manifest import BatchTiming, Machine, Stamp
+from headrace.config.machine import Machine
+from headrace.config.manifest import BatchTiming, Stamp
 from headrace_engines.build import build_engine, make_stamp
 from headrace_engines.commands.build import BuildOutcome, speed_text
 from headrace_engines.optimize.sparsity import choose_sparse, make_sparse

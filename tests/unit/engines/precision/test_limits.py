@@ -7,8 +7,8 @@ import onnx
 import pytest
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
+from headrace_engines.precision.casting import cast_model
 from headrace_engines.precision.limits import must_stay_fp32
-from headrace_engines.precision.lowering import cast_model
 from headrace_engines.progress import silent
 from onnx import TensorProto
 

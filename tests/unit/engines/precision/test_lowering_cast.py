@@ -10,8 +10,8 @@ import onnx
 import pytest
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model
+from headrace_engines.precision.casting import cast_model
 from headrace_engines.precision.limits import must_stay_fp32
-from headrace_engines.precision.lowering import cast_model
 from headrace_engines.progress import silent
 from headrace_engines.quantization.placement import tensors_to_calibrate
 from headrace_engines.quantization.qdq import quantize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from headrace.config.onnx_model import analyse_rows
+from headrace.config.onnx_rows import analyse_rows
 from headrace_engines.onnx_graph import OnnxRunner
 from headrace_engines.quantization.dynamic import dynamic_products, has_large_products, quantize_products
 from headrace_engines.simplify import simplify

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model
-from headrace_engines.precision.lowering import cast_model
+from headrace_engines.precision.casting import cast_model
 from headrace_engines.progress import silent
 from headrace_engines.quantization.placement import place_pairs, tensors_to_calibrate
 from headrace_engines.quantization.qdq import (

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
-from headrace_engines.precision.lowering import cast_model
+from headrace_engines.precision.casting import cast_model
 from headrace_engines.progress import silent
 from headrace_engines.quantization.placement import tensors_to_calibrate
 from headrace_engines.quantization.qdq import quantize

@@ -12,7 +12,7 @@ import pytest
 from headrace_engines.apart import EndedError
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
-from headrace_engines.precision.lowering import cast_model
+from headrace_engines.precision.casting import cast_model
 from headrace_engines.progress import Report, silent
 from headrace_engines.quantization.placement import tensors_to_calibrate
 from headrace_engines.quantization.qdq import quantize

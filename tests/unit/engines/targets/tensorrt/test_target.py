@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from headrace.config.manifest import Machine
+from headrace.config.machine import Machine
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
