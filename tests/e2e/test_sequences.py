@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from headrace.wire.grpc.infer import MAX_IN_FLIGHT
+from headrace.wire.grpc.infer_streams import MAX_IN_FLIGHT
 from tritonclient.utils import InferenceServerException
 
 from tests.support.sequence_models import add_accumulator, add_echo

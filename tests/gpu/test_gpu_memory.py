@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.core.errors import ConfigError
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.gpu_model_cache import GpuModelCache
-from headrace.models.reconciler import ControlPolicy, Reconciler
+from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
 from headrace.runtimes.cuda.devices import describe
 from headrace.runtimes.cuda.driver import current

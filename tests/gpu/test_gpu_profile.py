@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from headrace.engine.scheduling.latency_table import LatencyEntry
-from headrace.models.reconciler import ControlPolicy, Reconciler
+from headrace.models.control_policy import ControlPolicy
+from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec

@@ -15,7 +15,8 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
-from headrace.models.reconciler import ControlPolicy, Reconciler
+from headrace.models.control_policy import ControlPolicy
+from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
 from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace_engines.__main__ import main

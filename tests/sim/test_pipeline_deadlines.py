@@ -17,7 +17,8 @@ from headrace.engine.pipelines.graph import build_graph
 from headrace.engine.pipelines.handle import PipelineHandle
 from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.engine.simulation import replay
-from headrace.engine.simulation.replay import LatencyProfile, SimulatedModel, StepLatency, VirtualDevice, VirtualLoop
+from headrace.engine.simulation.replay import LatencyProfile, SimulatedModel, StepLatency, VirtualDevice
+from headrace.engine.simulation.virtual_time import VirtualLoop
 from headrace.observability.counters import Recorder
 
 from tests.support.fake_versions import FakeMembers, spec_of

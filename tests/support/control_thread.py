@@ -16,8 +16,9 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import Forbidden, Unavailable
 from headrace.core.request import InferRequest
 from headrace.models.builds import BUILDER
+from headrace.models.control_policy import ControlPolicy, ModelSelection
 from headrace.models.loader import Loader
-from headrace.models.reconciler import ControlPolicy, ModelSelection, Reconciler
+from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
 
 from tests.support.models import add_model, affine

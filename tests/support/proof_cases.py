@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 from headrace.core.request import InferRequest, InferResponse
 from headrace.models.batch_proofs import BatchProofs
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.explanation import explain
 from headrace.models.idle_tasks import IdleTasks
-from headrace.models.reconciler import ControlPolicy
 from headrace.models.registry import Registry
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec

@@ -20,7 +20,8 @@ from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Overloade
 from headrace.core.request import InferRequest, InferResponse
 from headrace.engine.scheduling.policy import QueueLimits, SequencePolicy
 from headrace.engine.scheduling.selector import Batch
-from headrace.engine.scheduling.sequences.table import SequenceEntry, SequenceTable
+from headrace.engine.scheduling.sequences.live_sequence import SequenceEntry
+from headrace.engine.scheduling.sequences.table import SequenceTable
 
 
 @dataclass(eq=False)

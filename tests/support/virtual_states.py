@@ -15,8 +15,8 @@ from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.engine.scheduling.executor import OutputCheck
 from headrace.engine.scheduling.policy import SequencePolicy
 from headrace.engine.scheduling.selector import Batch
+from headrace.engine.scheduling.sequences.live_sequence import SequenceEntry
 from headrace.engine.scheduling.sequences.runner import SequenceRunner
-from headrace.engine.scheduling.sequences.table import SequenceEntry
 from headrace.runtimes.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeModel
 
 from tests.support.sequence_models import state_sums

@@ -44,7 +44,7 @@ from headrace.core.limits import BodyMemory
 from headrace.core.quota import Quota
 from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, PaddedInputs, TensorSpec
-from headrace.engine.caching.response_cache import ResponseCaches
+from headrace.engine.caching.response_caches import ResponseCaches
 from headrace.engine.pipelines.execution import Steps, steps_of
 from headrace.engine.scheduling.handle import ModelHandle
 from headrace.engine.scheduling.joining import RaggedLayout

@@ -22,9 +22,9 @@ from headrace.engine.pipelines.step_totals import slowest_step
 from headrace.engine.scheduling.version_handle import VersionHandle
 from headrace.models.folders import find
 from headrace.models.registry import Registry, placement
-from headrace.observability.counters import StepTotal
 from headrace.observability.histograms import FIRST_NATIVE, SCHEMA, Counts
 from headrace.observability.history import PERIOD_NS, RequestHistory
+from headrace.observability.totals import StepTotal
 
 # One report is shared by all requests within this time, and longer if creating it takes long: any number of viewers takes
 # only a small share of the interpreter's time.

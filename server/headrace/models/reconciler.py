@@ -11,10 +11,10 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from headrace.config.documents import Document
 from headrace.config.model_config import name_problem
@@ -34,6 +34,7 @@ from headrace.core.threads import start_thread
 from headrace.engine.scheduling.version_handle import VersionHandle
 from headrace.models import folders
 from headrace.models.builds import BUILDER, EngineBuilds
+from headrace.models.control_policy import ControlPolicy, ModelSelection
 from headrace.models.deployment import Deployments, ModelSource
 from headrace.models.load_queue import LoadQueue, OnEnd
 from headrace.models.loader import Loader
@@ -42,65 +43,8 @@ from headrace.models.registry import Registry, State
 from headrace.models.stores.sync import RepositoryStores
 from headrace.models.uploads import PrivateFolder, check_files
 from headrace.models.version_closer import VersionCloser
+from headrace.models.watcher import Watcher
 from headrace.python.environments import EnvironmentPending
-
-
-@dataclass(slots=True)
-class _Model:
-    fingerprint: folders.Fingerprint
-    since_ns: int
-    scans: int
-    reported: folders.Fingerprint
-
-
-class Watcher:
-    """Reports changed models once their fingerprint has been stable for the settle time, over at least two scans.
-
-    Args:
-        settle_ns: minimum time without a change, in nanoseconds.
-    """
-
-    def __init__(self, settle_ns: int) -> None:
-        self._settle_ns = settle_ns
-        self._models: dict[str, _Model] = {}
-
-    def update(self, fingerprints: Mapping[str, folders.Fingerprint], now_ns: int) -> list[str]:
-        """Compare the fingerprints of all models with the last scan and return the models to reload or unload, each once a
-        change.
-
-        A model without a fingerprint has been removed; a removal must be stable for the settle time too.
-
-        Args:
-            fingerprints: by model name.
-            now_ns: monotonic nanoseconds.
-        """
-        due: list[str] = []
-        for name in sorted(fingerprints.keys() | self._models.keys()):
-            fingerprint = fingerprints.get(name, folders.ABSENT)
-            model = self._models.get(name)
-            if model is None:
-                model = self._models[name] = _Model(fingerprint, now_ns, 0, folders.ABSENT)
-            if model.fingerprint != fingerprint:
-                model.fingerprint, model.since_ns, model.scans = fingerprint, now_ns, 0
-            model.scans += 1
-            if model.fingerprint == model.reported:
-                if fingerprint == folders.ABSENT:
-                    del self._models[name]
-            elif model.scans > 1 and now_ns - model.since_ns >= self._settle_ns:
-                model.reported = fingerprint
-                due.append(name)
-        return due
-
-    @property
-    def names(self) -> set[str]:
-        """Models in the last scan, and removed ones whose removal is not stable yet."""
-        return set(self._models)
-
-    @property
-    def is_changing(self) -> bool:
-        """True while a model has changed and is not stable yet."""
-        return any(model.fingerprint != model.reported for model in self._models.values())
-
 
 logger = logging.getLogger("headrace.control")
 
@@ -116,44 +60,6 @@ _ON_DEMAND = "/"
 _LOADS_STOP_S = 2.0
 # A request to a store that does not answer takes longer; its thread ends with the process.
 _STORES_STOP_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSelection:
-    """The models to serve.
-
-    Attributes:
-        repositories: folders of models.
-        names: models to load at start; None for all.
-        model_filter: names of the served models, for each repository that is served in part.
-    """
-
-    repositories: Sequence[Path]
-    names: frozenset[str] | None = None
-    model_filter: Mapping[Path, frozenset[str]] = field(default_factory=dict)
-
-    def includes(self, repository: Path, name: str) -> bool:
-        """True if a model of a repository may be served."""
-        return repository not in self.model_filter or name in self.model_filter[repository]
-
-
-@dataclass(frozen=True, slots=True)
-class ControlPolicy:
-    """Policy for changes of the served models while the server runs.
-
-    Attributes:
-        mode: "none"; "explicit": by client requests; "poll": when files change.
-        allow_override: a load request may contain a configuration and files.
-        poll_interval_s: time between two scans of the repositories, in seconds.
-        settle_s: a model's files must be unchanged for this time before they are loaded, in seconds.
-        load_threads: number of loads that run at once.
-    """
-
-    mode: Literal["none", "explicit", "poll"] = "none"
-    allow_override: bool = False
-    poll_interval_s: float = 2.0
-    settle_s: float = 1.0
-    load_threads: int = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from headrace.core.errors import BadRequest, HeadraceError, NotFound, Unavailabl
 from headrace.core.response_bodies import IndexRow, TrafficReport, VersionStatistics
 from headrace.engine.scheduling.sequences.directory import SequenceDirectory
 from headrace.engine.scheduling.version_handle import VersionHandle
-from headrace.observability.counters import to_triton
+from headrace.observability.totals import to_triton
 
 
 class State(Enum):

@@ -22,8 +22,9 @@ from headrace.core.response_bodies import SequenceFigures
 from headrace.core.telemetry import TritonMetrics
 from headrace.core.tensor import ModelSpec
 from headrace.observability import metrics_table as table
-from headrace.observability.counters import TIMES, Recorder, StepTotal, Totals
+from headrace.observability.counters import Recorder
 from headrace.observability.histograms import Counts, Histogram, quantiles_ns
+from headrace.observability.totals import TIMES, StepTotal, Totals
 
 # Upper bounds in milliseconds, Triton's defaults.
 FIRST_RESPONSE_MS = (100.0, 500.0, 2000.0, 5000.0)

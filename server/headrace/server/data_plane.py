@@ -14,12 +14,13 @@ from headrace.core.completion import Mailbox
 from headrace.core.ledger import CPU
 from headrace.core.limits import BodyMemory
 from headrace.core.store_url import parse_store_url
-from headrace.engine.caching.response_cache import ResponseCaches
+from headrace.engine.caching.response_caches import ResponseCaches
 from headrace.models.batch_proofs import BatchProofs
+from headrace.models.control_policy import ControlPolicy, ModelSelection
 from headrace.models.gpu_model_cache import GpuModelCache
 from headrace.models.integrity.verified_copy import open_verifier
 from headrace.models.loader import Loader
-from headrace.models.reconciler import ControlPolicy, ModelSelection, Reconciler
+from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
 from headrace.models.stores.mirror import Mirror
 from headrace.models.stores.opening import open_store

@@ -22,9 +22,9 @@ from headrace.core.request import InferRequest, InferResponse
 from headrace.engine.scheduling.row_sampler import MAX_SAMPLES
 from headrace.models import batch_proofs
 from headrace.models.batch_proofs import BatchProofs, allowed_rows, candidates, smallest_bound
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.explanation import explain
 from headrace.models.gpu_model_cache import GpuModelCache
-from headrace.models.reconciler import ControlPolicy
 from headrace.models.registry import Registry
 from headrace.observability.metrics import MetricsPage
 from headrace.runtimes.onnxruntime import OnnxRuntimeExecution

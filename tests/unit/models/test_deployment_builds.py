@@ -13,8 +13,9 @@ from headrace.config.manifest import is_artefact_name
 from headrace.config.model_folder import ModelFolder
 from headrace.config.serving_plan import ServingPlan
 from headrace.engine.scheduling.handle import ModelHandle
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.loader import Loader
-from headrace.models.reconciler import ControlPolicy, Reconciler
+from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
 
 from tests.support.control_thread import EXPLICIT, at_rest, index, infer_values, put, running, same

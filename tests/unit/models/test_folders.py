@@ -16,8 +16,9 @@ import pytest
 from headrace.config.digests import onnx_digest
 from headrace.config.model_folder import read_model_folder
 from headrace.core.errors import ConfigError
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.folders import folders, open_paths, scan
-from headrace.models.reconciler import ControlPolicy, Reconciler
+from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
 
 from tests.support import control_thread

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.gpu_backend import tensorrt_machine
-from headrace.models.reconciler import ControlPolicy
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

@@ -16,7 +16,7 @@ from headrace.engine.pipelines import image
 from headrace.engine.pipelines.execution import Ranking, softmax
 from headrace.engine.pipelines.image import PixelSteps
 from headrace.engine.pipelines.recipe import ImageRecipe
-from headrace.models.reconciler import ControlPolicy
+from headrace.models.control_policy import ControlPolicy
 from headrace.runtimes.cuda.kernels import launching, loading
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec

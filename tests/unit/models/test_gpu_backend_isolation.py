@@ -16,7 +16,7 @@ from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.models import loader as loader_module
 from headrace.models.batch_proofs import BatchProofs
-from headrace.models.reconciler import ControlPolicy
+from headrace.models.control_policy import ControlPolicy
 from headrace.runtimes.base import InFlightBatch
 from headrace.runtimes.isolated.backend import IsolatedBackend, IsolatedExecution
 from headrace_engines.progress import silent

@@ -13,7 +13,7 @@ import onnx
 import pytest
 from headrace.config.model_config import ModelConfig
 from headrace.config.optimization_config import requested_precision
-from headrace.models.reconciler import ControlPolicy
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.registry import Registry
 
 from tests.support.control_thread import index, infer_values, put, running, same

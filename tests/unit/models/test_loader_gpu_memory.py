@@ -11,8 +11,8 @@ import pytest
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import ConfigError, DeadlineExceeded, Unavailable
 from headrace.core.request import InferRequest
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.gpu_model_cache import GpuModelCache
-from headrace.models.reconciler import ControlPolicy
 from headrace.models.registry import Registry
 from headrace.observability.metrics_server import MemoryCollector
 from prometheus_client import CollectorRegistry, generate_latest

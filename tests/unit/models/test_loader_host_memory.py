@@ -13,8 +13,8 @@ from headrace.core.errors import DeadlineExceeded, Unavailable
 from headrace.core.ledger import CPU
 from headrace.core.request import InferRequest
 from headrace.models import accounted_model
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.gpu_model_cache import GpuModelCache
-from headrace.models.reconciler import ControlPolicy
 from headrace.models.registry import Registry
 from headrace.observability.metrics_server import MemoryCollector
 from headrace.runtimes.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeModel

@@ -14,7 +14,7 @@ import pytest
 from headrace.config.model_config import ModelConfig
 from headrace.core.request import InferRequest
 from headrace.models import loader as loader_module
-from headrace.models.reconciler import ControlPolicy
+from headrace.models.control_policy import ControlPolicy
 from headrace.runtimes.isolated.backend import IsolatedBackend
 from headrace.runtimes.processes.supervisor import ProcessGate
 

@@ -12,8 +12,9 @@ import pytest
 from headrace.config.model_folder import read_model_folder
 from headrace.config.serving_plan import GpuRuntime, ServingPlan, serving_plan
 from headrace.core.errors import Unavailable, Unsupported
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.gpu_backend import tensorrt_machine
-from headrace.models.reconciler import ControlPolicy, Reconciler
+from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
 from headrace.runtimes.tensorrt.backend import HOST_CODE
 

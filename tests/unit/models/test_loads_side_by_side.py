@@ -13,10 +13,11 @@ from headrace.core.cancellation import current_cancellation
 from headrace.core.errors import Aborted, ConfigError, NotFound, Overloaded, Unavailable
 from headrace.core.ledger import CPU, Kind, NoRoom
 from headrace.models import accounted_model
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.gpu_model_cache import GpuModelCache
 from headrace.models.loader import Loader
 from headrace.models.measuring import MeasuringTurns
-from headrace.models.reconciler import MAX_WAITING_COMMANDS, ControlPolicy
+from headrace.models.reconciler import MAX_WAITING_COMMANDS
 from headrace.models.registry import Registry
 from headrace.runtimes.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeModel
 

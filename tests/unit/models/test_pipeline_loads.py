@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from headrace.core.errors import ConfigError, HeadraceError, Unavailable
 from headrace.core.request import InferRequest
-from headrace.models.reconciler import ControlPolicy
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.registry import Registry
 
 from tests.support.control_thread import index, running

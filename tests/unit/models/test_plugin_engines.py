@@ -13,7 +13,7 @@ import pytest
 from headrace.core.errors import ConfigError, Unsupported
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
-from headrace.models.reconciler import ControlPolicy
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.registry import Registry
 from headrace.runtimes.cuda.kernels import loading
 from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
+from headrace.models.control_policy import ModelSelection
 from headrace.models.loader import Loader
-from headrace.models.reconciler import ModelSelection, Reconciler
+from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
 
 from tests.support.models import add_model, affine, identity

@@ -16,8 +16,9 @@ from headrace.core.clock import NS_PER_S
 from headrace.core.completion import Mailbox
 from headrace.core.errors import Unavailable
 from headrace.engine.scheduling.handle import ModelHandle
+from headrace.models.control_policy import ControlPolicy, ModelSelection
 from headrace.models.loader import Loader
-from headrace.models.reconciler import ControlPolicy, ModelSelection, Reconciler
+from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
 
 from tests.support.control_thread import infer_values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.models.folders import Fingerprint
-from headrace.models.reconciler import Watcher
+from headrace.models.watcher import Watcher
 
 SETTLE_NS = 100
 

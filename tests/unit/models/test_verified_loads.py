@@ -8,12 +8,12 @@ import pytest
 from headrace.config.model_folder import read_model_folder
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import CPU
+from headrace.models.control_policy import ControlPolicy
 from headrace.models.folders import open_paths
 from headrace.models.gpu_model_cache import GpuModelCache
 from headrace.models.integrity.checksums import CHECKSUMS, SIGNATURE, write_checksums
 from headrace.models.integrity.signatures import create_key_pair, read_secret_key, sign_checksums
 from headrace.models.integrity.verified_copy import ModelVerifier, open_verifier
-from headrace.models.reconciler import ControlPolicy
 from headrace.models.registry import Registry
 
 from tests.support.control_thread import index, infer_values, put, running, same

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.request import BatchTimes
-from headrace.observability.counters import SECONDS, BatchRecord, Recorder
+from headrace.observability.counters import BatchRecord, Recorder
+from headrace.observability.totals import SECONDS
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -39,13 +39,15 @@ from headrace.engine.pipelines.run import (
     step_error,
 )
 from headrace.engine.pipelines.step_totals import StepTotals
-from headrace.engine.scheduling.admission import Quotas, SafetyMargins
+from headrace.engine.scheduling.admission import SafetyMargins
 from headrace.engine.scheduling.handle import set_deadline
 from headrace.engine.scheduling.latency_table import LatencyTable
 from headrace.engine.scheduling.policy import HandlePolicy
 from headrace.engine.scheduling.queue import FAR_NS
+from headrace.engine.scheduling.quotas import Quotas
 from headrace.engine.scheduling.version_handle import Prediction, VersionHandle, decoupled_error
-from headrace.observability.counters import Recorder, StepTotal
+from headrace.observability.counters import Recorder
+from headrace.observability.totals import StepTotal
 
 # Sets of requested outputs with a cached route.
 _MAX_ROUTES = 64

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from headrace.core.clock import NS_PER_S
 from headrace.core.request import PipelineStepTimes
-from headrace.observability.counters import StepTotal
+from headrace.observability.totals import StepTotal
 
 # The figures are of the last 5 to 10 seconds.
 _PERIOD_NS = 5 * NS_PER_S

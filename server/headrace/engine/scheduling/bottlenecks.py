@@ -16,7 +16,7 @@ from headrace.core.response_bodies import Bottleneck, SequenceFigures
 from headrace.engine.scheduling.batching import CloseReason
 from headrace.engine.scheduling.latency_table import LatencyTable
 from headrace.engine.scheduling.policy import HandlePolicy
-from headrace.observability.counters import RecentTotals
+from headrace.observability.totals import RecentTotals
 
 # The smallest batch size with this share of the best throughput counts as the best: its latency is lower.
 _NEARLY = 0.98

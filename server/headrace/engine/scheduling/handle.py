@@ -18,7 +18,7 @@ from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.core.limits import BodyMemory
 from headrace.core.request import GroupMembers, InferRequest, InferResponse, LevelLoad, ModelLoad, Probe
 from headrace.core.tensor import BYTES, ModelSpec
-from headrace.engine.scheduling.admission import AdmissionController, Quotas
+from headrace.engine.scheduling.admission import AdmissionController
 from headrace.engine.scheduling.batching import CostModel
 from headrace.engine.scheduling.entries import EntryFactory, Sequencer
 from headrace.engine.scheduling.executor import (
@@ -34,6 +34,7 @@ from headrace.engine.scheduling.latency_table import LatencyTable
 from headrace.engine.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.engine.scheduling.policy import HandlePolicy, LevelPolicy
 from headrace.engine.scheduling.queue import FAR_NS, Entry, QueueOrder
+from headrace.engine.scheduling.quotas import Quotas
 from headrace.engine.scheduling.ragged import PaddedLayout, batch_layout
 from headrace.engine.scheduling.row_sampler import RowSampler
 from headrace.engine.scheduling.scheduler import IdleTask, Scheduler

@@ -24,7 +24,8 @@ from headrace.engine.scheduling.batch_proof import BatchVerdict
 from headrace.engine.scheduling.instance import WarmUp
 from headrace.engine.scheduling.latency_table import LatencyTable
 from headrace.engine.scheduling.policy import HandlePolicy
-from headrace.observability.counters import Recorder, StepTotal
+from headrace.observability.counters import Recorder
+from headrace.observability.totals import StepTotal
 from headrace.runtimes.base import LoadedModel, ProcessStatus
 
 _serials = count(1)

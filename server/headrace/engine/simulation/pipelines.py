@@ -17,7 +17,7 @@ from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
 from headrace.engine.pipelines.graph import PipelineGraph
 from headrace.engine.scheduling.policy import HandlePolicy
 from headrace.engine.scheduling.version_handle import VersionHandle
-from headrace.observability.counters import StepTotal
+from headrace.observability.totals import StepTotal
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,15 +24,10 @@ from headrace.core.request import InferRequest, InferResponse
 from headrace.engine.scheduling.batching import WaitUntil
 from headrace.engine.scheduling.policy import SequencePolicy
 from headrace.engine.scheduling.selector import Batch
-from headrace.engine.scheduling.sequences.table import RefusalReason, SequenceEntry, SequenceTable
-from headrace.engine.simulation.replay import (
-    BatchHistory,
-    SimulatedModel,
-    StepTimes,
-    Variation,
-    VirtualDevice,
-    VirtualLoop,
-)
+from headrace.engine.scheduling.sequences.live_sequence import RefusalReason, SequenceEntry
+from headrace.engine.scheduling.sequences.table import SequenceTable
+from headrace.engine.simulation.replay import BatchHistory, SimulatedModel, StepTimes, Variation, VirtualDevice
+from headrace.engine.simulation.virtual_time import VirtualLoop
 
 Integers = npt.NDArray[np.int64]
 

@@ -29,7 +29,7 @@ from headrace.server.front_ends.sharing import shared_arrays, shared_limits
 from headrace.server.front_ends.table import sticky_headers
 from headrace.server.listen import origin_policy, raise_file_limit, run_server
 from headrace.server.wiring import Reloads, open_access, open_keys, options_reader
-from headrace.wire.grpc.infer import InferStreams
+from headrace.wire.grpc.infer_streams import InferStreams
 from headrace.wire.requests.codec_threads import CodecThreads
 from headrace.wire.requests.load_report import LoadReports
 from headrace.wire.requests.services import Services

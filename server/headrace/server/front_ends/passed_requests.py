@@ -20,9 +20,10 @@ from headrace.core.limits import ClientLimits
 from headrace.server.front_ends.frame_stream import FrameStream
 from headrace.server.front_ends.grpc_proxy import UNLIMITED
 from headrace.server.front_ends.meeting import Client, Greeting
-from headrace.wire.grpc.call import DeadlineTimer, ServerCall, StreamingCall
+from headrace.wire.grpc.call import DeadlineTimer, ServerCall
 from headrace.wire.grpc.methods import Methods
 from headrace.wire.grpc.server import GrpcServer
+from headrace.wire.grpc.streaming_call import StreamingCall
 from headrace.wire.grpc.wire import RequestHead
 from headrace.wire.http.connection import HeadraceHttpProtocol
 from headrace.wire.http.origins import HostPolicy, RawHeaders

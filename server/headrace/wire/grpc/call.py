@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Protocol, cast
+from typing import Protocol
 from weakref import ref
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
@@ -16,7 +16,6 @@ from headrace.core.errors import (
     Cancelled,
     DeadlineExceeded,
     HeadraceError,
-    Unavailable,
     forget_frames,
 )
 from headrace.core.limits import BodyReservation, ClientLimits
@@ -32,7 +31,6 @@ from headrace.wire.grpc.wire import (
     RequestHead,
     error_trailers,
     initial_headers,
-    message_head,
     ok_trailers,
     unary_response,
     unpack_prefix,
@@ -43,11 +41,9 @@ from headrace.wire.http2.stream import DATA_CREDIT_SHIFT, STREAM_CREDIT, Http2St
 from headrace.wire.requests.codec_threads import CodecThreads
 
 # Smaller messages are joined and sent in one piece; larger ones are sent part by part.
-_JOIN_BELOW_BYTES = 16384
-# Backpressure: `StreamingCall.write` waits while more than this is pending.
-_WRITE_AHEAD_BYTES = 64 << 10
+JOIN_BELOW_BYTES = 16384
 # Frames that a message adds to the frame budget.
-_MESSAGE_CREDIT = 4
+MESSAGE_CREDIT = 4
 # Body bytes of a request that is not gRPC after which its response is sent; the rest is not read.
 _REJECTED_BODY_BYTES = 65536
 # Frames that such a request subtracts from the frame budget, beside the cost of its stream, which it does not get back.
@@ -268,7 +264,7 @@ class ServerCall(Http2Stream):
         if not self.closed:
             write_buffer = self.connection.write_buffer
             if message:
-                message = _with_prefix(message)
+                message = with_prefix(message)
                 self.room.admit(sum(map(len, message)))
             self._send_headers()
             if message:
@@ -327,7 +323,7 @@ class ServerCall(Http2Stream):
         reader.feed(data, start, stop)
         messages = reader.complete - before
         self.reservation.grow(stop - start + messages * MESSAGE_OVERHEAD_BYTES)
-        credit = ((stop - start) >> DATA_CREDIT_SHIFT) + _MESSAGE_CREDIT * messages
+        credit = ((stop - start) >> DATA_CREDIT_SHIFT) + MESSAGE_CREDIT * messages
         self.connection.frame_budget.spend(1 - credit)
 
 
@@ -462,7 +458,7 @@ class UnaryCall(ServerCall):
             completion.settle(error)
 
     def _send_response(self, message: Message) -> None:
-        if not self.closed and sum(map(len, message)) < _JOIN_BELOW_BYTES:
+        if not self.closed and sum(map(len, message)) < JOIN_BELOW_BYTES:
             content = b"".join(message)
             connection, write_buffer = self.connection, self.connection.write_buffer
             if write_buffer.reserve_window(self, len(content) + PREFIX_BYTES):
@@ -478,196 +474,7 @@ class UnaryCall(ServerCall):
         super()._send_response(message)
 
 
-class StreamingCall(ServerCall):
-    """A call with a stream of messages in both directions; see `StreamCall`."""
-
-    __slots__ = ("_drained", "_waiter", "stopping", "take")
-
-    _reader: MessageReader
-
-    def __init__(self, connection: Http2Connection, stream_id: int, head: RequestHead, server: CallServer) -> None:
-        super().__init__(connection, stream_id, head, server)
-        self._reader = MessageReader(head.encoding, server.client_limits)
-        self._waiter: asyncio.Future[bytes | None] | None = None
-        self.take: Callable[[bytes], bool] | None = None
-        self._drained = asyncio.Event()
-        self.awaiting_body = False
-        self.stopping = server.stopping
-        self.received_ns = monotonic_ns()
-        assert head.method is not None
-        self._task = connection.loop.create_task(self._serve(head.method))
-
-    def on_data(self, data: bytes, start: int, stop: int, end: bool) -> None:
-        """Receive a part of a message, or many messages, and pass on the complete ones."""
-        if not end and self._take_whole(data, start, stop):
-            return
-        if self._violates_content_length(stop - start, end):
-            return
-        reader = self._reader
-        try:
-            self._read_data(reader, data, start, stop)
-            if end and reader.partial:
-                raise BadRequest("the client closed the stream in the middle of a message")
-            self._pass_messages()
-        except HeadraceError as error:
-            self.fail(error)
-            return
-        if reader.partial:
-            if not self.awaiting_body:
-                self.progress_tick = self.connection.ticks
-            if not reader.complete:
-                self.request_window(reader.missing_bytes)
-        self.awaiting_body = reader.partial
-        if end or reader.complete:
-            self._wake_reader()
-
-    def _take_whole(self, data: bytes, start: int, stop: int) -> bool:
-        """Pass a part that is exactly one message to the method that waits for it; False if it must be read as any other part."""
-        take, waiter, reader = self.take, self._waiter, self._reader
-        size_bytes = stop - start
-        if (
-            take is None
-            or waiter is None
-            or size_bytes < PREFIX_BYTES
-            or self._head.content_length >= 0
-            or not reader.is_empty
-            or waiter.done()
-        ):
-            return False
-        flag, length = unpack_prefix(data, start)
-        if flag or length != size_bytes - PREFIX_BYTES or length > self._client_limits.limits.max_body_bytes:
-            return False
-        self.connection.frame_budget.available += (size_bytes >> DATA_CREDIT_SHIFT) + _MESSAGE_CREDIT - 1
-        if self.granted_bytes or self.receive_window < self.connection.limits.stream_window_bytes >> 1:
-            self._restore_window()
-        message = data[start + PREFIX_BYTES : stop]
-        if not take(message):
-            waiter.set_result(message)
-        return True
-
-    def _pass_messages(self) -> None:
-        """Pass complete messages to the method if it waits for them; raises as `MessageReader.pop`."""
-        take, waiter, reader = self.take, self._waiter, self._reader
-        if take is None or waiter is None or waiter.done() or not reader.complete:
-            return
-        while reader.complete and not self.closed:
-            if reader.is_large_compressed:
-                waiter.set_result(None)  # `read` decompresses it
-                return
-            message = self._pop_message()
-            if not take(message):
-                waiter.set_result(message)
-                return
-
-    def _pop_message(self) -> bytes:
-        message, wire_bytes = self._reader.pop()
-        self._message_popped(wire_bytes)
-        return cast(bytes, message)  # the reader of a stream has no allocator
-
-    def _message_popped(self, wire_bytes: int) -> None:
-        self.reservation.shrink(wire_bytes)
-        if not self._reader.complete:
-            self._restore_window()
-
-    def on_tick(self, now_ns: int) -> bool:
-        """Observe the rate of an incomplete message; see `Http2Stream`.
-
-        While complete messages wait for the method, the receive window stays closed: the server delays the rest, not the client.
-        """
-        if self._reader.complete:
-            self.progress_tick = self.connection.ticks
-            self.reservation.pause()
-            return False
-        return super().on_tick(now_ns)
-
-    def on_flushed(self) -> None:
-        """Wake the writer when few enough bytes are pending."""
-        if self.pending_bytes <= _WRITE_AHEAD_BYTES:
-            self._drained.set()
-
-    async def read(self) -> bytes | None:
-        """See `StreamCall`."""
-        while True:
-            if self.closed:
-                raise Cancelled("the client disconnected")
-            if self.stopping:
-                raise Unavailable("the server is shutting down")
-            if self._reader.is_large_compressed:
-                decompressed, wire_bytes = await self._reader.pop_large(self._server.codec_threads)
-                self._message_popped(wire_bytes)
-                return decompressed
-            if self._reader.complete:
-                return self._pop_message()
-            if not self.remote_open:
-                return None
-            self._waiter = self.connection.loop.create_future()
-            try:
-                message = await self._waiter
-            finally:
-                self._waiter = None
-            if message is not None:
-                return message
-
-    def write_now(self, message: Message, *, last: bool) -> bool:
-        """See `StreamCall`."""
-        size_bytes, write_buffer = sum(map(len, message)), self.connection.write_buffer
-        if (
-            self.closed
-            or size_bytes >= _JOIN_BELOW_BYTES
-            or not write_buffer.reserve_window(self, size_bytes + PREFIX_BYTES)
-        ):
-            return False
-        if not self._headers_sent:
-            self._send_headers()
-        frames = (message_head(self.stream_id, size_bytes), *message)
-        if last:
-            write_buffer.flush(frames)
-        else:
-            write_buffer.write(frames)
-        self.connection.frame_budget.available += _MESSAGE_CREDIT
-        return True
-
-    async def write(self, message: Message) -> None:
-        """See `StreamCall`."""
-        if self.closed:
-            raise Cancelled("the client disconnected")
-        if self.write_now(message, last=False):
-            return
-        self._send_headers()
-        message = _with_prefix(message)
-        self.room.admit(sum(map(len, message)))
-        self.connection.write_buffer.queue_data(self, message)
-        while self.pending_bytes > _WRITE_AHEAD_BYTES and not self.closed:
-            self._drained.clear()
-            await self._drained.wait()
-        if self.closed:
-            raise Cancelled("the client disconnected")
-
-    def notify_stopping(self) -> None:
-        """Set `stopping`, and end a `read` in progress with Unavailable."""
-        self.stopping = True
-        self._wake_reader()
-
-    def _cancel_method(self, error: HeadraceError) -> None:
-        self._drained.set()
-        self._wake_reader()
-        super()._cancel_method(error)
-
-    def _wake_reader(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _restore_window(self) -> None:
-        """Reopen the receive window after all received messages are read."""
-        self.connection.window_grants.release(self)
-        window_bytes = self.connection.limits.stream_window_bytes
-        if self.receive_window < window_bytes >> 1:
-            self.increase_window(window_bytes - self.receive_window)
-        if self._reader.partial:
-            self.request_window(self._reader.missing_bytes)
-
-
-def _with_prefix(message: Message) -> Message:
+def with_prefix(message: Message) -> Message:
     """Prepend the length prefix of a message. Sizes are in bytes, also for memoryviews of larger items."""
     return [PREFIX.pack(0, sum(memoryview(part).nbytes for part in message)), *message]
 

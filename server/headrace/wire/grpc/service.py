@@ -16,7 +16,8 @@ from headrace.core.access import AccessControl, Principal
 from headrace.core.clock import pause
 from headrace.core.errors import BadRequest, NotFound, Unavailable, Unsupported
 from headrace.wire.grpc.codec import parameter_value
-from headrace.wire.grpc.infer import GrpcInference, InferStreams
+from headrace.wire.grpc.infer import GrpcInference
+from headrace.wire.grpc.infer_streams import InferStreams
 from headrace.wire.grpc.load_service import LOAD_METHOD, LOAD_SERVICE, LoadService
 from headrace.wire.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
 from headrace.wire.grpc.reflection import NOT_FOUND, V1, V1ALPHA, DescriptorIndex, file_of_v1

@@ -23,7 +23,7 @@ from headrace.core.cache_options import CacheOptions, RedisOptions, RedisTls
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError
 from headrace.engine.caching.redis_store import _BoundedConnection, tls_context, tls_problem
-from headrace.engine.caching.response_cache import ResponseCaches
+from headrace.engine.caching.response_caches import ResponseCaches
 from headrace.engine.caching.values import MAX_VALUE_BYTES
 
 from tests.support.certificates import Certificates

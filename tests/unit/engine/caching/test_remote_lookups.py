@@ -20,11 +20,12 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import Cancelled, ConfigError, QuotaExceeded
 from headrace.core.quota import Quota
 from headrace.core.request import InferRequest
-from headrace.engine.caching.response_cache import RemoteEntries, ResponseCaches, VersionCache
+from headrace.engine.caching.response_cache import RemoteEntries, VersionCache
+from headrace.engine.caching.response_caches import ResponseCaches
 from headrace.engine.caching.values import Lookup, RemoteWrite, StoredResponse
 from headrace.engine.scheduling.handle import ModelHandle
 from headrace.engine.scheduling.policy import RateLimits
-from headrace.observability.counters import to_triton
+from headrace.observability.totals import to_triton
 
 from tests.support.fakes import FakeModel, handle, infer_request
 from tests.support.waiting import until_async

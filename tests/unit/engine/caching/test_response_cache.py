@@ -20,7 +20,8 @@ from headrace.core.errors import Cancelled, DeadlineExceeded, ModelFailed, Overl
 from headrace.core.quota import Quota
 from headrace.core.request import InferResponse, PipelineStepTimes
 from headrace.engine.caching import benefit as benefit_module
-from headrace.engine.caching.response_cache import LARGE_BYTES, ResponseCaches, VersionCache, VersionStates
+from headrace.engine.caching.response_cache import LARGE_BYTES, VersionCache, VersionStates
+from headrace.engine.caching.response_caches import ResponseCaches
 from headrace.engine.scheduling.handle import ModelHandle
 from headrace.engine.scheduling.policy import BatchPolicy, QueueLimits, RateLimits
 

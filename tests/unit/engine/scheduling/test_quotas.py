@@ -6,8 +6,8 @@ import pytest
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import QuotaExceeded
 from headrace.core.quota import Quota
-from headrace.engine.scheduling.admission import Quotas
 from headrace.engine.scheduling.policy import RateLimits
+from headrace.engine.scheduling.quotas import Quotas
 from hypothesis import given
 from hypothesis import strategies as st
 

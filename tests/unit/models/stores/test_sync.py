@@ -14,8 +14,9 @@ import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, HeadraceError, Unavailable
 from headrace.core.store_url import StoreUrl, parse_store_url
+from headrace.models.control_policy import ControlPolicy, ModelSelection
 from headrace.models.loader import Loader
-from headrace.models.reconciler import ControlPolicy, ModelSelection, Reconciler
+from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry, State
 from headrace.models.stores.base import StoreError
 from headrace.models.stores.cache import open_mirrors

@@ -15,7 +15,8 @@ from headrace.core.limits import ClientLimits
 from headrace.core.request import InferRequest, InferResponse, ModelLoad
 from headrace.core.response_stream import ResponseStream
 from headrace.core.tensor import BYTES, FP32, ModelSpec, TensorSpec
-from headrace.wire.grpc.infer import GrpcInference, InferStreams
+from headrace.wire.grpc.infer import GrpcInference
+from headrace.wire.grpc.infer_streams import InferStreams
 from headrace.wire.grpc.response_room import ResponseRoom
 from headrace.wire.requests.request_options import NO_OPTIONS, RequestOptions
 from headrace.wire.requests.services import Services

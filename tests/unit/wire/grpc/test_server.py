@@ -17,9 +17,10 @@ from headrace.core.limits import ClientLimits, Limits
 from headrace.core.request import InferResponse
 from headrace.wire.grpc import call as grpc_call
 from headrace.wire.grpc import wire as grpc_wire
-from headrace.wire.grpc.call import DeadlineTimer, StreamingCall
+from headrace.wire.grpc.call import DeadlineTimer
 from headrace.wire.grpc.methods import GrpcCall, Message, Methods, StreamCall
 from headrace.wire.grpc.server import GrpcServer
+from headrace.wire.grpc.streaming_call import StreamingCall
 from headrace.wire.http2.frames import ErrorCode, rst_stream
 
 from tests.support.http2_peer import Wire, data, grpc_head, message, on_a_loop, request

@@ -23,7 +23,8 @@ from headrace.core.limits import ClientLimits
 from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
 from headrace.observability.labelled_counter import ERRORS
-from headrace.wire.grpc.infer import GrpcInference, InferStreams
+from headrace.wire.grpc.infer import GrpcInference
+from headrace.wire.grpc.infer_streams import InferStreams
 from headrace.wire.grpc.response_room import ResponseRoom
 from headrace.wire.grpc.status import error_status
 from headrace.wire.requests.request_options import NO_OPTIONS, RequestOptions

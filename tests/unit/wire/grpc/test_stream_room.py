@@ -7,7 +7,8 @@ from typing import Any
 
 from headrace.core.errors import ModelFailed, Overloaded
 from headrace.core.limits import ClientLimits, Limits
-from headrace.wire.grpc.infer import GrpcInference, InferStreams
+from headrace.wire.grpc.infer import GrpcInference
+from headrace.wire.grpc.infer_streams import InferStreams
 from headrace.wire.grpc.response_room import ResponseRoom
 from tritonclient.grpc import service_pb2
 

@@ -14,12 +14,15 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import Cancelled, DeadlineExceeded, HeadraceError, ModelFailed, Overloaded
 from headrace.core.request import BatchTimes, InferRequest
 from headrace.core.tensor import Array
-from headrace.engine.caching.response_cache import LARGE_BYTES, ResponseCaches
+from headrace.engine.caching.response_cache import LARGE_BYTES
+from headrace.engine.caching.response_caches import ResponseCaches
 from headrace.engine.scheduling.handle import ModelHandle
 from headrace.engine.scheduling.policy import BatchPolicy
-from headrace.observability.counters import BatchRecord, Recorder, to_triton
+from headrace.observability.counters import BatchRecord, Recorder
+from headrace.observability.totals import to_triton
 from headrace.wire.grpc.codec import scan
-from headrace.wire.grpc.infer import GrpcInference, InferStreams
+from headrace.wire.grpc.infer import GrpcInference
+from headrace.wire.grpc.infer_streams import InferStreams
 from headrace.wire.requests.services import Services
 from tritonclient.grpc import service_pb2 as pb
 

@@ -14,8 +14,8 @@ from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BYTES, Array
 from headrace.engine.scheduling.policy import ControlTensor
 from headrace.engine.scheduling.queue import Entry
+from headrace.engine.scheduling.sequences.live_sequence import CorrelationId, SequenceEntry
 from headrace.engine.scheduling.sequences.state import find_slot_states
-from headrace.engine.scheduling.sequences.table import CorrelationId, SequenceEntry
 from headrace.runtimes.base import (
     BatchMember,
     Execution,

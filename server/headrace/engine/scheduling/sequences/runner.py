@@ -15,9 +15,9 @@ from headrace.engine.scheduling.policy import SequencePolicy
 from headrace.engine.scheduling.queue import Entry
 from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.controls import control_rows
+from headrace.engine.scheduling.sequences.live_sequence import SequenceEntry
 from headrace.engine.scheduling.sequences.scheduler import SequenceScheduler
 from headrace.engine.scheduling.sequences.state import HostStates, find_slot_states
-from headrace.engine.scheduling.sequences.table import SequenceEntry
 from headrace.runtimes.base import Execution, MemberResult, Rescheduled, find_inner
 
 _DIED = "the instance that has its state died"

@@ -10,7 +10,7 @@ from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_NAME
 from headrace.engine.scheduling.policy import ControlTensor
 from headrace.engine.scheduling.sequences.controls import ControlledExecution, check_correlation_id, control_rows
-from headrace.engine.scheduling.sequences.table import SequenceEntry
+from headrace.engine.scheduling.sequences.live_sequence import SequenceEntry
 
 
 def entry(correlation_id: int | str, start: bool = False, end: bool = False) -> SequenceEntry:

@@ -11,9 +11,9 @@ from headrace.core.errors import HeadraceError, ModelFailed
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.engine.scheduling.policy import ControlTensor, QueueLimits, SequencePolicy
+from headrace.engine.scheduling.sequences.live_sequence import SequenceEntry
 from headrace.engine.scheduling.sequences.runner import SequenceRunner
 from headrace.engine.scheduling.sequences.scheduler import SequenceScheduler
-from headrace.engine.scheduling.sequences.table import SequenceEntry
 from headrace.runtimes.base import ExecutionLost, find_inner
 
 from tests.support.waiting import until

@@ -12,8 +12,8 @@ from headrace.core.errors import Overloaded, QueueTimeout, Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.engine.scheduling.policy import QueueLimits, SequencePolicy
 from headrace.engine.scheduling.selector import Batch
+from headrace.engine.scheduling.sequences.live_sequence import SequenceEntry
 from headrace.engine.scheduling.sequences.scheduler import SequenceScheduler
-from headrace.engine.scheduling.sequences.table import SequenceEntry
 
 from tests.support.waiting import on_threads, until
 

@@ -12,7 +12,8 @@ from headrace.core.request import InferRequest, InferResponse
 from headrace.engine.scheduling.batching import CloseReason, WaitUntil
 from headrace.engine.scheduling.policy import QueueLimits, SequencePolicy
 from headrace.engine.scheduling.selector import Batch
-from headrace.engine.scheduling.sequences.table import EndReason, RefusalReason, SequenceEntry, SequenceTable
+from headrace.engine.scheduling.sequences.live_sequence import EndReason, RefusalReason, SequenceEntry
+from headrace.engine.scheduling.sequences.table import SequenceTable
 
 OLDEST = SequencePolicy(slots=2, is_direct=False, max_rows=4, idle_ns=100)
 
