@@ -17,7 +17,6 @@ from headrace.wire.grpc.load_trailers import LoadTrailers
 from headrace.wire.grpc.methods import GrpcCall, Message, RequestMessage
 from headrace.wire.requests.codec_threads import LARGE_BYTES
 from headrace.wire.requests.request_options import RequestOptions
-from headrace.wire.requests.request_template import may_have_shared_inputs
 from headrace.wire.requests.service import InferenceService, PendingRequest, Wire
 from headrace.wire.requests.services import Services
 from headrace.wire.requests.status import grpc_code
@@ -85,7 +84,7 @@ class GrpcInference:
 
     def start(self, message: RequestMessage, call: GrpcCall) -> PendingRequest | None:
         """See `DirectMethod`: a large request or response needs the coroutine."""
-        if len(message) > LARGE_BYTES or (self.service.has_shared_memory and may_have_shared_inputs(bytes(message))):
+        if len(message) > LARGE_BYTES or (self.service.has_shared_memory and self.service.may_read_late(message)):
             return None
         if self.service.has_remote_quotas and self.service.needs_charge(call.options):
             return None

@@ -31,7 +31,6 @@ from headrace.wire.grpc.methods import Message, StreamCall
 from headrace.wire.grpc.response_room import max_held_bytes, unread_error
 from headrace.wire.grpc.status import StatusError
 from headrace.wire.requests.codec_threads import LARGE_BYTES
-from headrace.wire.requests.request_template import may_have_shared_inputs
 from headrace.wire.requests.service import PendingRequest, internal_error
 
 logger = logging.getLogger("headrace.grpc")
@@ -203,7 +202,7 @@ class _Stream:
         if (
             size_bytes > LARGE_BYTES
             or self._infer.large_responses
-            or (self._infer.service.has_shared_memory and may_have_shared_inputs(bytes(message)))
+            or (self._infer.service.has_shared_memory and self._infer.service.may_read_late(message))
             or self._infer.service.needs_charge(self._options)
             or self._counted + 1 >= streams.max_in_flight
             or self._in_flight_bytes + size_bytes >= streams.max_bytes

@@ -38,7 +38,6 @@ from headrace.wire.http.origins import ANY_HOST, HostPolicy
 from headrace.wire.http.repeated_request import RepeatedHeads, RepeatedRequest
 from headrace.wire.http.socket_reader import MIN_DIRECT_BYTES, READ_BYTES, WIDE_READ_BYTES, SocketReader
 from headrace.wire.http.timeouts import ConnectionTimeouts, Stage
-from headrace.wire.requests.request_template import may_have_shared_inputs
 from headrace.wire.requests.response_metadata import header_lines
 from headrace.wire.requests.tensor_codec import BodyBytes
 
@@ -566,8 +565,10 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             head is None
             or (self._has_received if cycle is None else self.stage is not Stage.BETWEEN or not cycle.response_complete)
             or len(data) - end != head.headers.content_length
-            or (endpoint.service.has_shared_memory and may_have_shared_inputs(data))
         ):
+            return False
+        body, service = data[end:], endpoint.service
+        if service.has_shared_memory and service.may_read_late(body):
             return False
         if cycle is None:
             self._has_received, self.stage = True, Stage.BETWEEN
@@ -575,13 +576,13 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         request = RepeatedRequest(self, endpoint, head, reservation)
         self.cycle = self._active_cycle = request  # type: ignore[assignment]
         try:
-            reservation.grow(len(data) - end)
+            reservation.grow(len(body))
         except Overloaded as error:
             self.stage = Stage.BODY
             self._refuse(503, str(error))
             return True
         self.tasks.add(request)  # type: ignore[arg-type]
-        request.begin(data[end:])
+        request.begin(body)
         return True
 
     def on_repeated_complete(self) -> None:

@@ -149,6 +149,13 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
     views: tuple[InputView, ...] = ()
     raw_bytes: int = 0
 
+    @property
+    def is_brief(self) -> bool:
+        """True if it has inputs in shared memory, and the event loop may copy them wherever they are."""
+        texts = sum(entry.size_bytes for entry in self.shared if entry.spec.datatype is BYTES)
+        largest = max((entry.size_bytes for entry in self.shared), default=0)
+        return bool(self.shared) and not self.literals and texts <= LARGE_BYTES and largest <= _LARGE_COPY_BYTES
+
     def attach(
         self, regions: Regions | None, inputs: dict[str, Array], devices: frozenset[int]
     ) -> tuple[RequestTemplate, int]:
@@ -185,6 +192,8 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
             region = regions.find(entry.shared.region)
             with named_tensor(f"input '{entry.spec.name}'"):
                 size_bytes += read_shared_input(entry, region, entry.shared.offset, devices, inputs)
+        if not targets:
+            return self, size_bytes
         resident = frozenset(
             output.spec.name
             for output in self.outputs

@@ -28,6 +28,8 @@ from headrace.observability.tracing import SamplingDecision
 from headrace.wire.requests.load_report import ENDED, FAILED, load_parameters
 from headrace.wire.requests.request_options import NO_OPTIONS, RequestOptions
 from headrace.wire.requests.request_template import (
+    MAX_TEMPLATE_BYTES,
+    MAX_TEMPLATES,
     Codec,
     Content,
     Encoded,
@@ -35,6 +37,7 @@ from headrace.wire.requests.request_template import (
     ReadContent,
     RequestTemplate,
     is_large_response,
+    may_have_shared_inputs,
     read_shared,
 )
 from headrace.wire.requests.response_metadata import timing
@@ -171,6 +174,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
     ) -> None:
         self.codec_threads = services.codec_threads
         self.has_shared_memory = "system_shared_memory" in services.extensions
+        self._brief: dict[bytes, None] = {}  # contents of requests whose inputs in shared memory are small
         self._regions = services.regions
         self._models = services.models
         self._observer = services.observer
@@ -243,6 +247,14 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             codec = handle.protocol_cache[self] = self._new_codec(handle.spec)
         return codec
 
+    def may_read_late(self, content: bytes | memoryview) -> bool:
+        """Return True if a request may have large inputs in shared memory: `read_large` must read it first.
+
+        Their size is in the content, and known once an equal request has been read.
+        """
+        data = bytes(content)  # no copy of bytes
+        return may_have_shared_inputs(data) and not (len(data) <= MAX_TEMPLATE_BYTES and data in self._brief)
+
     async def read_large(self, handle: Handle, content: Content, layout: Layout) -> ReadContent | None:
         """Read a large request, or large inputs in shared memory, on a codec thread; None if `enqueue` can read it.
 
@@ -259,8 +271,12 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         parts = (
             await run(codec.read, content, layout, size_bytes=len(content)) if is_large else codec.read(content, layout)
         )
-        template, inputs, _ = parts
-        if self._regions is not None and template.shared:
+        template, inputs, request_id = parts
+        if template.is_brief and not request_id and len(content) <= MAX_TEMPLATE_BYTES:
+            if len(self._brief) >= MAX_TEMPLATES:
+                self._brief.clear()
+            self._brief[bytes(content)] = None  # type: ignore[call-overload]
+        elif self._regions is not None and template.shared:
             large = template.large_shared(self._regions, handle.spec.resident_devices)
             if large:
                 await run(read_shared, large, inputs, size_bytes=sum(entry.size_bytes for entry, _ in large))

@@ -443,11 +443,12 @@ def test_large_texts_are_split_on_a_codec_thread(rows: int, is_large: bool) -> N
     codec: Any = ModelCodec(spec, regions)
     threads = SimpleNamespace(run=run)
     service: Any = SimpleNamespace(
-        codec=lambda _: codec, codec_threads=threads, has_shared_memory=True, _regions=regions
+        codec=lambda _: codec, codec_threads=threads, has_shared_memory=True, _regions=regions, _brief={}
     )
     handle: Any = SimpleNamespace(spec=spec)
     parts = asyncio.run(InferenceService.read_large(service, handle, body, None))
     assert functions == (["read_shared"] if is_large else [])
+    assert InferenceService.may_read_late(service, body) is is_large, "an equal request need not be looked at again"
     request, _ = codec.decode(body, None, 0, parts=parts)
     assert np.array_equal(request.inputs["N"], texts)
     assert region.reads == 1
@@ -476,11 +477,16 @@ def test_large_numbers_are_copied_on_a_codec_thread(rows: int, is_pinned: bool, 
     body = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [rows, 2], "parameters": place}]}).encode()
     codec: Any = ModelCodec(spec, regions)
     service: Any = SimpleNamespace(
-        codec=lambda _: codec, codec_threads=SimpleNamespace(run=run), has_shared_memory=True, _regions=regions
+        codec=lambda _: codec,
+        codec_threads=SimpleNamespace(run=run),
+        has_shared_memory=True,
+        _regions=regions,
+        _brief={},
     )
     handle: Any = SimpleNamespace(spec=spec)
     parts = asyncio.run(InferenceService.read_large(service, handle, body, None))
     assert functions == (["read_shared"] if is_large else [])
+    assert InferenceService.may_read_late(service, body) is (rows > 1000)
     request, _ = codec.decode(body, None, 0, parts=parts)
     assert np.array_equal(np.asarray(request.inputs["X"]), values)
     assert region.reads == (0 if is_pinned else 1)

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 from headrace.core.errors import Overloaded
 from headrace.core.limits import ClientLimits, Limits
+from headrace.wire.http.codec import ModelCodec
 from headrace.wire.http.connection import HeadraceHttpProtocol
 from headrace.wire.http.infer_endpoint import InferEndpoint
 from headrace.wire.http.repeated_request import RepeatedRequest
@@ -19,6 +20,7 @@ from headrace.wire.http.timeouts import ConnectionTimeouts
 from uvicorn.server import ServerState
 
 from tests.support.virtual_time import in_virtual_time
+from tests.unit.wire.http.test_codec_shared_memory import FakeRegion, FakeRegions
 from tests.unit.wire.http.test_infer_endpoint import Handle, services
 from tests.unit.wire.http.test_infer_endpoint import request as json_body
 
@@ -148,6 +150,32 @@ async def test_a_repeated_request_gets_the_same_bytes(data: bytes) -> None:
         assert case.is_repeated
         case.check_clean()
     assert case.state.total_requests == 4
+
+
+async def test_small_inputs_in_shared_memory_need_no_parser_once_their_size_is_known() -> None:
+    case, region = Case(), FakeRegion(8)
+    service: Any = case.endpoint.service
+    regions: Any = FakeRegions(r=region)
+    service.has_shared_memory, service._regions = True, regions
+    service._new_codec = lambda spec: ModelCodec(spec, regions)
+    place = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
+
+    def request(**more: str) -> bytes:
+        tensor = {"name": "X", "datatype": "FP32", "shape": [1, 2], "parameters": place}
+        return http(json.dumps({"inputs": [tensor], **more}).encode())
+
+    region.memory[:] = np.array([1, 2], "<f4").tobytes()
+    first = await case.exchange(request())
+    assert first.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert not case.is_repeated
+    region.memory[:] = np.array([3, 4], "<f4").tobytes()
+    second = await case.exchange(request())
+    assert case.is_repeated
+    assert first.replace(b"2.0,4.0", b"6.0,8.0") == second
+    for _ in range(2):
+        assert (await case.exchange(request(id="one"))).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert not case.is_repeated, "requests with an id do not repeat"
+    case.check_clean()
 
 
 @pytest.mark.parametrize("error", [Overloaded("full", 2.0), ValueError("a bug")], ids=["overloaded", "unexpected"])
