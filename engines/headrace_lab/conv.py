@@ -23,6 +23,7 @@ from headrace.runtimes.cuda.kernels.loading import Kernels, is_half
 from headrace.runtimes.cuda.memory import DeviceBuffer, copy_address, read_gpu
 from headrace_engines.errors import BuildError
 
+from headrace_lab.candidates import Compilation, OwnAlgorithms, estimate_us, families
 from headrace_lab.check import Errors, ExactSums, SampledReference, sample
 from headrace_lab.cudnn import Torch, cudnn_candidates, load_torch
 from headrace_lab.inputs import DeviceOperands, HostOperands, host_operands, l2_bytes
@@ -30,7 +31,6 @@ from headrace_lab.kernels.base import Epilogue
 from headrace_lab.kernels.resources import FOLDER, Algorithm
 from headrace_lab.layers import PLAIN, ConvLayer
 from headrace_lab.measure import Candidate, Timing, time_rounds, trial_us
-from headrace_lab.own import Compilation, OwnAlgorithms, estimate_us, families
 from headrace_lab.results import DTYPES, CandidateResult, Cell, ConvMap
 from headrace_lab.roofline import measure_roofline
 from headrace_lab.tensorrt import TensorRt, load_tensorrt

@@ -11,12 +11,12 @@ from headrace_engines.errors import CallError
 from headrace_engines.report import Heading, narrow_table, print_text
 from rich.console import Console
 
+from headrace_lab.candidates import families, variants_for
 from headrace_lab.check import SampledReference, sample
 from headrace_lab.inputs import HostOperands, host_operands
 from headrace_lab.kernels.base import ConvShape, convolve
 from headrace_lab.kernels.resources import Algorithm
 from headrace_lab.layers import PLAIN, ConvLayer
-from headrace_lab.own import families, variants_for
 from headrace_lab.page import work_name
 from headrace_lab.results import DTYPES
 

@@ -28,7 +28,7 @@ from headrace_engines.progress import silent
 from headrace_engines.project import SOURCE, Project, open_project
 from headrace_engines.simplify import simplify
 from headrace_engines.split.models import SplitModel, split_model
-from headrace_engines.split.publishing import staged_split
+from headrace_engines.split.part_writer import staged_split
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from onnx import TensorProto, helper, numpy_helper

@@ -11,7 +11,7 @@ Models in Headrace's own form import from here:
 
 from __future__ import annotations
 
-from headrace_model.own_form import TensorType as Tensor
-from headrace_model.own_form import model
+from headrace_model.predict_form import TensorType as Tensor
+from headrace_model.predict_form import model
 
 __all__ = ["Tensor", "model"]

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from typing import Any
 
-from headrace_model import own_form, python_backend
+from headrace_model import predict_form, python_backend
 from headrace_model.auto_complete import AutoCompleteConfig
 
 _TRITON_CLASS = "TritonPythonModel"
@@ -99,7 +99,7 @@ class TritonForm:
 
     def is_ready(self) -> bool:
         """Return the result of the model's `is_ready` or `is_model_ready`, which may be coroutines; True without either."""
-        return own_form.probe_result(self._probe)
+        return predict_form.probe_result(self._probe)
 
     def finalize(self) -> None:
         """Call `finalize` of the model, if it has one."""
@@ -114,7 +114,7 @@ class TritonForm:
 
 
 def find_form(module: Any, file: Any) -> Any:
-    """Return the model of a module: a `TritonForm` or an `own_form.OwnForm`.
+    """Return the model of a module: a `TritonForm` or a `predict_form.OwnForm`.
 
     Args:
         module: the imported file.
@@ -128,10 +128,10 @@ def find_form(module: Any, file: Any) -> Any:
         if not callable(getattr(triton, "execute", None)):
             raise Refused(f"{_TRITON_CLASS} has no method execute", "add def execute(self, requests)")
         return TritonForm(triton)
-    own = own_form.own_models(module)
+    own = predict_form.own_models(module)
     if len(own) == 1:
         target = own[0][1]
-        return own_form.OwnForm(target() if isinstance(target, type) else target, str(file))
+        return predict_form.OwnForm(target() if isinstance(target, type) else target, str(file))
     if not own:
         raise Refused(
             "has no model",

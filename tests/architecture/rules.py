@@ -61,10 +61,10 @@ PROGRAMS = {
     # Runs in the interpreters of frameworks, which have nothing of ours.
     "headrace_engines.importers.programs": "",
     # Runs on an interpreter with PyTorch, which has no other package of the builder.
-    "headrace_engines.optimize.torch_program": "",
+    "headrace_engines.optimize.pruning_program": "",
 }
 _SERVER = "server/headrace/server"
-_TORCH = "engines/headrace_engines/optimize/torch_program engines/headrace_engines/importers/programs"
+_TORCH = "engines/headrace_engines/optimize/pruning_program engines/headrace_engines/importers/programs"
 # Where each library may be imported; NumPy everywhere in the product. A program that runs elsewhere has libraries of its own.
 LIBRARIES = {
     "PIL": "server/headrace/engine/pipelines server/headrace_bench engines/headrace_engines/demo",

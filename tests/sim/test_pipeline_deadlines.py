@@ -14,7 +14,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import ModelSpec
 from headrace.engine.pipelines.graph import build_graph
-from headrace.engine.pipelines.handle import PipelineHandle
+from headrace.engine.pipelines.pipeline_handle import PipelineHandle
 from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.engine.simulation import replay
 from headrace.engine.simulation.replay import LatencyProfile, SimulatedModel, StepLatency, VirtualDevice

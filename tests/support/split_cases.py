@@ -16,7 +16,7 @@ from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import silent
 from headrace_engines.project import SOURCE, open_project
 from headrace_engines.split.models import split_model
-from headrace_engines.split.publishing import staged_split
+from headrace_engines.split.part_writer import staged_split
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

@@ -21,7 +21,7 @@ from headrace.core.request import InferRequest, InferResponse
 from headrace.engine.scheduling.policy import QueueLimits, SequencePolicy
 from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.live_sequence import SequenceEntry
-from headrace.engine.scheduling.sequences.table import SequenceTable
+from headrace.engine.scheduling.sequences.sequence_table import SequenceTable
 
 
 @dataclass(eq=False)

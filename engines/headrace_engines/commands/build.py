@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.config.completion import keeps_rows_apart
+from headrace.config.auto_complete import keeps_rows_apart
 from headrace.config.digests import config_digest
 from headrace.config.files import read_config_file
 from headrace.config.machine import LIBRARIES, Machine

@@ -22,13 +22,13 @@ from headrace_engines.accuracy import Accuracy, measure
 from headrace_engines.commands import add_cache, add_repository_and_target, add_version
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.onnx_graph import OnnxRunner, write_onnx
-from headrace_engines.optimize import originals, search
+from headrace_engines.optimize import search, source_model
 from headrace_engines.optimize.figures import MeasuredModel, ModelFigures, measure_models
-from headrace_engines.optimize.publishing import staged_model
+from headrace_engines.optimize.model_writer import staged_model
+from headrace_engines.optimize.pruning_program.jobs import Job
 from headrace_engines.optimize.result_table import show_result, write_page
 from headrace_engines.optimize.sparsity import BLOCK, MIN_REDUCTION, sparse_layers
 from headrace_engines.optimize.torch_job import TorchResult, run_torch_job
-from headrace_engines.optimize.torch_program.jobs import Job
 from headrace_engines.precision.lowering import ROWS
 from headrace_engines.progress import Report, part, silent, with_progress_lines
 from headrace_engines.project import open_project, read_spec
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """
     started_s = time.monotonic()
     _check_options(options)
-    code = originals.parse_code(options.model)
+    code = source_model.parse_code(options.model)
     if code is not None and options.prune == "2:4":
         raise CallError("--prune 2:4 is given for PyTorch code: import the model first, or use --prune channels")
     if options.output is not None:
@@ -193,30 +193,36 @@ def _python(options: argparse.Namespace, report: Report) -> Path:
 
 
 def _open(
-    options: argparse.Namespace, code: originals.PyTorchCode | None, python: Path | None, folder: Path, report: Report
-) -> originals.Original:
+    options: argparse.Namespace,
+    code: source_model.PyTorchCode | None,
+    python: Path | None,
+    folder: Path,
+    report: Report,
+) -> source_model.Original:
     if code is None:
         project = open_project(options.model, options.model_repository, options.version)
         if options.prune == "channels":
-            originals.check_channels(project)
-        return originals.open_original(project, options.data, options.held_out, options.samples)
+            source_model.check_channels(project)
+        return source_model.open_original(project, options.data, options.held_out, options.samples)
     if options.data is None:
         raise CallError(f"{options.model} is PyTorch code, which has no samples: give an .npz file with --data")
     assert python is not None, "code is pruned in PyTorch"
     name = options.name or code.path.stem
-    project = originals.import_code(
+    project = source_model.import_code(
         code, python, name, options.data, options.max_batch_size, folder / "models", part(report, 0, 0.05)
     )
-    original = originals.open_original(project, options.data, options.held_out, options.samples)
-    return originals.Original(project, original.model, original.train, original.held_out, original.output, code)
+    original = source_model.open_original(project, options.data, options.held_out, options.samples)
+    return source_model.Original(project, original.model, original.train, original.held_out, original.output, code)
 
 
-def _default_name(original: originals.Original, options: argparse.Namespace, code: originals.PyTorchCode | None) -> str:
+def _default_name(
+    original: source_model.Original, options: argparse.Namespace, code: source_model.PyTorchCode | None
+) -> str:
     suffix = "sparse" if options.prune == "2:4" else "pruned"
     return f"{original.project.name if code is None else code.path.stem}_{suffix}"
 
 
-def _comparison(original: originals.Original, samples: Samples) -> Callable[[onnx.ModelProto], Accuracy]:
+def _comparison(original: source_model.Original, samples: Samples) -> Callable[[onnx.ModelProto], Accuracy]:
     """Return a function that compares a model with the original one on samples."""
     reference, rows = OnnxRunner(original.model), min(ROWS, max(original.project.config.max_batch_size, 1))
 
@@ -226,7 +232,7 @@ def _comparison(original: originals.Original, samples: Samples) -> Callable[[onn
     return compare
 
 
-def _sparse(original: originals.Original, options: argparse.Namespace, report: Report) -> _Smaller:
+def _sparse(original: source_model.Original, options: argparse.Namespace, report: Report) -> _Smaller:
     """Return the model with as many 2:4 sparse layers as the target allows.
 
     Raises:
@@ -270,7 +276,7 @@ def _sparse(original: originals.Original, options: argparse.Namespace, report: R
 
 
 def _pruned(
-    original: originals.Original, options: argparse.Namespace, report: Report, python: Path, folder: Path
+    original: source_model.Original, options: argparse.Namespace, report: Report, python: Path, folder: Path
 ) -> _Smaller:
     """Return the model with the strongest channel pruning that holds the target.
 
@@ -279,8 +285,8 @@ def _pruned(
     """
     training = folder / "train.npy"
     report(0.0, "writing samples")
-    originals.write_training(original.train, training)
-    inputs = originals.torch_inputs(original, training)
+    source_model.write_training(original.train, training)
+    inputs = source_model.torch_inputs(original, training)
     path = original.project.source if original.code is None else original.code.path
     if original.code is None and not any(node.op_type == "BatchNormalization" for node in original.model.graph.node):
         # Folded constants leave fewer forms of a graph; batch norms stay for the training, which simplify would fuse.
@@ -360,7 +366,7 @@ def _trial_text(trial: search.Trial) -> str:
 
 def _document(
     options: argparse.Namespace,
-    original: originals.Original,
+    original: source_model.Original,
     smaller: _Smaller,
     figures: list[ModelFigures],
     machine: str,

@@ -21,7 +21,7 @@ from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.project import SOURCE, Project, open_project
 from headrace_engines.report import BuildDisplay, Heading, milliseconds, narrow_table, print_text, save_json, size
 from headrace_engines.split.models import SplitModel, is_coarse, prove, split_model
-from headrace_engines.split.publishing import PublishedSplit, check_config, staged_split
+from headrace_engines.split.part_writer import PublishedSplit, check_config, staged_split
 from headrace_engines.targets import choose_target
 
 _MAX_PARTS = 16

@@ -18,7 +18,7 @@ from headrace.config.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME
 
 from headrace_engines.errors import BuildError
-from headrace_engines.importers import publishing
+from headrace_engines.importers import import_folder
 from headrace_engines.importers.cases import Case, input_forms, random_cases, sample_cases
 from headrace_engines.importers.check import ImportCheck, compare
 from headrace_engines.importers.environment import DEFAULT_ENVIRONMENTS, framework_python
@@ -107,8 +107,8 @@ def import_model(
     target = options.repository / options.name
     if not options.name or "/" in options.name or options.name.startswith("."):
         raise BuildError(f"a model cannot be called '{options.name}': write --name with letters, digits, - and _")
-    publishing.check_free(target, options.replace)
-    labels = publishing.read_label_names(options.labels) if options.labels else ()
+    import_folder.check_free(target, options.replace)
+    labels = import_folder.read_label_names(options.labels) if options.labels else ()
     python = framework_python(
         options.requirements, part(report, 0.0, 0.05), python=options.python, root=options.environments
     )
@@ -122,8 +122,8 @@ def import_model(
         names = {str(entry.get("onnx", entry["name"])): str(entry["name"]) for entry in entries}
         opset = mend_graph(model, names, request.opset)
         if request.dynamic_batch:
-            publishing.check_batch(model, _STATIC_CURES.get(request.form, _STATIC_CURES[""]))
-        plan = publishing.FolderPlan(
+            import_folder.check_batch(model, _STATIC_CURES.get(request.form, _STATIC_CURES[""]))
+        plan = import_folder.FolderPlan(
             name=options.name,
             max_batch_size=options.max_batch_size if request.dynamic_batch else 0,
             labels=labels or tuple(description.get("labels", ())),
@@ -131,7 +131,7 @@ def import_model(
             preprocess=description.get("preprocess", {}),
             remark=_remark(description),
         )
-        folder = publishing.write_folder(staged, plan)
+        folder = import_folder.write_folder(staged, plan)
         cases = _cases(folder.config, description, options.samples)
         try:
             session = open_session(model, session_options())
@@ -139,10 +139,10 @@ def import_model(
             raise load_failure(error, opset) from error
         check = _compare(session, folder.config, source, cases, part(report, 0.6, 0.98))
         outcome = _outcome(target, model, description, opset, check, [str(finding) for finding in folder.findings])
-        publishing.write_report(staged, _document(request, description, outcome))
+        import_folder.write_report(staged, _document(request, description, outcome))
         if check.has_passed:
             report(0.99, "publishes")
-            publishing.publish(staged, target, options.replace)
+            import_folder.publish(staged, target, options.replace)
     report(1.0, "imported" if check.has_passed else "refused")
     return outcome
 
@@ -152,7 +152,7 @@ def _staging(repository: Path, name: str) -> Iterator[Path]:
     """Yield a new folder of the model below a hidden folder of the repository, which is removed in the end."""
     hidden = repository / f".import-{name}-{secrets.token_hex(4)}"
     try:
-        (hidden / name / publishing.VERSION).mkdir(parents=True)
+        (hidden / name / import_folder.VERSION).mkdir(parents=True)
     except OSError as error:
         cure = "name another repository with --model-repository DIR, or check its permissions"
         raise BuildError(f"{repository} cannot be written: {error.strerror}: {cure}") from error
@@ -164,8 +164,8 @@ def _staging(repository: Path, name: str) -> Iterator[Path]:
 
 def _take_model(staged: Path) -> Path:
     """Move the exported file and its external data into the version."""
-    path = staged / publishing.VERSION / publishing.MODEL
-    for file in (publishing.MODEL, f"{publishing.MODEL}.data"):
+    path = staged / import_folder.VERSION / import_folder.MODEL
+    for file in (import_folder.MODEL, f"{import_folder.MODEL}.data"):
         if (staged.parent / file).exists():
             (staged.parent / file).replace(path.with_name(file))
     return path
@@ -175,7 +175,7 @@ def _remark(description: Mapping[str, Any]) -> str:
     origin = description.get("framework_model", "")
     weights = f", weights {description['weights']}" if description.get("weights") else ""
     source = f"{origin}{weights}, from " if origin else "From "
-    return f"{source}{description['framework']} by `headrace import`; the comparison is in {publishing.VERSION}/import.json."
+    return f"{source}{description['framework']} by `headrace import`; the comparison is in {import_folder.VERSION}/import.json."
 
 
 def _cases(config: ModelConfig, description: Mapping[str, Any], samples: str) -> Iterator[Case]:
@@ -230,7 +230,7 @@ def _run(session: ort.InferenceSession, names: Sequence[str], inputs: Mapping[st
 def _outcome(
     target: Path, model: Path, description: Mapping[str, Any], opset: int, check: ImportCheck, remarks: Sequence[str]
 ) -> ImportOutcome:
-    files = [path for path in model.parent.iterdir() if path.name.startswith(publishing.MODEL)]
+    files = [path for path in model.parent.iterdir() if path.name.startswith(import_folder.MODEL)]
     size_bytes = sum(path.stat().st_size for path in files)
     notes = tuple(str(note) for note in description.get("notes", ()))
     return ImportOutcome(target, check, str(description["framework"]), opset, size_bytes, notes, tuple(remarks))

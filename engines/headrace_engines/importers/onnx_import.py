@@ -21,9 +21,9 @@ from headrace.config.onnx_model import external_files
 from headrace.core.errors import ConfigError
 
 from headrace_engines.errors import BuildError, CallError
+from headrace_engines.importers.import_folder import CONFIG, MODEL
 from headrace_engines.importers.onnx_batch import free_batch
 from headrace_engines.importers.onnx_proof import Proof, prove
-from headrace_engines.importers.publishing import CONFIG, MODEL
 from headrace_engines.onnx_graph import OnnxRunner, read_onnx, write_onnx
 from headrace_engines.progress import Report, part, silent
 from headrace_engines.quantization.samples import random_samples

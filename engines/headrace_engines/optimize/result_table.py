@@ -10,7 +10,7 @@ from typing import Any
 from headrace_reports.command_line import printable
 from rich.console import Console
 
-from headrace_engines.optimize.publishing import REPORT_FILE
+from headrace_engines.optimize.model_writer import REPORT_FILE
 from headrace_engines.optimize.search import loss_text
 from headrace_engines.report import (
     Heading,

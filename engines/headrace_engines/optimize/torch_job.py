@@ -1,4 +1,4 @@
-"""Runs jobs of `torch_program` as a process on an interpreter with PyTorch, and checks the ONNX files that they write."""
+"""Runs jobs of `pruning_program` as a process on an interpreter with PyTorch, and checks the ONNX files that they write."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import onnx
 
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import Array, OnnxRunner, read_onnx
-from headrace_engines.optimize.torch_program import jobs
-from headrace_engines.optimize.torch_program.jobs import Job, PrunedNetwork
+from headrace_engines.optimize.pruning_program import jobs
+from headrace_engines.optimize.pruning_program.jobs import Job, PrunedNetwork
 from headrace_engines.progress import Report
 
 _ROOT = Path(__file__).parents[2]

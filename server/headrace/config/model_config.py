@@ -5,7 +5,7 @@ The field names are those of Triton's published `ModelConfig` message. Fields th
 and the field's dotted name. The object is frozen and validated at construction. An error is raised as pydantic's
 `ValidationError` that carries `Problems`.
 
-`model_fields_set` has the fields that a file sets; `headrace.config.completion` completes the others from the model.
+`model_fields_set` has the fields that a file sets; `headrace.config.auto_complete` completes the others from the model.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from headrace_reports.command_line import did_you_mean
 from pydantic import ValidationError
 
-from headrace.config import completion
+from headrace.config import auto_complete
 from headrace.config.binding import bind, problems_of
 from headrace.config.config_base import Location, Problem, is_version_number
 from headrace.config.documents import (
@@ -160,10 +160,10 @@ def check_model_file(path: Path, repository: Path) -> list[Finding]:
         entries = path.parent.iterdir() if path.parent.is_dir() else ()
         siblings = sorted(p.name for p in entries if p.is_file() and not p.name.startswith("."))
         contents = f"the folder has {', '.join(siblings[:5])}; " if siblings else ""
-        others = [each for each in siblings if each.rpartition(".")[2] in completion.BACKEND_OF_SUFFIX]
+        others = [each for each in siblings if each.rpartition(".")[2] in auto_complete.BACKEND_OF_SUFFIX]
         cure = f"{contents}name the file {path.name}, or set default_model_filename"
         if others and path.suffix not in [Path(each).suffix for each in others]:
-            backend = completion.BACKEND_OF_SUFFIX[others[0].rpartition(".")[2]]
+            backend = auto_complete.BACKEND_OF_SUFFIX[others[0].rpartition(".")[2]]
             cure = f'{contents}write backend: "{backend}" and default_model_filename: "{others[0]}"'
         return [Finding(name, None, "the model's file is missing", cure)]
     if not within(path, repository):
@@ -502,10 +502,10 @@ class _FolderReader:
             self._fail("has no version folder", f"put the model's file into {self._path.name}/1/")
         self._stop_if_fatal()
         served = self._served(config, versions)
-        config = completion.complete_identity(config, self._path.name, self._has_code(served), self._files(served))
+        config = auto_complete.complete_identity(config, self._path.name, self._has_code(served), self._files(served))
         self._check_filenames(config)
         self._stop_if_fatal()
-        config = completion.complete_instances(self._complete(config, served))
+        config = auto_complete.complete_instances(self._complete(config, served))
         self._report(warmup_problems(config, self._path, self._repository))
         self._report(list(initial_state_problems(config, self._path, self._repository)))
         self._report(sample_remarks(config, self._path), fatal=False)
@@ -621,11 +621,11 @@ class _FolderReader:
                 self._report(list(python_problems(config)))
                 self._stop_if_fatal()
             # A configuration without inputs or outputs is not checked as a whole until its code has completed it.
-            self._missing = tuple(self._document.finding(problem) for problem in completion.incomplete(config))
+            self._missing = tuple(self._document.finding(problem) for problem in auto_complete.incomplete(config))
             if self._missing:
                 return config
         if not signatures:
-            self._report(completion.incomplete(config))
+            self._report(auto_complete.incomplete(config))
             self._stop_if_fatal()
             # No ONNX file to complete from: the checks of a complete configuration run here.
             values = {name: getattr(config, name) for name in ModelConfig.model_fields}
@@ -641,14 +641,14 @@ class _FolderReader:
         (file, newest), *older = signatures
         if not self._document.data:
             self._document = Document(file)
-        completed, problems, remarks = completion.complete_from_model(config, newest)
+        completed, problems, remarks = auto_complete.complete_from_model(config, newest)
         self._report(problems)
         self._report(remarks, fatal=False)
         if completed is None:
             raise ConfigError([])
         for file, signature in older:
             mismatches = [
-                p._replace(message=f"{p.message} ({file})") for p in completion.contradictions(completed, signature)
+                p._replace(message=f"{p.message} ({file})") for p in auto_complete.contradictions(completed, signature)
             ]
             self._report(mismatches)
         self._stop_if_fatal()

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from headrace.config.auto_complete import incomplete
 from headrace.config.binding import problems_of
-from headrace.config.completion import incomplete
 from headrace.config.config_base import Problem
 from headrace.config.model_config import DynamicBatching, ModelConfig, ModelTransactionPolicy
 from headrace.config.tensor_config import ModelInput, ModelOutput

@@ -25,7 +25,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from headrace.config.completion import keeps_rows_apart
+from headrace.config.auto_complete import keeps_rows_apart
 from headrace.config.documents import open_regular_file
 from headrace.config.files import remove_oldest, write_durably
 from headrace.config.model_config import ModelConfig

@@ -35,8 +35,8 @@ from headrace.models.registry import Registry, Serving, State
 from headrace.models.uploads import PrivateFolder
 from headrace.models.version_closer import VersionCloser
 from headrace.observability.labelled_counter import BUILDS, LOADS
+from headrace.python.auto_complete import check_client_source, complete_python
 from headrace.python.environments import EnvironmentPending
-from headrace.python.python_completion import check_client_source, complete_python
 
 logger = logging.getLogger("headrace.control")
 

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
 
-from headrace.config.completion import BACKEND_OF_SUFFIX
+from headrace.config.auto_complete import BACKEND_OF_SUFFIX
 from headrace.config.documents import open_regular_file, refuse
 from headrace.config.files import create_process_folder
 from headrace.config.manifest import LAYERS_FILE, RECIPE_FILE, STAMP_FILE, is_artefact_name

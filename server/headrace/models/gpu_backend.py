@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.config.completion import instances_on_each_gpu
+from headrace.config.auto_complete import instances_on_each_gpu
 from headrace.config.machine import Machine, onnxruntime_machine
 from headrace.config.model_config import ModelConfig
 from headrace.config.optimization_config import cuda_accelerator

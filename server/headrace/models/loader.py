@@ -16,7 +16,7 @@ from typing import TypeGuard
 
 from headrace_model.protocol import MAX_MEMBERS
 
-from headrace.config.completion import contradictions
+from headrace.config.auto_complete import contradictions
 from headrace.config.digests import onnx_digest
 from headrace.config.documents import refuse
 from headrace.config.machine import Machine, usable_cores
@@ -60,7 +60,7 @@ from headrace.engine.scheduling.policy import (
     Sharing,
 )
 from headrace.engine.scheduling.sequences.directory import SequenceDirectory
-from headrace.engine.scheduling.sequences.handle import SequenceHandle
+from headrace.engine.scheduling.sequences.sequence_handle import SequenceHandle
 from headrace.engine.scheduling.version_handle import VersionHandle
 from headrace.models.accounted_model import AccountedModel, HostMemory, cpu_batch_size, file_id
 from headrace.models.batch_proofs import BatchProofs

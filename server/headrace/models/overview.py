@@ -17,7 +17,7 @@ from headrace.core.clock import NS_PER_MS, NS_PER_S, REPORT_STEP_NS, Clock, allo
 from headrace.core.errors import ConfigError, NotFound
 from headrace.core.telemetry import StoreStatus
 from headrace.engine.pipelines.graph import Step
-from headrace.engine.pipelines.handle import PipelineHandle
+from headrace.engine.pipelines.pipeline_handle import PipelineHandle
 from headrace.engine.pipelines.step_totals import slowest_step
 from headrace.engine.scheduling.version_handle import VersionHandle
 from headrace.models.folders import find

@@ -27,7 +27,7 @@ from headrace.engine.pipelines.graph import (
     check_members,
     run_rows,
 )
-from headrace.engine.pipelines.handle import PipelineHandle
+from headrace.engine.pipelines.pipeline_handle import PipelineHandle
 from headrace.engine.pipelines.yaml_steps import build_yaml_graph, builtin_spec
 from headrace.engine.scheduling.version_handle import VersionHandle
 from headrace.models.builtin_steps import PipelineMembers, open_builtin_steps

@@ -21,7 +21,7 @@ from statistics import median
 import numpy as np
 from headrace_reports.command_line import plural
 
-from headrace.config.completion import instances_on_each_gpu
+from headrace.config.auto_complete import instances_on_each_gpu
 from headrace.config.documents import refuse
 from headrace.config.files import read_config_file
 from headrace.config.model_config import InstanceGroup, ModelConfig

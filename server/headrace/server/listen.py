@@ -28,7 +28,7 @@ from headrace.wire.http.connection import HeadraceHttpProtocol
 from headrace.wire.http.infer_endpoint import error_response, request_principal
 from headrace.wire.http.origins import ORIGIN, HostPolicy, OriginPolicy, allowed_names
 from headrace.wire.http.repeated_request import RepeatedHeads
-from headrace.wire.http.reserve import LimitedHttpProtocol
+from headrace.wire.http.reserved_connections import LimitedHttpProtocol
 from headrace.wire.http.timeouts import ConnectionTimeouts
 from headrace.wire.requests.operations import http_operation
 from headrace.wire.requests.request_options import RequestOptionsReader

@@ -57,7 +57,7 @@ from headrace.server.listen import (
     origin_policy,
 )
 from headrace.server.settings import Settings
-from headrace.wire.access.control import KeyAccess
+from headrace.wire.access.access_control import KeyAccess
 from headrace.wire.access.tokens import TokenVerifier
 from headrace.wire.http.application import HttpApplication
 from headrace.wire.http.origins import OriginPolicy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace_model.frameworks import Batch, Tensors, completed
-from headrace_model.own_form import ModelContext
+from headrace_model.predict_form import ModelContext
 
 # Names of outputs that are not the prediction.
 _OPTIONS: dict[str, Any] = {

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from headrace_model.frameworks import Array, Batch, Tensors
-from headrace_model.own_form import ModelContext
+from headrace_model.predict_form import ModelContext
 
 _NUMBERED = re.compile(r"(.*)__([0-9]+)")
 

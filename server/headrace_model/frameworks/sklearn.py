@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from headrace_model.frameworks import Batch, Tensors, completed
-from headrace_model.own_form import ModelContext
+from headrace_model.predict_form import ModelContext
 
 # Names of outputs that are results of another method than `predict`.
 _METHODS = {"probabilities": "predict_proba"}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
+from headrace.config.auto_complete import DEFAULT_MAX_BATCH_SIZE
 from headrace.config.binding import IGNORED, REFUSED, WITHOUT_EFFECT, bind
-from headrace.config.completion import DEFAULT_MAX_BATCH_SIZE
 from headrace.config.documents import read_yaml
 
 from deploy import configuration_page

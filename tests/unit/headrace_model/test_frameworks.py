@@ -17,7 +17,7 @@ from headrace_model.frameworks import sklearn as sklearn_backend
 from headrace_model.frameworks.lightgbm import LightGbmModel
 from headrace_model.frameworks.sklearn import ScikitLearnModel
 from headrace_model.frameworks.xgboost import XGBoostModel
-from headrace_model.own_form import ModelContext
+from headrace_model.predict_form import ModelContext
 
 Output = tuple[str, str, list[int]]
 RNG = np.random.default_rng(7)

@@ -26,7 +26,7 @@ from headrace.core.completion import LoopCompletion, Mailbox, Outcome
 from headrace.core.errors import BadRequest, DeadlineExceeded, ModelFailed
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import Array, ModelSpec
-from headrace.engine.caching.benefit import QUEUE_NS, CacheBenefit
+from headrace.engine.caching.cache_switch import QUEUE_NS, CacheBenefit
 from headrace.engine.caching.key import KeyFactory
 from headrace.engine.caching.local import VersionEntries, frozen, memory_bytes
 from headrace.engine.caching.policy import CacheEntry

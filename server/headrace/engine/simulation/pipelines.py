@@ -107,7 +107,7 @@ def tensors(names: tuple[str, ...], rows: int) -> dict[str, Array]:
 
 
 class SimulatedMembers:
-    """The simulated versions that pipelines call, by name; see `headrace.engine.pipelines.handle.Members`.
+    """The simulated versions that pipelines call, by name; see `headrace.engine.pipelines.pipeline_handle.Members`.
 
     Args:
         handles: handles by name; handles that are added later are found too.

@@ -29,7 +29,7 @@ from headrace.core.completion import Completion, LoopCompletion, Mailbox
 from headrace.core.errors import HeadraceError
 from headrace.core.request import BatchTimes, InferRequest
 from headrace.core.tensor import Array, ModelSpec
-from headrace.engine.pipelines.handle import PipelineHandle
+from headrace.engine.pipelines.pipeline_handle import PipelineHandle
 from headrace.engine.scheduling.admission import InFlightWork
 from headrace.engine.scheduling.batching import WaitUntil
 from headrace.engine.scheduling.executor import BatchResults

@@ -25,7 +25,7 @@ from headrace.engine.scheduling.batching import WaitUntil
 from headrace.engine.scheduling.policy import SequencePolicy
 from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.live_sequence import RefusalReason, SequenceEntry
-from headrace.engine.scheduling.sequences.table import SequenceTable
+from headrace.engine.scheduling.sequences.sequence_table import SequenceTable
 from headrace.engine.simulation.replay import BatchHistory, SimulatedModel, StepTimes, Variation, VirtualDevice
 from headrace.engine.simulation.virtual_time import VirtualLoop
 

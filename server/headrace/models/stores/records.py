@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.models.stores.base import StoredObject
-from headrace.models.stores.units import Unit
+from headrace.models.stores.sync_units import Unit
 
 RECORD = ".headrace-source.json"
 

@@ -17,7 +17,7 @@ from headrace.server.front_ends.scaling import LOOK_S
 from headrace.server.listen import GrpcListener, UvicornServer
 from headrace.wire.accept import PassedConnections
 from headrace.wire.grpc.server import GrpcServer
-from headrace.wire.http.reserve import LimitedHttpProtocol
+from headrace.wire.http.reserved_connections import LimitedHttpProtocol
 
 # Interval at which the supervisor learns which new connections are counted.
 _COUNTED_S = 0.005

@@ -22,7 +22,7 @@ from headrace.core.limits import ClientLimits
 from headrace.wire.accept import BACKLOG, PassedConnections, TlsListener, bind
 from headrace.wire.grpc.call import DeadlineTimer, RejectedRequest, ServerCall, UnaryCall
 from headrace.wire.grpc.methods import Methods
-from headrace.wire.grpc.reserve import GrpcReserve
+from headrace.wire.grpc.reserved_connections import GrpcReserve
 from headrace.wire.grpc.response_room import ResponseRoom, max_held_bytes, unread_error
 from headrace.wire.grpc.status import error_status
 from headrace.wire.grpc.streaming_call import StreamingCall

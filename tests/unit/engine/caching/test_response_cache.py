@@ -19,7 +19,7 @@ from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import Cancelled, DeadlineExceeded, ModelFailed, Overloaded, QuotaExceeded
 from headrace.core.quota import Quota
 from headrace.core.request import InferResponse, PipelineStepTimes
-from headrace.engine.caching import benefit as benefit_module
+from headrace.engine.caching import cache_switch as benefit_module
 from headrace.engine.caching.response_cache import LARGE_BYTES, VersionCache, VersionStates
 from headrace.engine.caching.response_caches import ResponseCaches
 from headrace.engine.scheduling.handle import ModelHandle

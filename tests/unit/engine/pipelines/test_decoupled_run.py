@@ -21,7 +21,7 @@ from headrace.core.response_stream import MAX_RESPONSE_BYTES, MAX_RESPONSES, Res
 from headrace.engine.pipelines.decoupled_rules import decoupled_step, decoupled_step_problems
 from headrace.engine.pipelines.decoupled_run import MAX_PARTS
 from headrace.engine.pipelines.graph import build_graph
-from headrace.engine.pipelines.handle import PipelineHandle
+from headrace.engine.pipelines.pipeline_handle import PipelineHandle
 from headrace.engine.pipelines.yaml_steps import build_yaml_graph
 from headrace.engine.scheduling.policy import HandlePolicy
 

@@ -29,7 +29,7 @@ from headrace.core.quota import Quota
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import ModelSpec
 from headrace.engine.pipelines.graph import build_graph, check_members
-from headrace.engine.pipelines.handle import PipelineHandle
+from headrace.engine.pipelines.pipeline_handle import PipelineHandle
 from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy, RateLimits
 from headrace.engine.scheduling.version_handle import Prediction
 from headrace.observability.counters import Recorder

@@ -22,7 +22,7 @@ from headrace.core.errors import (
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BF16, FP32, Array, Datatype, ModelSpec, TensorSpec
 from headrace.engine.pipelines.graph import check_members
-from headrace.engine.pipelines.handle import PipelineHandle
+from headrace.engine.pipelines.pipeline_handle import PipelineHandle
 from headrace.engine.pipelines.run import StepLimit
 from headrace.engine.pipelines.yaml_steps import build_yaml_graph
 from headrace.engine.scheduling.policy import HandlePolicy

@@ -5,9 +5,9 @@ from __future__ import annotations
 import onnx
 import pytest
 from headrace_engines.accuracy import Accuracy
+from headrace_engines.optimize.pruning_program.jobs import PrunedNetwork
 from headrace_engines.optimize.search import LADDER, best_trial, search_strength
 from headrace_engines.optimize.torch_job import TorchResult
-from headrace_engines.optimize.torch_program.jobs import PrunedNetwork
 from headrace_engines.progress import Report, silent
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import pytest
 from headrace_engines.errors import BuildError
+from headrace_engines.optimize.pruning_program.jobs import Job, PrunedNetwork
 from headrace_engines.optimize.torch_job import TorchInputs, run_torch_job
-from headrace_engines.optimize.torch_program.jobs import Job, PrunedNetwork
 from headrace_engines.progress import silent
 from onnx import numpy_helper
 

@@ -19,7 +19,7 @@ from headrace.server.front_ends import frames, remote_quotas
 from headrace.server.front_ends.errors import describe_error
 from headrace.server.front_ends.inference import FrontEndHttp, ServedModels
 from headrace.server.front_ends.remote_quotas import RemoteQuotas
-from headrace.wire.access.control import KeyAccess
+from headrace.wire.access.access_control import KeyAccess
 from headrace.wire.http.origins import OriginPolicy
 from headrace.wire.requests.request_options import RequestOptionsReader
 from headrace.wire.requests.services import Services

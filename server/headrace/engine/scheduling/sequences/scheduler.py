@@ -15,7 +15,7 @@ from headrace.engine.scheduling.queue import FAR_NS, Entry
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.live_sequence import CorrelationId, SequenceEntry, SequenceKey
-from headrace.engine.scheduling.sequences.table import FLAGS_PARAMETER, SequenceTable
+from headrace.engine.scheduling.sequences.sequence_table import FLAGS_PARAMETER, SequenceTable
 from headrace.runtimes.base import Rescheduled
 
 _UNLOADING = "the model is being unloaded and accepts no requests: retry once it is loaded"

@@ -19,8 +19,8 @@ from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.controls import ControlledExecution
 from headrace.engine.scheduling.sequences.live_sequence import SequenceEntry
 from headrace.engine.scheduling.sequences.runner import SequenceRunner
+from headrace.engine.scheduling.sequences.sequence_table import SequenceTable
 from headrace.engine.scheduling.sequences.state import HostStates
-from headrace.engine.scheduling.sequences.table import SequenceTable
 from headrace.runtimes.onnxruntime import OnnxRuntimeBackend
 from onnx import helper
 

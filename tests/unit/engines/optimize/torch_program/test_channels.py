@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the test environment does not install")
 
-from headrace_engines.optimize.torch_program import surgery  # noqa: E402
-from headrace_engines.optimize.torch_program.channels import ChannelMap, NotUnderstood, map_channels  # noqa: E402
+from headrace_engines.optimize.pruning_program import surgery  # noqa: E402
+from headrace_engines.optimize.pruning_program.channels import ChannelMap, NotUnderstood, map_channels  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 

@@ -12,8 +12,8 @@ from onnx import numpy_helper
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the test environment does not install")
 onnxruntime = pytest.importorskip("onnxruntime")
 
-from headrace_engines.optimize.torch_program.channels import NotUnderstood, map_channels  # noqa: E402
-from headrace_engines.optimize.torch_program.onnx_module import read_network  # noqa: E402
+from headrace_engines.optimize.pruning_program.channels import NotUnderstood, map_channels  # noqa: E402
+from headrace_engines.optimize.pruning_program.onnx_module import read_network  # noqa: E402
 
 GRAPH = """<ir_version: 8, opset_import: ["" : 17]> g (float[N,4,9,9] x) => (float[N,6] y) {
     a = Conv<pads=[1,1,1,1], strides=[2,2]>(x, w0, b0)

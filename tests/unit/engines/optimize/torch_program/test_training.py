@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the test environment does not install")
 
-from headrace_engines.optimize.torch_program import training  # noqa: E402
-from headrace_engines.optimize.torch_program.training import TrainingData, TrainingOptions, Workers  # noqa: E402
+from headrace_engines.optimize.pruning_program import training  # noqa: E402
+from headrace_engines.optimize.pruning_program.training import TrainingData, TrainingOptions, Workers  # noqa: E402
 from torch import fx, nn  # noqa: E402
 
 

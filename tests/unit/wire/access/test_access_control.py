@@ -16,8 +16,8 @@ from headrace.core import access as core_access
 from headrace.core.access import Principal, Scope, certificate_names
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, QuotaExceeded, Unauthenticated
-from headrace.wire.access import control, keys_file
-from headrace.wire.access.control import KeyAccess
+from headrace.wire.access import access_control, keys_file
+from headrace.wire.access.access_control import KeyAccess
 from headrace.wire.access.keys_file import key_hash
 
 from tests.support.keys import Keys
@@ -116,7 +116,7 @@ def test_a_raised_quota_ends_the_wait_of_the_old_one(
     access: KeyAccess, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_ns = monotonic_ns()
-    for module in (control, core_access):
+    for module in (access_control, core_access):
         monkeypatch.setattr(module, "monotonic_ns", lambda: now_ns)
     keys.clients["all"]["quota"] = {"requests_per_s": 0.001, "burst": 1}
     reread(access, keys)
@@ -209,7 +209,7 @@ def test_a_server_with_a_broken_file_does_not_start(keys: Keys) -> None:
 
 @pytest.fixture
 def fast_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_POLL_S", 0.02)
+    monkeypatch.setattr(access_control, "_POLL_S", 0.02)
 
 
 @pytest.mark.usefixtures("fast_poll")
@@ -228,7 +228,7 @@ async def test_the_thread_follows_the_file_and_keeps_the_keys_of_a_broken_or_mis
     bearer(access, keys.keys["all"]).admit("tiny")
     os.remove(keys.path)
     await wait("there is no such file")
-    polls = record_calls(monkeypatch, control, "file_signature")
+    polls = record_calls(monkeypatch, access_control, "file_signature")
     await until_async(more(polls, 4))
     assert caplog.text.count("there is no such file") == 1, "one line for one change"
     bearer(access, keys.keys["all"]).admit("tiny")

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from headrace_engines.errors import BuildError
-from headrace_engines.optimize.publishing import staged_model
+from headrace_engines.optimize.model_writer import staged_model
 from headrace_engines.project import Project, open_project
 from onnx import numpy_helper
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 from headrace.core.clock import NS_PER_S
-from headrace.engine.caching.benefit import FIRST_REQUESTS, OFF_REQUESTS, TRIAL_REQUESTS, WINDOW_REQUESTS, CacheBenefit
+from headrace.engine.caching.cache_switch import (
+    FIRST_REQUESTS,
+    OFF_REQUESTS,
+    TRIAL_REQUESTS,
+    WINDOW_REQUESTS,
+    CacheBenefit,
+)
 
 
 def drive(benefit: CacheBenefit, requests: int, hit_rate: float, saved_ns: int, cost_ns: int, now_ns: int = 0) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace_engines.optimize.torch_program.channels import ChannelMap, Layer, Numbers
+from headrace_engines.optimize.pruning_program.channels import ChannelMap, Layer, Numbers
 
 # Share of a group's units that always remains.
 MIN_SHARE = 0.1

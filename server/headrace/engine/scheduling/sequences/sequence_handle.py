@@ -22,7 +22,7 @@ from headrace.engine.scheduling.sequences.directory import SequenceDirectory
 from headrace.engine.scheduling.sequences.live_sequence import CorrelationId, SequenceEntry
 from headrace.engine.scheduling.sequences.runner import SequenceRunner
 from headrace.engine.scheduling.sequences.scheduler import SequenceScheduler
-from headrace.engine.scheduling.sequences.table import END_FLAG, FLAGS_PARAMETER, ID_PARAMETER, START_FLAG
+from headrace.engine.scheduling.sequences.sequence_table import END_FLAG, FLAGS_PARAMETER, ID_PARAMETER, START_FLAG
 from headrace.engine.scheduling.version_handle import OverloadFigures, decoupled_error
 from headrace.runtimes.base import Execution
 

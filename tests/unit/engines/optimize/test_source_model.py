@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace_engines.errors import BuildError
-from headrace_engines.optimize.originals import CHECK_ROWS, parse_code, read_input, write_training
+from headrace_engines.optimize.source_model import CHECK_ROWS, parse_code, read_input, write_training
 from headrace_engines.quantization.samples import Samples
 
 

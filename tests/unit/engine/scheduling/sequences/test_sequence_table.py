@@ -13,7 +13,7 @@ from headrace.engine.scheduling.batching import CloseReason, WaitUntil
 from headrace.engine.scheduling.policy import QueueLimits, SequencePolicy
 from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.live_sequence import EndReason, RefusalReason, SequenceEntry
-from headrace.engine.scheduling.sequences.table import SequenceTable
+from headrace.engine.scheduling.sequences.sequence_table import SequenceTable
 
 OLDEST = SequencePolicy(slots=2, is_direct=False, max_rows=4, idle_ns=100)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headrace.config.completion import complete_instances
+from headrace.config.auto_complete import complete_instances
 from headrace.config.documents import refuse
 from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions

@@ -16,7 +16,7 @@ import torch
 from onnx import helper, numpy_helper
 from torch import fx, nn
 
-from headrace_engines.optimize.torch_program.channels import NotUnderstood
+from headrace_engines.optimize.pruning_program.channels import NotUnderstood
 
 _POINTWISE = {
     "Relu": nn.ReLU, "Sigmoid": nn.Sigmoid, "Tanh": nn.Tanh, "HardSwish": nn.Hardswish, "Mish": nn.Mish, "Identity": nn.Identity,

@@ -29,7 +29,7 @@ MODEL_FILE = "model.onnx"
 # Program text for `python -c START ROOT FOLDER`. The folder of the packages comes last on the interpreter's path: packages of the
 # builder must not hide its own.
 START = (
-    "import sys; sys.path.append(sys.argv[1]); from headrace_engines.optimize.torch_program.main import main; "
+    "import sys; sys.path.append(sys.argv[1]); from headrace_engines.optimize.pruning_program.main import main; "
     "sys.exit(main(sys.argv[2:]))"
 )
 

@@ -15,8 +15,8 @@ from headrace.config.model_config import ModelConfig
 
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import Array, OnnxRunner, read_onnx, write_onnx
+from headrace_engines.optimize.pruning_program.jobs import Job
 from headrace_engines.optimize.torch_job import TorchInputs, run_torch_job
-from headrace_engines.optimize.torch_program.jobs import Job
 from headrace_engines.progress import Report
 from headrace_engines.project import HELD_OUT_SHARE, SOURCE, Project, open_project
 from headrace_engines.quantization.sample_sources import open_samples

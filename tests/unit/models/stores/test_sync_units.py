@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from headrace.core.store_url import parse_store_url
 from headrace.models.stores.base import StoredObject, StoreError
-from headrace.models.stores.units import split_units
+from headrace.models.stores.sync_units import split_units
 
 URL = parse_store_url("s3://bucket/models")
 

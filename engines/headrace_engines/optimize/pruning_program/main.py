@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.nn import functional
 
-from headrace_engines.optimize.torch_program import jobs, surgery, training
-from headrace_engines.optimize.torch_program.channels import ChannelMap, NotUnderstood, map_channels
-from headrace_engines.optimize.torch_program.jobs import Job, PrunedNetwork
-from headrace_engines.optimize.torch_program.onnx_module import read_network
-from headrace_engines.optimize.torch_program.training import TrainingData, TrainingOptions, Workers
+from headrace_engines.optimize.pruning_program import jobs, surgery, training
+from headrace_engines.optimize.pruning_program.channels import ChannelMap, NotUnderstood, map_channels
+from headrace_engines.optimize.pruning_program.jobs import Job, PrunedNetwork
+from headrace_engines.optimize.pruning_program.onnx_module import read_network
+from headrace_engines.optimize.pruning_program.training import TrainingData, TrainingOptions, Workers
 
 Report = Callable[[float, str], None]
 Array = np.ndarray[Any, Any]
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the job of a folder; return 0, or 3 with the reason in `error.json`."""
     # An exception unwinds, so that the other processes are ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    parser = argparse.ArgumentParser(prog="torch_program")
+    parser = argparse.ArgumentParser(prog="pruning_program")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rank", type=int, default=0)
     options = parser.parse_args(arguments)
