@@ -9,33 +9,38 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import headrace
 import numpy as np
 import onnx
 import pytest
 from headrace.core.errors import ModelFailed
 from headrace.core.ledger import CPU
 from headrace.core.request import InferRequest, InferResponse
+from headrace.engine.scheduling.ragged import PaddedLayout
 from headrace.engine.scheduling.row_sampler import MAX_SAMPLES
 from headrace.models import batch_proofs
-from headrace.models.batch_proofs import BatchProofs, allowed_rows, candidates, smallest_bound
+from headrace.models.batch_proofs import BatchProofs, StoredDifference, allowed_rows, candidates, smallest_bound
 from headrace.models.control_policy import ControlPolicy
 from headrace.models.explanation import explain
 from headrace.models.gpu_model_cache import GpuModelCache
 from headrace.models.registry import Registry
 from headrace.observability.metrics import MetricsPage
 from headrace.runtimes.onnxruntime import OnnxRuntimeExecution
+from headrace.server.commands.validate import trial_load
 
 from tests.support.control_thread import running
 from tests.support.models import add_model
 from tests.support.networks import network
 from tests.support.prometheus import read_page
 from tests.support.proof_cases import HeldTasks
-from tests.support.ragged_models import RAGGED_CONFIG, ragged_sums
-from tests.support.waiting import until_async
+from tests.support.ragged_models import PADDED_CONFIG, RAGGED_CONFIG, ragged_sums, token_sums
+from tests.support.waiting import until, until_async
 
 Array = np.ndarray[Any, Any]
 ALL = ControlPolicy("none")
@@ -534,6 +539,61 @@ async def test_a_batch_that_changes_an_answer_while_it_serves_is_not_run_any_mor
         np.testing.assert_array_equal(stored["in.x"], np.concatenate(requests))
     async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
         assert state_of(registry) == "alone", "a later start does not forget it"
+
+
+@pytest.mark.parametrize(
+    ("build", "config", "name", "output"),
+    [(ragged_sums, RAGGED_CONFIG, "config.pbtxt", "SUM"), (token_sums, PADDED_CONFIG, "config.yaml", "total")],
+)
+def test_rows_of_requests_of_different_length_are_run_again_alone(
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    build: Callable[[], onnx.ModelProto],
+    config: str,
+    name: str,
+    output: str,
+) -> None:
+    add_model(repository, "m", build())
+    text = option("proof_sample", "2") if name == "config.pbtxt" else "proof_sample: 2\n"
+    (repository / "m" / name).write_text(config + text)
+    # As on a GPU: on a CPU, times decide whether requests are padded.
+    always = property(lambda _layout: True, lambda _layout, _value: None)
+    monkeypatch.setattr(PaddedLayout, "always", always, raising=False)
+    is_wrong, run = [], OnnxRuntimeExecution.run
+
+    def wrong(execution: OnnxRuntimeExecution, arrays: dict[str, Array]) -> dict[str, Array]:
+        outputs = run(execution, arrays)
+        if is_wrong and len(outputs[output]) == 2:
+            outputs[output] = outputs[output] + 1
+        return outputs
+
+    monkeypatch.setattr(OnnxRuntimeExecution, "run", wrong)
+    texts = [np.arange(length, dtype=np.int64)[None] for length in (5, 9)]
+    input_name = "ELEMENTS" if build is ragged_sums else "ids"
+
+    def ask(server: headrace.Server, values: Array) -> Array:
+        arrays = {input_name: values} | ({} if build is ragged_sums else {"mask": np.ones_like(values)})
+        return server.model("m").infer(arrays)[output]
+
+    with (
+        headrace.Server(repository, state_dir=tmp_path, trial_limit_s=0, profile_s=0) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
+
+        def send() -> object:
+            list(pool.map(partial(ask, server), texts))
+            return server.model("m").spec.parameters.get("headrace.unproven_batches", "")
+
+        assert [send() for _ in range(4)] == [""] * 4  # the first ones check the mask
+        is_wrong.append(True)
+        until(lambda: "alone: output" in str(send()), pause_s=0.5)
+        assert f"'{output}' of row" in str(send())
+    repeated = StoredDifference(tmp_path, "m")
+    assert repeated.sample is not None
+    assert (repeated.sample.size, len(repeated.sample.inputs[input_name])) == (2, 1)
+    trial_load("m", repository / "m", repository, tmp_path, proofs=repeated)
+    assert [differs for _, differs in repeated.results] == [True]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ class RowSample:
     Attributes:
         size: rows of the batch.
         place: index of the row in the batch.
-        inputs: arrays by name: all rows of the batch, or this row alone if they are too large.
+        inputs: arrays by name: all rows of the batch, or this row alone if they are too large or of different shapes.
         outputs: arrays by name of this row, of shape (1, ...).
     """
 
@@ -111,7 +111,8 @@ class RowSampler:
             return None
         own = batch.entries[index].inputs
         parts = {name: [entry.inputs[name] for entry in batch.entries] for name in own}
-        if sum(values.nbytes for values in (*arrays, *outputs.values())) > MAX_SAMPLE_BYTES:
+        is_uneven = any(piece.shape[1:] != own[name].shape[1:] for name, pieces in parts.items() for piece in pieces)
+        if is_uneven or sum(values.nbytes for values in (*arrays, *outputs.values())) > MAX_SAMPLE_BYTES:
             parts = {name: [values[first : first + 1]] for name, values in own.items()}
         inputs = {name: np.concatenate(pieces) for name, pieces in parts.items()}
         rows = {name: values[first : first + 1].copy() for name, values in outputs.items()}
