@@ -36,7 +36,7 @@ from headrace.config.serving_plan import GPU_RUNTIMES, PYTHON_RUNTIMES, ServingP
 from headrace.config.tensor_config import ModelInput, ModelOutput, row_bytes_of
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import ConfigError, HeadraceError
-from headrace.core.tensor import BY_CONFIG_NAME, Array
+from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array
 from headrace.engine.pipelines.execution import steps_of
 from headrace.engine.scheduling.assembly import Staging
 from headrace.engine.scheduling.batch_proof import (
@@ -50,15 +50,19 @@ from headrace.engine.scheduling.batch_proof import (
     run_rows,
 )
 from headrace.engine.scheduling.joining import RaggedLayout
+from headrace.engine.scheduling.policy import SequencePolicy
 from headrace.engine.scheduling.proven_sizes import ProvenSizes, size_at
 from headrace.engine.scheduling.row_sampler import MAX_SAMPLES, RowSample, RowSampler
+from headrace.engine.scheduling.sequences.state import find_slot_states
 from headrace.models.accounted_model import AccountedModel, served_execution
+from headrace.models.sequence_policy import sequence_policy
 from headrace.models.warmup import CONFIG_FIELDS, Warmup, machine_of, make_warmups, random_values
 from headrace.runtimes.base import Execution, ExecutionLost, find_inner
 
 logger = logging.getLogger("headrace.proof")
 
 _FORMAT = 1
+_CONFIG_FIELDS = {*CONFIG_FIELDS, "dynamic_batching", "sequence_batching"}
 _MAX_BYTES = 1 << 16
 _MAX_RECORDS = 50_000
 # A proof that has ended its process so often is not started again.
@@ -152,10 +156,11 @@ class BatchProofs:
         elif record.verdict is None or (self._later_s and not record.is_complete):
             limit_s = self._limit_s if record.verdict is None else self._later_s
             record = self._prove(key, config, partial(open_proof().run, int(limit_s * NS_PER_S)))
-        if config.proof_sample:
-            model.sampler = RowSampler(config.proof_sample, self._slots)
-        model.has_left = not record.is_complete
-        model.prove = partial(self._prove_idle, key, plan, model, open_proof)
+        if config.sequence_batching is None:  # instances hold the states of sequences while they are idle
+            if config.proof_sample:
+                model.sampler = RowSampler(config.proof_sample, self._slots)
+            model.has_left = not record.is_complete
+            model.prove = partial(self._prove_idle, key, plan, model, open_proof)
         if record.verdict is not None:
             _log(config, record.verdict)
         _serve(plan, model, record)
@@ -343,7 +348,7 @@ class StoredDifference(BatchProofs):
 def _serve(plan: ServingPlan, model: AccountedModel, record: _Record) -> bool:
     """Let a model run batches as a record allows; return True if its executions must be opened again for that."""
     verdict, before = record.verdict or NOT_TESTED, model.verdict
-    if model.config.proof == "warn":
+    if _is_reported(model.config):
         verdict = BatchVerdict(verdict.verified, verdict.faults, reason=verdict.reason)
     if verdict.alone and plan.runtime == "tensorrt" and not is_ragged(model.config):
         engine = find_inner(model, "run_unpadded")
@@ -355,10 +360,16 @@ def _serve(plan: ServingPlan, model: AccountedModel, record: _Record) -> bool:
     return (before.alone, bool(before.allowed)) != (verdict.alone, bool(verdict.allowed))
 
 
+def _is_reported(config: ModelConfig) -> bool:
+    """Return True if batches that change answers run, and are reported: a sequence keeps its row of the batches."""
+    return config.proof == "warn" or config.sequence_batching is not None
+
+
 def _merges(config: ModelConfig, plan: ServingPlan) -> bool:
     """Return True if requests share batches or are cut; engines pad their batches in any case."""
     is_cut = config.oversize == "split" or (config.cpu_max_batch_size or config.max_batch_size) < config.max_batch_size
-    return config.dynamic_batching is not None or is_cut or plan.runtime == "tensorrt"
+    is_merged = config.dynamic_batching is not None or config.sequence_batching is not None
+    return is_merged or is_cut or plan.runtime == "tensorrt"
 
 
 def _is_doubtful(folder: ModelFolder, plan: ServingPlan) -> bool:
@@ -369,8 +380,6 @@ def _is_doubtful(folder: ModelFolder, plan: ServingPlan) -> bool:
 
 
 def _untestable(config: ModelConfig) -> str:
-    if config.sequence_batching is not None:
-        return "its rows are sequences, which no test covers yet"
     size_bytes = _ROWS * row_bytes_of((*config.served_input, *config.served_output))
     return "" if size_bytes <= MAX_INPUT_BYTES else f"{_ROWS} rows have {size_bytes} bytes"
 
@@ -390,7 +399,7 @@ def _key(config: ModelConfig, plan: ServingPlan, digest: str, max_rows: int) -> 
         "runtime": plan.runtime,
         "machine": str(machine_of(plan.runtime)),
         "max_rows": max_rows,
-        "config": config.model_dump(mode="json", exclude_defaults=True, include={*CONFIG_FIELDS, "dynamic_batching"}),
+        "config": config.model_dump(mode="json", exclude_defaults=True, include=_CONFIG_FIELDS),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -401,8 +410,9 @@ def _log(config: ModelConfig, verdict: BatchVerdict) -> None:
     effect = {"alone": "each request runs alone and whole", "limited": f"batches run with {verdict.allowed} rows"}
     effect["partial"] = f"batches of {', '.join(map(str, verdict.verified))} rows are proven"
     text = effect.get(verdict.state, "batches are not proven, and run")
-    if config.proof == "warn" and verdict.state not in ("partial", "untested"):
-        text = "batches run in spite of it (proof: warn)"
+    if _is_reported(config) and verdict.state not in ("partial", "untested"):
+        why = "proof: warn" if config.proof == "warn" else "a sequence keeps its row"
+        text = f"batches run in spite of it ({why})"
     level = logging.INFO if verdict.state in ("partial", "untested") else logging.WARNING
     logger.log(level, "model %s: %s: %s", config.name, text, verdict.reason)
 
@@ -421,9 +431,15 @@ class _Proof:
     ) -> None:
         self._folder, self._config, self._plan, self._model = folder, folder.config, plan, model
         self._source = folder.source_file(version_number)
-        self._outputs = [tensor.name for tensor in folder.config.served_output]
+        self._sequences = sequence_policy(folder.config, 1)
+        states = () if self._sequences is None else self._sequences.states
+        served = [tensor.name for tensor in folder.config.served_output]
+        self._outputs = list(dict.fromkeys([*served, *(state.output_name for state in states)]))
         tensors: list[ModelInput | ModelOutput] = [*folder.config.served_input, *folder.config.served_output]
         self._datatypes = {tensor.name: BY_CONFIG_NAME[tensor.data_type] for tensor in tensors}
+        if self._sequences is not None:
+            self._datatypes |= {control.name: control.datatype for control in self._sequences.controls}
+            self._datatypes |= {name: each.datatype for each in states for name in (each.input_name, each.output_name)}
         tables: dict[str, int] = {}
         with suppress(ConfigError):  # a plan without its ONNX file
             tables = table_sizes(self._source, self._source.name)
@@ -469,6 +485,8 @@ class _Proof:
             logger.debug("model %s ran tests of its batches for %d ms", self._config.name, took_ms)
 
     def _run(self, execution: Execution, end_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
+        if find_slot_states(execution) is not None:
+            return BatchVerdict(reason="the states of its sequences stay on the GPU, which no test covers yet"), True
         try:
             tests = self._all_tests(execution)
         except ProofError as error:
@@ -678,6 +696,20 @@ class _Proof:
             shape = [size if size >= 0 else max(low, 0) or free for size, low in zip(tensor.dims, lows, strict=True)]
             datatype = BY_CONFIG_NAME[tensor.data_type]
             row[tensor.name] = random_values(datatype, (1, *shape), random, style, self._ranges.get(tensor.name))
+        return row if self._sequences is None else row | self._sequence_row(self._sequences, random, style)
+
+    @staticmethod
+    def _sequence_row(sequences: SequencePolicy, random: np.random.Generator, style: str) -> dict[str, Array]:
+        """Return control tensors and states of a sequence that has begun or begins."""
+        row = {}
+        for control in sequences.controls:
+            value: object = control.true if control.kind == "READY" or random.integers(2) else control.false
+            if control.kind == "CORRID":
+                number = int(random.integers(1, 100))
+                value = str(number).encode() if control.datatype is BYTES else number
+            row[control.name] = np.array([[value]], control.datatype.dtype)
+        for state in sequences.states:
+            row[state.input_name] = random_values(state.datatype, (1, *state.initial.shape), random, style)
         return row
 
     def run_batch(self, execution: Execution) -> RunBatch:

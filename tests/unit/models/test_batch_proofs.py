@@ -34,6 +34,7 @@ from headrace.observability.metrics import MetricsPage
 from headrace.runtimes.onnxruntime import OnnxRuntimeExecution
 from headrace.server.commands.validate import trial_load
 
+from loadtest.onnx_models import onnx_model
 from tests.support.control_thread import running
 from tests.support.models import add_model
 from tests.support.networks import network
@@ -446,6 +447,51 @@ async def test_joined_rows_are_tested_with_different_lengths(
     async with running(repository, ALL, proofs=BatchProofs(None)) as (_, registry):
         batches = explain(registry, "m")["batches"]
     assert batches["state"] == state, batches
+
+
+SEQUENCE_CONFIG = """max_batch_size: 4
+input: [{name: x, data_type: fp32, dims: [4]}]
+output: [{name: y, data_type: fp32, dims: [4]}]
+sequence_batching:
+  control_input: [{name: READY, control: [{kind: CONTROL_SEQUENCE_READY, fp32_false_true: [0, 1]}]}]
+  state: [{input_name: before, output_name: after, data_type: TYPE_FP32, dims: [4]}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("axis", "state"), [(1, "proven"), (0, "warned")], ids=["mean of a row", "mean over the sequences"]
+)
+async def test_states_of_sequences_are_inputs_and_outputs_of_a_row(
+    repository: Path, caplog: pytest.LogCaptureFixture, axis: int, state: str
+) -> None:
+    """The model adds to each state the mean state of its own row, or of all rows."""
+    row = (onnx.TensorProto.FLOAT, ("rows", 4))
+    node = onnx.helper.make_node
+    model = onnx_model(
+        [
+            node("ReduceMean", ["before", "axes"], ["mean"], keepdims=1),
+            node("Add", ["before", "mean"], ["sum"]),
+            node("Mul", ["sum", "READY"], ["after"]),
+            node("NonZero", ["x"], ["places"]),  # the analysis of the graph cannot prove it
+            node("Cast", ["places"], ["floats"], to=onnx.TensorProto.FLOAT),
+            node("ReduceSum", ["floats"], ["total"], keepdims=0),
+            node("Mul", ["total", "nothing"], ["zero"]),
+            node("Add", ["x", "zero"], ["y"]),
+        ],
+        {"x": row, "before": row, "READY": (onnx.TensorProto.FLOAT, ("rows", 1))},
+        {"y": row, "after": row},
+        {"nothing": np.array(0, np.float32), "axes": np.array([axis], np.int64)},
+    )
+    add_model(repository, "m", model)
+    (repository / "m" / "config.yaml").write_text(SEQUENCE_CONFIG)
+    async with running(repository, ALL, proofs=BatchProofs(None, 20.0)) as (_, registry):
+        batches = explain(registry, "m")["batches"]
+    assert batches["state"] == state, batches
+    if state == "warned":
+        assert batches["reason"].startswith("influence: output 'after' of row")
+        assert "batches run in spite of it (a sequence keeps its row)" in caplog.text
+    else:
+        assert batches["verified_batches"] == [1, 2, 3, 4]
 
 
 async def test_whole_numbers_fill_the_table_that_they_index(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
