@@ -81,6 +81,19 @@ def devices_of(config: ModelConfig) -> list[int]:
     return [device for device in devices if device not in lost]
 
 
+def without_gpu(config: ModelConfig, gpu: int) -> ModelConfig | None:
+    """Return the configuration with its instances on all GPUs but one; None if it has none on others."""
+    others = tuple(dict.fromkeys(device for device in devices_of(config) if device != gpu))
+    groups = [
+        group.model_copy(
+            update={"gpus": others, "count": instances_on_each_gpu(config) if group.is_default else group.count}
+        )
+        for group in config.instance_group
+        if group.kind != "KIND_CPU"
+    ]
+    return config.model_copy(update={"instance_group": tuple(groups)}) if gpu >= 0 and groups and others else None
+
+
 def backend_parameters(config: ModelConfig, devices: Sequence[int], *, host_code: bool = False) -> dict[str, str]:
     """Return the configuration's parameters with those that the backend needs: largest batch and GPU numbers.
 

@@ -39,7 +39,7 @@ from headrace.config.tensor_config import row_bytes_of
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding, Unsupported
-from headrace.core.ledger import CPU, MemoryAccount
+from headrace.core.ledger import CPU, MemoryAccount, NoRoom
 from headrace.core.limits import BodyMemory
 from headrace.core.quota import Quota
 from headrace.core.sequence_state import StateTensor
@@ -310,6 +310,8 @@ class Loader:
     def load(self, folder: ModelFolder, version: int, plan: ServingPlan, is_lazy: bool = False) -> ModelHandle:
         """Read the file of the plan, start the instances and warm them up; evicts other models if memory is short.
 
+        A model that names no GPUs has no instances on those that have no room for it even then.
+
         Args:
             folder: the model's folder.
             version: version number.
@@ -320,8 +322,24 @@ class Loader:
             NoRoom: it does not fit into the memory of a GPU, or into the budget of host memory.
             ConfigError: the version cannot be served from this file; has the reason.
         """
-        load = partial(self._load, folder, version, plan, is_lazy)
-        return load() if is_lazy else self.gpu_model_cache.load(load, f"{folder.config.name}/{version}")
+        if is_lazy:
+            return self._load(folder, version, plan, is_lazy)
+        may_choose = not any(group.gpus for group in folder.config.instance_group)
+        while True:
+            try:
+                load = partial(self._load, folder, version, plan, is_lazy)
+                return self.gpu_model_cache.load(load, f"{folder.config.name}/{version}")
+            except NoRoom as error:
+                config = self._without_gpu(folder.config, error.gpu) if may_choose and error.others else None
+                if config is None:
+                    raise
+                logger.warning("model %s has no instances on GPU %d: %s", config.name, error.gpu, error)
+                folder = replace(folder, config=config)
+
+    def _without_gpu(self, config: ModelConfig, gpu: int) -> ModelConfig | None:
+        from headrace.models.gpu_backend import without_gpu
+
+        return without_gpu(config, gpu)
 
     def _load(self, folder: ModelFolder, version: int, plan: ServingPlan, is_lazy: bool) -> ModelHandle:
         config, begun_ns = folder.config, self.gpu_model_cache.clock()

@@ -189,3 +189,48 @@ async def test_metrics_report_the_memory_of_each_model(repository: Path) -> None
     assert 'headrace_load_seconds_count{model="a",version="1"} 2.0' in page
     assert 'model="b",version="1",kind' not in page
     assert 'kind="weights",model="b"' not in page, "it is parked"
+
+
+async def test_each_gpu_has_a_budget_and_evictions_of_its_own(cuda: LateCuda, repository: Path, tmp_path: Path) -> None:
+    size, cuda.devices, models = await need(repository), 2, GpuModelCache()
+    add(tmp_path, "d", 1)
+    for name, gpus in {"a": "[0, 1]", "b": "[1]", "c": "[1]", "d": "[0]"}.items():
+        group = f"instance_group: [{{kind: gpu, count: 2, gpus: {gpus}}}]\n"
+        (repository / name / "config.yaml").write_text(TENSORRT + group)
+    options: dict[str, Any] = {"gpu_model_cache": models, "gpu_memory_fraction": room(2 * size)}
+    async with running(repository, ALL, **options) as (_, registry):
+        for _round in range(3):
+            for name, seed in (("a", 1), ("b", 2), ("c", 3), ("d", 1)):
+                await infer_value(registry, name, seed)
+                assert max(models.ledger.reserved_bytes(gpu) for gpu in (0, 1)) <= 2 * size
+        evictions = {name: each.evictions for name, _, each in models.loads()}
+    assert evictions["d"] == 0
+    assert min(evictions[name] for name in "abc") > 0
+
+
+@pytest.mark.parametrize("names_gpus", [False, True])
+async def test_a_model_that_names_no_gpus_leaves_out_a_full_one(
+    cuda: LateCuda, repository: Path, names_gpus: bool
+) -> None:
+    size, cuda.devices, models = await need(repository), 2, GpuModelCache()
+    first = "instance_group: [{kind: gpu, count: 2, gpus: [0]}]\nkeep_loaded: true\n"
+    (repository / "a" / "config.yaml").write_text(TENSORRT + first)
+    (repository / "b" / "config.yaml").write_text(
+        TENSORRT + "instance_group: [{kind: gpu, count: 2, gpus: [0, 1]}]\n" * names_gpus
+    )
+    options: dict[str, Any] = {"gpu_model_cache": models, "gpu_memory_fraction": room(size)}
+    async with running(repository, EXPLICIT, frozenset({"a"}), **options) as (reconciler, registry):
+        if names_gpus:
+            with pytest.raises(ConfigError, match="a/1"):
+                await reconciler.load("b", None, {})
+            return
+        await reconciler.load("b", None, {})
+        await infer_value(registry, "b", 2)
+        handle = registry.lease("b", "")
+        handle.release()
+        assert (handle.alive, handle.spec.parameters["headrace.device"]) == (2, "GPU 1")
+        assert models.ledger.reserved_bytes(0) == models.ledger.reserved_bytes(1) == size
+        await reconciler.load("c", None, {})  # takes the place of `b`, which returns there
+        await infer_value(registry, "b", 2)
+        assert index(registry)["c", "1"] == EVICTED
+        assert models.ledger.reserved_bytes(0) == models.ledger.reserved_bytes(1) == size
