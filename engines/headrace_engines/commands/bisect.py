@@ -21,8 +21,7 @@ from headrace_engines.errors import CallError
 from headrace_engines.layers.bisection import Bisection, bisect, first_batch_layer
 from headrace_engines.layers.comparison import SAMPLES
 from headrace_engines.layers.differences import TensorDifference
-from headrace_engines.layers.report import cosine_text, figures, shape_text
-from headrace_engines.layers.tensors import SourceLayer
+from headrace_engines.layers.report import batch_layer_text, cosine_text, figures, layer_text
 from headrace_engines.progress import silent
 from headrace_engines.project import BuildSpec, open_data, open_project, read_spec
 from headrace_engines.report import BuildDisplay, print_text, save_json
@@ -143,19 +142,6 @@ def show(console: Console, result: Bisection, spec: BuildSpec) -> None:
         console,
         f"{plural(result.probes, 'part')} of the model run, {plural(result.layers, 'layer')} in {spec.precision}.",
     )
-
-
-def layer_text(layer: SourceLayer) -> str:
-    """Return node, operator and output of a layer."""
-    shape = f", output {shape_text(layer.shape)}" if layer.shape is not None else ""
-    return f"{layer.node} ({layer.operator}{shape})"
-
-
-def batch_layer_text(layer: SourceLayer | None) -> str:
-    """Return the result of `first_batch_layer`."""
-    if layer is None:
-        return "rows have the same outputs in a batch and alone"
-    return f"the first layer whose rows differ in a batch: {layer_text(layer)}"
 
 
 def _origin_text(result: Bisection) -> str:

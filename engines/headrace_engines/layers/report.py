@@ -12,6 +12,7 @@ from rich.console import Console
 
 from headrace_engines.layers.comparison import LayerComparison, LayerRow
 from headrace_engines.layers.differences import TensorDifference
+from headrace_engines.layers.tensors import SourceLayer
 from headrace_engines.report import Heading, narrow_table, print_text, table
 
 _LEGEND_HEIGHT = 20
@@ -102,3 +103,16 @@ def layers_plot(comparison: LayerComparison) -> str:
         curves.append(PlotCurve(name, [x for x, _ in points], [y for _, y in points]))
     panel = Panel("Relative error by layer", curves, "layer, in the order of the graph", "error / FP32", log_y=True)
     return curve_plot(panel, comparison.precisions)
+
+
+def layer_text(layer: SourceLayer) -> str:
+    """Return node, operator and output of a layer."""
+    shape = f", output {shape_text(layer.shape)}" if layer.shape is not None else ""
+    return f"{layer.node} ({layer.operator}{shape})"
+
+
+def batch_layer_text(layer: SourceLayer | None) -> str:
+    """Return the result of `first_batch_layer`."""
+    if layer is None:
+        return "rows have the same outputs in a batch and alone"
+    return f"the first layer whose rows differ in a batch: {layer_text(layer)}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 import pytest
 from headrace_engines.__main__ import main
-from headrace_engines.commands.build import show_plugins
+from headrace_engines.build_report import show_plugins
 from headrace_engines.progress import PLUGIN_PHASES, with_lines
 from headrace_engines.project import open_project, read_spec
 from headrace_engines.targets.tensorrt.plugin_choice import PluginReport, PluginRow

@@ -12,7 +12,7 @@ import pytest
 from headrace.config.machine import Machine
 from headrace.config.manifest import BatchTiming, Stamp
 from headrace_engines.build import build_engine, make_stamp
-from headrace_engines.commands.build import BuildOutcome, speed_text
+from headrace_engines.build_report import BuildOutcome, speed_text
 from headrace_engines.optimize.sparsity import choose_sparse, make_sparse
 from headrace_engines.progress import Report, silent
 from headrace_engines.project import Project, read_spec
@@ -97,7 +97,7 @@ def test_stamp_names_sparse_kernels_that_were_kept(sparse_us: float, tmp_path: P
     assert stamp.sparse_weights is (sparse_us < 100)
     assert ("sparse_weights" in stamp.to_json()) is (sparse_us < 100)
     assert Stamp.from_json(stamp.to_json()) == stamp
-    text = speed_text(BuildOutcome("net", built))
+    text = speed_text(BuildOutcome("net", built=built))
     assert ("sparse kernels kept: 1.25 times" if sparse_us < 100 else "sparse kernels not kept: 0.83 times") in text
     again = build_engine(project, read_spec(project.config), target, store, silent)
     assert again.cached

@@ -14,7 +14,8 @@ from headrace.config.model_folder import read_model_folder
 from headrace_engines.__main__ import main
 from headrace_engines.accuracy import Accuracy
 from headrace_engines.build import BuildResult
-from headrace_engines.commands.build import BuildOutcome, show_outcomes
+from headrace_engines.build_publication import Published
+from headrace_engines.build_report import BuildOutcome, show_outcomes
 from headrace_engines.project import BuildSpec, read_spec
 from headrace_engines.report import BuildDisplay
 from headrace_engines.targets.base import BatchTiming
@@ -35,7 +36,8 @@ def outcome(spec: BuildSpec, published: bool = True, error: str = "", **changes:
     built = BuildResult(
         Path("x.onnx"), spec, HERE, "0" * 64, ACCURACY, [], (), (BatchTiming(1, 1.0, 2.0, 13_995_487.0),), 102_100_000, 9.1, False
     )  # fmt: skip
-    return BuildOutcome("efficientnet_lite0", replace(built, **changes), published, False, error, 9.1)
+    done = Published(None) if published else None
+    return BuildOutcome("efficientnet_lite0", None, replace(built, **changes), done, error, 9.1)
 
 
 def shown(*outcomes: BuildOutcome) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,11 @@ from headrace.core.errors import ConfigError, Unsupported
 from headrace.models.loader import Loader
 from headrace.runtimes import onnxruntime_cuda
 from headrace_engines.__main__ import main
+from headrace_engines.build_report import BuildOutcome, current_serving_text, without_engine_text
+from headrace_engines.build_request import BuildRequest, forecast, gpu_config_change, gpu_runtime
 from headrace_engines.commands import build as build_command
-from headrace_engines.commands.build import (
-    current_serving_text,
-    forecast,
-    gpu_config_change,
-    gpu_runtime,
-    without_engine_text,
-)
 from headrace_engines.errors import BuildError
-from headrace_engines.project import Project, open_project
+from headrace_engines.project import Project, open_project, read_spec
 
 from tests.support.fake_gpu import cuda as cuda
 from tests.support.fake_gpu import trt as trt
@@ -284,7 +280,12 @@ def test_an_engine_that_the_cuda_provider_makes_useless_is_refused(
     ],
 )
 def test_a_server_without_the_engine(config: str, provider: str, text: str, tmp_path: Path) -> None:
-    assert without_engine_text(forecast(project_of(tmp_path, config), TENSORRT, with_provider(provider), None)) == text
+    project = project_of(tmp_path, config)
+    expected = forecast(project, TENSORRT, with_provider(provider), None)
+    request = BuildRequest(project, read_spec(project.config), "", False, TENSORRT, expected, "", argparse.Namespace())
+    # A request that the server would not serve is refused before.
+    outcome = BuildOutcome("m", None if expected.refusal else request, error="it failed")
+    assert without_engine_text(outcome) == text
 
 
 class _AlwaysTensorRt:
@@ -303,7 +304,7 @@ def test_a_model_that_tensorrt_refuses_is_reported_with_what_serves_it(
         raise BuildError("TensorRT has no operator Unique")
 
     monkeypatch.setattr(build_command, "build_engine", refuse)
-    monkeypatch.setattr(build_command, "_Targets", lambda _name: _AlwaysTensorRt())
+    monkeypatch.setattr(build_command, "Targets", lambda _name: _AlwaysTensorRt())
     project = project_of(tmp_path, KIND_GPU)
     words = ("build", str(project.folder.path), "--cache", str(tmp_path / "cache"), "--state-dir", str(tmp_path))
     assert main([*words]) == 1
