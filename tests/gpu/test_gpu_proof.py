@@ -49,11 +49,12 @@ async def test_an_engine_that_mixes_rows_of_a_right_model_runs_them_one_by_one(t
     await cases.check_mixing_engine(tmp_path)
 
 
-@pytest.mark.parametrize("source", ["", cases.MIXED])
+@pytest.mark.parametrize("has_source", [False, True])
+@pytest.mark.parametrize("engine", cases.MIXING, ids=["reduction", "attention", "reshape", "past the row"])
 async def test_requests_to_a_model_that_mixes_rows_run_alone_and_whole_without_padding(
-    tmp_path: Path, source: str
+    tmp_path: Path, engine: str, has_source: bool
 ) -> None:
-    await cases.check_mixing_model(tmp_path, source)
+    await cases.check_mixing_model(tmp_path, engine, has_source)
 
 
 @pytest.mark.parametrize("element", [FLOAT, HALF])

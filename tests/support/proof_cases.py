@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,42 @@ output: [{name: y, data_type: fp32, dims: [4]}]
 """
 RIGHT = "y = Tanh (x)"
 MIXED = "m = ReduceMean <axes: ints = [0]> (x)\n y = Sub (x, m)"
+# An attention without the mask that keeps a row from the others, and a reshape that moves rows.
+UNMASKED = "t = Transpose (x)\n s = MatMul (x, t)\n p = Softmax (s)\n y = MatMul (p, x)"
+MOVED = "t = Transpose (x)\n y = Reshape (t, fours)"
+# Each value gets the next one in memory: the last one of a row that of another row.
+PAST = """f = Reshape (x, all)\n t = Slice (f, one, far)\n c = Concat <axis: int = 0> (t, end)
+ n = Reshape (c, fours)\n y = Add (x, n)"""
 # Right, which the analysis of the graph cannot prove.
 UNKNOWN = "i = NonZero (x)\n j = Cast <to: int = 1> (i)\n s = ReduceSum (j)\n z = Mul (s, nothing)\n y = Add (x, z)"
 # Wrong if eight rows run: the largest bucket, which each engine has.
 WRONG_EIGHT = """t = Tanh (x)\n s = Shape (x)\n n = Gather (s, zero)\n is8 = Equal (n, eight)\n f = Cast <to: int = 1> (is8)
  e = Mul (f, tenth)\n y = Add (t, e)"""
-CONSTANTS = {"zero": np.array(0), "eight": np.array(8), "tenth": np.array(0.1), "nothing": np.array(0.0)}
+CONSTANTS = {
+    "zero": np.array(0),
+    "eight": np.array(8),
+    "tenth": np.array(0.1),
+    "nothing": np.array(0.0),
+    "fours": np.array([-1, 4]),
+    "all": np.array([-1]),
+    "one": np.array([1]),
+    "far": np.array([1 << 30]),
+    "end": np.array([0.0]),
+}
+
+
+def attended(x: Array) -> Array:
+    scores = np.exp(x @ x.T)
+    return scores / scores.sum(axis=1, keepdims=True) @ x
+
+
+# What a model that mixes rows returns for a whole request.
+MIXING: dict[str, Callable[[Array], Array]] = {
+    MIXED: lambda x: x - x.mean(axis=0),
+    UNMASKED: attended,
+    MOVED: lambda x: x.T.reshape(-1, 4),
+    PAST: lambda x: x + np.append(x.reshape(-1)[1:], 0.0).reshape(x.shape),
+}
 
 
 class HeldTasks(IdleTasks):
@@ -60,7 +91,9 @@ class HeldTasks(IdleTasks):
 
 
 def model_of(text: str) -> onnx.ModelProto:
-    return network(text, {name: value for name, value in CONSTANTS.items() if f"{name})" in text}, ("N", 4))
+    return network(
+        text, {name: value for name, value in CONSTANTS.items() if re.search(rf"[ ,(]{name}[,)]", text)}, ("N", 4)
+    )
 
 
 def add_engine(folder: Path, engine: str, source: str = "", config: str = CONFIG) -> Path:
@@ -124,11 +157,11 @@ async def check_mixing_engine(folder: Path) -> None:
     np.testing.assert_allclose(y, x - x, atol=ATOL)  # what the engine returns for each row alone
 
 
-async def check_mixing_model(folder: Path, source: str) -> None:
+async def check_mixing_model(folder: Path, engine: str, has_source: bool) -> None:
     """Requests to a model that mixes rows run alone and whole, without padding."""
-    repository = add_engine(folder, MIXED, source)
+    repository = add_engine(folder, engine, engine if has_source else "")
     async with running(repository, ALL, proofs=BatchProofs(folder)) as (_, registry):
         batches = explain(registry, "m")["batches"]
         for x, y in await infer(registry, 1, 3, 2, 5):
-            np.testing.assert_allclose(y, x - x.mean(axis=0), atol=ATOL)
+            np.testing.assert_allclose(y, MIXING[engine](x), atol=ATOL)
     assert batches["state"] == "alone"
