@@ -89,7 +89,7 @@ async def test_loads_leave_a_lost_gpu_out(cuda: LateCuda, tmp_path: Path) -> Non
         assert await asyncio.to_thread(handle.evict, 60)
         await lose(cuda, registry, 0)
         assert same(await infer_values(registry, "n"), 2)
-        assert (handle.alive, index(registry)["n", "1"]) == (2, ("READY", ""))
+        await until_async(lambda: (handle.alive, index(registry)["n", "1"]) == (2, ("READY", "")))
         add(repository, "o", "")
         await reconciler.load("o", None, {})
         assert same(await infer_values(registry, "o"), 2)
