@@ -46,18 +46,20 @@ class OwnCandidate:
         self._convolution.launch(self._stream, operands.x[index], operands.y[index], operands.residual[index])
 
     def run(self) -> int:
-        """See `Candidate.run`; the output is poisoned before."""
+        """Run once on the first set of activations, wait, and return the address of the output (n, out_h, out_w, k). The output
+        is poisoned before.
+        """
         self._operands.poison(0, self._stream)
         self._launch(0)
         self._stream.synchronize()
         return self._operands.y[0]
 
     def capture(self, launches: int) -> RecordedLaunches:
-        """See `Candidate.capture`."""
+        """Record launches that rotate over the sets of activations."""
         return capture_launches(self._stream, self._launch, launches, len(self._operands))
 
     def close(self) -> None:
-        """See `Candidate.close`."""
+        """Free all memory; all work must be done."""
         self._convolution.close()
 
 

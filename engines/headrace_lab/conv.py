@@ -71,14 +71,10 @@ class MapOptions:
 
 
 class _Phases:
-    """Durations of the parts of a cell, in seconds.
-
-    Attributes:
-        seconds: by name.
-    """
+    """Durations of the parts of a cell, in seconds."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # by name
         self._last_s = time.monotonic()
 
     def end(self, name: str) -> None:

@@ -154,7 +154,7 @@ class CudnnCandidate:
         return y.relu_() if epilogue.relu else y
 
     def run(self) -> int:
-        """See `Candidate.run`."""
+        """Run once on the first set of activations, wait, and return the address of the output (n, out_h, out_w, k)."""
         shape, itemsize = self._host.shape, self._host.dtype.itemsize
         with self._torch.running():
             x, residual = self._set(0)
@@ -171,7 +171,7 @@ class CudnnCandidate:
         return int(self._output.data_ptr())
 
     def capture(self, launches: int) -> RecordedLaunches:
-        """See `Candidate.capture`."""
+        """Record launches that rotate over the sets of activations."""
         # Two runs before: the autotuner, and what a first launch allocates.
         with self._torch.running():
             self._convolve(*self._set(0))
@@ -187,7 +187,7 @@ class CudnnCandidate:
         return _TorchReplay(self._torch, graph)
 
     def close(self) -> None:
-        """See `Candidate.close`."""
+        """Free all memory; all work must be done."""
         self._output = self._weights = self._bias = None
         self._sets.clear()
 

@@ -181,7 +181,9 @@ class TensorRtCandidate:
         self._enqueue({"x": operands.x[index], "y": operands.y[index], "residual": operands.residual[index]})
 
     def run(self) -> int:
-        """See `Candidate.run`; operands are converted to the engine's layouts and the output back."""
+        """Run once on the first set of activations, wait, and return the address of the output (n, out_h, out_w, k). Operands
+        are converted to the engine's layouts and the output back.
+        """
         operands, shape = self._operands, self._host.shape
         operands.poison(0, self._stream)
         addresses = {"x": operands.x[0], "y": operands.y[0], "residual": operands.residual[0]}
@@ -214,7 +216,7 @@ class TensorRtCandidate:
         return target.address
 
     def capture(self, launches: int) -> RecordedLaunches:
-        """See `Candidate.capture`."""
+        """Record launches that rotate over the sets of activations."""
         # What the check converted is not needed any more.
         self._free_converted()
         return capture_launches(self._stream, self._launch, launches, len(self._operands))
@@ -225,7 +227,7 @@ class TensorRtCandidate:
         self._converted.clear()
 
     def close(self) -> None:
-        """See `Candidate.close`."""
+        """Free all memory; all work must be done."""
         # In this order: each object uses the next ones.
         self._context = self._engine = self._runtime = None
         self._scratch.free()

@@ -125,7 +125,9 @@ class GrpcPool(Pool):
         self.connections: list[GrpcConnection] = []
 
     def start(self, index: int, due_s: float) -> bool:
-        """See `Pool`; connections are opened before calls share one, then the one with the fewest calls is next."""
+        """Send a request on a free connection; False if there is none. Connections are opened before calls share one, then the
+        one with the fewest calls is next.
+        """
         best: GrpcConnection | None = None
         for connection in self.connections:
             if connection.has_room and (best is None or len(connection.calls) < len(best.calls)):
@@ -136,11 +138,11 @@ class GrpcPool(Pool):
         return True
 
     def protocol(self) -> asyncio.BufferedProtocol:
-        """See `Pool`."""
+        """Return the protocol object of a new connection."""
         return GrpcConnection(self)
 
     def expire(self, oldest_s: float) -> None:
-        """See `Pool`."""
+        """End requests that were sent before `oldest_s` with the status `TIMEOUT`."""
         for connection in self.connections:
             connection.expire(oldest_s)
 
@@ -166,7 +168,6 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     Attributes:
         calls: calls in flight by stream id.
-        has_room: True if another call may start.
     """
 
     def __init__(self, pool: GrpcPool) -> None:
@@ -192,7 +193,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     @property
     def has_room(self) -> bool:
-        """See the class."""
+        """True if another call may start."""
         return len(self.calls) < self._max_streams and self._is_ready and not self._is_draining
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

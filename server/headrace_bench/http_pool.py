@@ -121,18 +121,20 @@ class HttpPool(Pool):
         self.heads: dict[bytes, ResponseHead] = {}
 
     def start(self, index: int, due_s: float) -> bool:
-        """See `Pool`; the connection that was used last is the next one."""
+        """Send a request on a free connection; False if there is none. The connection that was used last is the next one."""
         if not self.idle:
             return False
         self.idle.pop().send(index, due_s)
         return True
 
     def protocol(self) -> asyncio.BufferedProtocol:
-        """See `Pool`."""
+        """Return the protocol object of a new connection."""
         return HttpConnection(self)
 
     def expire(self, oldest_s: float) -> None:
-        """See `Pool`; a connection whose answer is missing is closed, since the answer may still come."""
+        """End requests that were sent before `oldest_s` with the status `TIMEOUT`. A connection whose answer is missing is
+        closed, since the answer may still come.
+        """
         for connection in [each for each in self.connections if each.is_busy and each.sent_s < oldest_s]:
             connection.fail(TIMEOUT, timeout_text(self.timeout_s))
 

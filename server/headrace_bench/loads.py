@@ -148,7 +148,7 @@ class ClosedLoop(Load):
             self._done.set()
 
     async def run(self) -> None:
-        """See `Load`."""
+        """Submit requests until `end_s`, and wait for their outcomes."""
         for _ in range(self._concurrency):
             self.submit(now_s())
         await self._drain()
@@ -170,17 +170,17 @@ class OpenLoop(Load):
         self._timer: DueTimer | None = None
 
     def is_over(self) -> bool:
-        """See `Load`."""
+        """Return True when no further request will be submitted."""
         return self._next >= len(self._due)
 
     def stop(self) -> None:
-        """See `Load`."""
+        """Submit no more requests, and wait no longer than a second for answers."""
         del self._due[self._next :]
         self._all_submitted.set()
         super().stop()
 
     async def run(self) -> None:
-        """See `Load`."""
+        """Submit requests until `end_s`, and wait for their outcomes."""
         self._timer = open_timer(self._submit_due)
         try:
             self._submit_due()
@@ -263,13 +263,13 @@ class KernelTimer(DueTimer):
         self._loop.add_reader(self._descriptor, self._fire)
 
     def set(self, due_s: float) -> None:
-        """See `DueTimer`."""
+        """Set the next time, in seconds."""
         seconds = int(due_s)
         self._spec.value.seconds, self._spec.value.nanoseconds = seconds, max(1, int((due_s - seconds) * 1e9))
         self._library.timerfd_settime(self._descriptor, self._flags, ctypes.byref(self._spec), None)
 
     def close(self) -> None:
-        """See `DueTimer`."""
+        """Cancel the timer."""
         self._loop.remove_reader(self._descriptor)
         os.close(self._descriptor)
 

@@ -212,7 +212,7 @@ class GrpcControl:
             raise Unavailable(f"no server answers at {url.text}: {_START}") from None
 
     def metadata(self) -> dict[str, Any]:
-        """See `HttpControl`."""
+        """Return inputs and outputs of the model: name, datatype and shape of each."""
         try:
             return self._client.metadata(self._model, self._version)
         except Unavailable:
@@ -223,23 +223,23 @@ class GrpcControl:
             raise NotFound(f"the server has no model '{self._model}' ({error}): name a model that it serves") from None
 
     def config(self) -> dict[str, Any]:
-        """See `HttpControl`."""
+        """Return the model's configuration; empty from a server without that extension."""
         return _optional(self._client.config, self._model, self._version) or {}
 
     def server(self) -> dict[str, Any]:
-        """See `HttpControl`."""
+        """Return name and version of the server."""
         return _optional(self._client.server_metadata) or {}
 
     def statistics(self) -> dict[str, Any] | None:
-        """See `HttpControl`."""
+        """Return the statistics of the model's version; None from a server without that extension."""
         return one_version(_optional(self._client.statistics, self._model, self._version))
 
     def register(self, name: str, key: str, size_bytes: int) -> None:
-        """See `HttpControl`."""
+        """Register system shared memory."""
         self._client.register_system_memory(name, key, size_bytes)
 
     def unregister(self, name: str) -> None:
-        """See `HttpControl`."""
+        """Release the server's mapping of shared memory."""
         self._client.unregister_system_memory(name)
 
 

@@ -391,11 +391,6 @@ class _Outputs:
     Args:
         batch: the batch.
         names: of the model's outputs.
-
-    Attributes:
-        records: encoded records.
-        count: number of records.
-        end: first free offset in the slot.
     """
 
     def __init__(self, batch: ReceivedBatch, names: Sequence[str]) -> None:
@@ -403,9 +398,9 @@ class _Outputs:
         self._slot = batch.slot
         self._memory = batch.slot.memory
         self._address = batch.slot.address
-        self.records: list[bytes] = []
-        self.count = 0
-        self.end = aligned(batch.end)
+        self.records: list[bytes] = []  # encoded records
+        self.count = 0  # number of records
+        self.end = aligned(batch.end)  # first free offset in the slot
 
     def add(self, member: int, index: int, code: int, array: _Array) -> None:
         """Write an output of one member, or of all."""

@@ -94,19 +94,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Smaller:
-    """A smaller model that holds the target.
+    """A smaller model that holds the target."""
 
-    Attributes:
-        model: its ONNX model.
-        accuracy: its accuracy against the original one.
-        details: JSON data for the report.
-        remarks: lines for the user.
-    """
-
-    model: onnx.ModelProto
-    accuracy: Accuracy
-    details: dict[str, Any] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
+    model: onnx.ModelProto  # its ONNX model
+    accuracy: Accuracy  # its accuracy against the original one
+    details: dict[str, Any] = field(default_factory=dict)  # JSON data for the report
+    remarks: tuple[str, ...] = ()  # lines for the user
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

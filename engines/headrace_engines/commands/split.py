@@ -93,23 +93,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """A finished split.
+    """A finished split."""
 
-    Attributes:
-        project: the whole.
-        layers: its measured layers.
-        split: its parts.
-        published: their folders.
-        gpus: GPU of each part; empty for parts on the CPU.
-        is_checked: the outputs were compared.
-    """
-
-    project: Project
-    layers: LayerReport
-    split: SplitModel
-    published: PublishedSplit
-    gpus: tuple[int, ...]
-    is_checked: bool
+    project: Project  # the whole
+    layers: LayerReport  # its measured layers
+    split: SplitModel  # its parts
+    published: PublishedSplit  # their folders
+    gpus: tuple[int, ...]  # GPU of each part; empty for parts on the CPU
+    is_checked: bool  # the outputs were compared
 
     @property
     def rows(self) -> int:

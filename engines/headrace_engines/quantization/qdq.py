@@ -134,19 +134,12 @@ class _Scale:
 
 
 class _Scheme:
-    """An 8-bit format: scales of activations and weights. This base class is symmetric INT8.
+    """An 8-bit format: scales of activations and weights. This base class is symmetric INT8."""
 
-    Attributes:
-        element_type: `TensorProto.DataType` of activations.
-        weight_type: the same of weights.
-        quantizes_bias: biases become INT32.
-        largest_weight: largest INT8 number of a weight.
-    """
-
-    element_type: int = TensorProto.INT8
+    element_type: int = TensorProto.INT8  # of activations
     weight_type: int = TensorProto.INT8
-    quantizes_bias = False
-    largest_weight = 127
+    quantizes_bias = False  # True if biases become INT32
+    largest_weight = 127  # largest INT8 number of a weight
 
     def activation(self, low: float, high: float, clamped: bool) -> _Scale:
         """Return the scale for values in low..high, 0 included; if `clamped`, values must not exceed `high`."""

@@ -46,6 +46,6 @@ class DepthwiseAlgorithm(Algorithm):
         return ""
 
     def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
-        """See `Algorithm.prepared`."""
+        """Prepare a supported shape with resources that are closed if this raises."""
         channels = _channels(operation.shape, operation.dtype)
         return TapsConvolution(resources, operation, "depthwise", channels)

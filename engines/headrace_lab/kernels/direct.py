@@ -85,7 +85,7 @@ class DirectAlgorithm(Algorithm):
         return (replace(shape, n=1),)
 
     def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
-        """See `Algorithm.prepared`."""
+        """Prepare a supported shape with resources that are closed if this raises."""
         channels, inputs = (
             widest(count // operation.shape.groups, 4) for count in (operation.shape.k, operation.shape.c)
         )

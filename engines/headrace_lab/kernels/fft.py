@@ -159,7 +159,7 @@ class _FftConvolution(ChunkedConvolution):
             transform.set_work_area(work)
 
     def launch_chunk(self, stream: CudaStream, x: int, y: int, residual: int, tiles: int) -> None:
-        """See `ChunkedConvolution.launch_chunk`."""
+        """Queue a chunk of so many tiles; the addresses are those of its first image."""
         shape, planes, launch = self._shape, self._planes, self._kernels.launch
         grid = tiles * planes.size, -(-shape.c // 32)
         launch("gather_planes", grid, _THREADS, stream, x, self._real, tiles)
@@ -226,11 +226,13 @@ class FftAlgorithm(Algorithm):
         return ""
 
     def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
-        """See `Algorithm.prepared`."""
+        """Prepare a supported shape with resources that are closed if this raises."""
         return _FftConvolution(resources, operation, self._selected(operation.shape), self._chunk_bytes)
 
     def sums(self, shape: ConvShape, dtype: npt.DTypeLike, x: Array, weights: Array) -> Floats:
-        """See `Algorithm.sums`: the same transforms and products."""
+        """Compute the algorithm's sums in float32 with NumPy, with its roundings, for `reference`. The same transforms and
+        products.
+        """
         planes = self._selected(shape)
         kernel = kernel_spectrum(shape, planes, weights.astype(dtype))
         size, pad = planes.size, shape.pad

@@ -83,7 +83,7 @@ class HalfGemm(Algorithm, Generic[TileT]):
         return [type(self)(*each) for each in candidates]
 
     def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
-        """See `Algorithm.prepared`."""
+        """Prepare a supported shape with resources that are closed if this raises."""
         selected = self if self.tile is not None else self.variants(operation.shape)[0]
         assert selected.tile is not None
         return self.convolution(resources, operation, selected.tile, selected.splits)

@@ -120,7 +120,7 @@ class _ImplicitGemmConvolution(PreparedConvolution):
         self._partial = resources.workspace(4 * splits * int(np.prod(shape.y_shape))) if splits > 1 else 0
 
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
-        """See `Convolution.launch`."""
+        """Queue the convolution; allocates nothing and waits for nothing, so a CUDA graph can capture it."""
         shape = self._shape if rows is None else replace(self._shape, n=rows)
         blocks = tiles_of(shape, self._tile.bm, self._tile.bn) * self._splits
         filters, bias, arrivals = self._constants
@@ -145,7 +145,7 @@ class ImplicitGemm(HalfGemm[GemmTile]):
     convolution = _ImplicitGemmConvolution
 
     def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
-        """See `Algorithm.refusal`."""
+        """Return the reason why the algorithm does not support a shape; "" if it does."""
         return refusal(shape, dtype, capability, (8, 0))
 
     def kernel_key(self, shape: ConvShape) -> tuple[object, ...]:
@@ -153,12 +153,14 @@ class ImplicitGemm(HalfGemm[GemmTile]):
         return ()
 
     def can_split(self, shape: ConvShape, tile: GemmTile, splits: int) -> bool:
-        """See `HalfGemm.can_split`: each part has two steps, and a multiprocessor has at most four blocks."""
+        """Return whether so many blocks may share a tile. Each part has two steps, and a multiprocessor has at most four
+        blocks.
+        """
         steps = shape.r * shape.s * -(-shape.c // tile.bk)
         return splits <= steps // 2 and tiles_of(shape, tile.bm, tile.bn) * splits <= 4 * MULTIPROCESSORS
 
     def cycles(self, shape: ConvShape, tile: GemmTile, splits: int) -> float:
-        """See `HalfGemm.cycles`: rounds of blocks, each with its steps, and what a block does besides."""
+        """Return the estimated time in cycles. Rounds of blocks, each with its steps, and what a block does besides."""
         blocks = tiles_of(shape, tile.bm, tile.bn) * splits
         steps = -(-shape.r * shape.s * -(-shape.c // tile.bk) // splits)
         together = max(1, min((227 << 10) // tile.shared_bytes, 512 // tile.threads))

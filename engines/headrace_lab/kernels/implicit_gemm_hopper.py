@@ -149,7 +149,7 @@ class _HopperConvolution(PreparedConvolution):
         self._resident_blocks = tile.blocks * resources.multiprocessors()
 
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
-        """See `Convolution.launch`."""
+        """Queue the convolution; allocates nothing and waits for nothing, so a CUDA graph can capture it."""
         shape = self._shape if rows is None else replace(self._shape, n=rows)
         tiles = tiles_of(shape, self._tile.bm, self._tile.bn)
         blocks = tiles * self._splits if self._splits > 1 else min(tiles, self._resident_blocks)
@@ -202,7 +202,7 @@ class ImplicitGemmHopper(HalfGemm[HopperTile]):
     convolution = _HopperConvolution
 
     def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
-        """See `Algorithm.refusal`."""
+        """Return the reason why the algorithm does not support a shape; "" if it does."""
         if capability[0] > _CAPABILITY[0]:
             return f"compute capability {capability[0]}.{capability[1]}: `wgmma` is of 9.0 only; use implicit-gemm"
         if shape.pad > _MAX_PAD or shape.stride > _MAX_STRIDE:
@@ -217,13 +217,13 @@ class ImplicitGemmHopper(HalfGemm[HopperTile]):
         return (_is_pointwise(shape),)
 
     def can_split(self, shape: ConvShape, tile: HopperTile, splits: int) -> bool:
-        """See `HalfGemm.can_split`: as for `ImplicitGemm`, and the tile is small."""
+        """Return whether so many blocks may share a tile. As for `ImplicitGemm`, and the tile is small."""
         if tile.bm * tile.bn > _MAX_SHARED_TILE or splits > _steps(shape) // 2:
             return False
         return tiles_of(shape, tile.bm, tile.bn) * splits <= 4 * MULTIPROCESSORS
 
     def cycles(self, shape: ConvShape, tile: HopperTile, splits: int) -> float:
-        """See `HalfGemm.cycles`: rounds of blocks, each with its steps, and what a block does besides."""
+        """Return the estimated time in cycles. Rounds of blocks, each with its steps, and what a block does besides."""
         blocks = tiles_of(shape, tile.bm, tile.bn) * splits
         rounds = -(-blocks // (MULTIPROCESSORS * tile.blocks))
         used = min(tile.blocks, -(-blocks // MULTIPROCESSORS))

@@ -372,13 +372,9 @@ class _ConvolutionPlugin:
         layer: the convolution; None if it is refused.
         phase: TensorRTPhase.
         content: `layer` as in a plan; b"" to write it.
-
-    Attributes:
-        trt: the module `tensorrt`.
-        convolution: the kernels on the GPU; None before they are needed.
     """
 
-    trt: Any
+    trt: Any  # the module `tensorrt`
 
     def __init__(self, layer: PluginLayer | None, phase: Any, content: bytes = b"") -> None:
         self.num_outputs = 1
@@ -390,7 +386,7 @@ class _ConvolutionPlugin:
         self.layer = _NO_LAYER if layer is None else layer
         self.phase = phase
         self.content = content or self.layer.to_bytes()
-        self.convolution: _OpenConvolution | None = None
+        self.convolution: _OpenConvolution | None = None  # the kernels on the GPU; None before they are needed
         self.values: Any = None
         self.fields: Any = None
         self.collection: Any = None

@@ -216,11 +216,11 @@ class PreparedConvolution:
 
     @property
     def workspace_bytes(self) -> int:
-        """See `Convolution.workspace_bytes`."""
+        """Scratch memory on the GPU, in bytes, without weights."""
         return self._resources.workspace_bytes
 
     def close(self) -> None:
-        """See `Convolution.close`."""
+        """Free weights and scratch memory and unload the kernels; all work must be done."""
         self._resources.close()
 
 

@@ -220,7 +220,7 @@ class SimtGemmAlgorithm(Algorithm):
         return ""
 
     def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
-        """See `Algorithm.prepared`."""
+        """Prepare a supported shape with resources that are closed if this raises."""
         shape = operation.shape
         pixels, depth = shape.n * shape.out_h * shape.out_w, shape.r * shape.s * (shape.c // shape.groups)
         outputs = shape.k // shape.groups

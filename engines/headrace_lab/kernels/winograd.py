@@ -276,7 +276,7 @@ class _WinogradConvolution(ChunkedConvolution):
         self._outputs = resources.workspace(splits * tiling.positions * tiles * shape.k * 4)
 
     def launch_chunk(self, stream: CudaStream, x: int, y: int, residual: int, tiles: int) -> None:
-        """See `ChunkedConvolution.launch_chunk`."""
+        """Queue a chunk of so many tiles; the addresses are those of its first image."""
         grids = [(-(-tiles * threads // _THREADS), 1) for threads in self._threads]
         self._kernels[0].launch("transform_input", grids[0], _THREADS, stream, x, self._inputs, tiles)
         self._products.launch(stream, self._inputs, self._outputs, tiles)
@@ -318,12 +318,14 @@ class WinogradAlgorithm(Algorithm):
         return ""
 
     def prepared(self, resources: GpuResources, operation: ConvOperation) -> Convolution:
-        """See `Algorithm.prepared`."""
+        """Prepare a supported shape with resources that are closed if this raises."""
         tiling = Tiling.of(operation.shape, self._size)
         return _WinogradConvolution(resources, operation, tiling, self._chunk_bytes, self._blocks)
 
     def sums(self, shape: ConvShape, dtype: npt.DTypeLike, x: Array, weights: Array) -> Floats:
-        """See `Algorithm.sums`: the same transforms and products."""
+        """Compute the algorithm's sums in float32 with NumPy, with its roundings, for `reference`. The same transforms and
+        products.
+        """
         inputs = transformed_input(shape, as_floats(x, dtype), self._size)
         transformed = transformed_weights(weights, self._size)
         if is_half(dtype):

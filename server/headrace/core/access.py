@@ -310,15 +310,15 @@ class OpenAccess:
         self.anonymous = anonymous or Principal("", Grant(ALL_SCOPES))
 
     def authenticate(self, authorization: str, api_key: str, peer: Principal | None) -> Principal:
-        """See `AccessControl`."""
+        """Return the principal of a request; never raises."""
         return self.anonymous
 
     def certificate_principal(self, names: Sequence[str]) -> Principal | None:
-        """See `AccessControl`."""
+        """Return the principal of a client certificate by its common name and alternative names; None if no entry has one."""
         return None
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """See `AccessControl`; keys never change."""
+        """Call `callback` on the event loop after every change of keys, for caches of principals. Keys never change."""
 
 
 def certificate_names(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:

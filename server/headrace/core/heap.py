@@ -45,7 +45,7 @@ IDLE_MEMORY: WeakSet[IdleMemory] = WeakSet()
 
 
 class _Mallinfo2(ctypes.Structure):
-    """See mallinfo(3)."""
+    """`struct mallinfo2` of mallinfo(3)."""
 
     _fields_ = tuple((name, ctypes.c_size_t) for name in (
         "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",

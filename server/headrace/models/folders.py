@@ -451,17 +451,12 @@ _SETTLED_NS = 2 * NS_PER_S
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """A fingerprint of a model's folder with all that it depends on.
-
-    Attributes:
-        fingerprint: the fingerprint.
-        folders: path, modification time in nanoseconds and inode of every folder that was listed.
-        files: path, size, modification time and inode of every file in it.
-    """
+    """A fingerprint of a model's folder with all that it depends on."""
 
     fingerprint: Fingerprint
+    # Path, modification time in nanoseconds and inode of every folder that was listed.
     folders: list[tuple[str, int, int]]
-    files: list[tuple[str, int, int, int]]
+    files: list[tuple[str, int, int, int]]  # path, size, modification time and inode of every file in it
 
 
 class ScanCache:

@@ -78,17 +78,12 @@ def trial_order(
 
 
 class _Helper:
-    """A helper process; used by the thread that has started it, and killed by any other.
-
-    Attributes:
-        child: the process.
-        is_fresh: it has not tried any model yet.
-    """
+    """A helper process; used by the thread that has started it, and killed by any other."""
 
     def __init__(self) -> None:
-        self.child: ChildProcess
+        self.child: ChildProcess  # the process
         self.child, _ = start_process(COMMAND, ())
-        self.is_fresh = True
+        self.is_fresh = True  # it has not tried any model yet
         self._reader = ProcessReader(self.child, _log_message, lambda text: logger.debug("helper: %s", text))
 
     def listen(self, limit_s: float) -> Message | None:

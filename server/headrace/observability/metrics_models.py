@@ -266,14 +266,14 @@ _COUNTERS: dict[str, Callable[[Totals], float]] = {
 
 
 class LatencySummary(Protocol):
-    """See `headrace.engine.scheduling.latency_table.LatencyTable`."""
+    """The part of a `LatencyTable` that is scraped."""
 
     def summary(self) -> Iterable[tuple[int, int, int]]:
         """Return rows, expected time and 95th percentile in nanoseconds, for a bounded number of sizes."""
 
 
 class ObservedProcess(Protocol):
-    """See `headrace.runtimes.base.ProcessStatus`."""
+    """The part of a `ProcessStatus` that is scraped."""
 
     @property
     def up(self) -> bool:
@@ -285,7 +285,7 @@ class ObservedProcess(Protocol):
 
 
 class Batching(Protocol):
-    """See `headrace.engine.scheduling.policy.BatchPolicy`."""
+    """The part of a `BatchPolicy` that is scraped."""
 
     @property
     def objective_ns(self) -> int:
@@ -293,7 +293,7 @@ class Batching(Protocol):
 
 
 class Policy(Protocol):
-    """See `headrace.engine.scheduling.policy.HandlePolicy`."""
+    """The part of a `HandlePolicy` that is scraped."""
 
     @property
     def instances(self) -> int:
@@ -329,7 +329,7 @@ class HandleStatus(Protocol):
 
 
 class ScrapedCache(Protocol):
-    """See `headrace.engine.scheduling.version_handle.RequestCache`."""
+    """The part of a `RequestCache` that is scraped."""
 
     def report(self) -> Mapping[str, object]:
         """Return state, counts and memory."""

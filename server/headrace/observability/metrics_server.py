@@ -236,7 +236,7 @@ class GpuMemory(Protocol):
 
 
 class GpuReader(Protocol):
-    """See `headrace.runtimes.cuda.devices.Nvml`."""
+    """Reads the GPUs, as `headrace.runtimes.cuda.devices.Nvml` does."""
 
     def readings(self) -> Iterable[GpuReading]:
         """Return a reading of every GPU, none without a driver. Takes some milliseconds."""

@@ -56,29 +56,17 @@ _CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class _HeldBatch:
-    """A batch whose span waits for records of further requests.
+    """A batch whose span waits for records of further requests."""
 
-    Attributes:
-        span: not ended.
-        times: shared by the records of all its requests; its identity is the key of the batch.
-        links: number of linked requests.
-        due_ns: monotonic time at which the span is ended.
-        end_ns: end of the span, nanoseconds since 1970.
-    """
-
-    span: Span
-    times: BatchTimes
-    links: int
-    due_ns: int
-    end_ns: int
+    span: Span  # not ended
+    times: BatchTimes  # shared by the records of all its requests; its identity is the key of the batch
+    links: int  # number of linked requests
+    due_ns: int  # monotonic time at which the span is ended
+    end_ns: int  # end of the span, nanoseconds since 1970
 
 
 class _Ids(IdGenerator):
-    """Generates random ids, except for the next trace.
-
-    Attributes:
-        next_trace_id: id of the next trace, 0 for a random one.
-    """
+    """Generates random ids, except for the next trace."""
 
     next_trace_id = 0
 
@@ -86,19 +74,15 @@ class _Ids(IdGenerator):
         return random.getrandbits(64) or 1
 
     def generate_trace_id(self) -> int:
-        chosen, self.next_trace_id = self.next_trace_id, 0
+        chosen, self.next_trace_id = self.next_trace_id, 0  # id of the next trace, 0 for a random one
         return chosen or random.getrandbits(128) or 1
 
 
 class _Ended(SpanProcessor):
-    """Collects ended spans.
-
-    Attributes:
-        spans: ended since `SpanWriter` last sent them.
-    """
+    """Collects ended spans."""
 
     def __init__(self) -> None:
-        self.spans: list[ReadableSpan] = []
+        self.spans: list[ReadableSpan] = []  # ended since `SpanWriter` last sent them
 
     def on_end(self, span: ReadableSpan) -> None:
         self.spans.append(span)
@@ -257,15 +241,11 @@ class SpanWriter:
 
 
 class _ExporterLog(logging.Handler):
-    """Captures the last log message of the exporter, which logs every failed export; `SpanWriter` logs the first only.
-
-    Attributes:
-        text: of the last message.
-    """
+    """Captures the last log message of the exporter, which logs every failed export; `SpanWriter` logs the first only."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.text = "no reason given"
+        self.text = "no reason given"  # of the last message
         exporter_logger = logging.getLogger("opentelemetry.exporter")
         exporter_logger.handlers[:] = [self]
         exporter_logger.propagate = False

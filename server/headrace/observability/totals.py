@@ -183,24 +183,16 @@ class RecentTotals:
 
 @dataclass(slots=True)  # not frozen: its constructor runs for the first request of every second
 class _Snapshot:
-    """Totals at a time, in a form that is made in a few microseconds.
+    """Totals at a time, in a form that is made in a few microseconds."""
 
-    Attributes:
-        second: on the monotonic clock.
-        sums: of `Totals.SUMS`.
-        failures, reasons, sizes: as in `Totals`.
-        total: counts of the histogram `total` by fine bucket.
-        pending_ns: durations that the histogram lacks.
-    """
-
-    second: int
-    sums: tuple[int, ...]
-    failures: dict[str, int]
+    second: int  # on the monotonic clock
+    sums: tuple[int, ...]  # of `Totals.SUMS`
+    failures: dict[str, int]  # failures, reasons, sizes: as in `Totals`
     reasons: dict[str, int]
     sizes: dict[int, tuple[int, int, int, int]]
-    total: Counts
+    total: Counts  # counts of the histogram `total` by fine bucket
     total_sum_ns: int
-    pending_ns: list[int]
+    pending_ns: list[int]  # durations that the histogram lacks
 
 
 class TotalsSnapshots:

@@ -211,23 +211,14 @@ class TraceSelection(NamedTuple):
 
 @dataclass(slots=True)
 class _Sampler:
-    """Trace settings in force, and the requests counted by them.
+    """Trace settings in force, and the requests counted by them."""
 
-    Attributes:
-        on: tracing is on.
-        mode: trace file or spans.
-        rate: one in `rate` requests is traced; 0: only requests in a sampled trace of their caller.
-        count: number of further traces, -1 for no limit.
-        log_frequency: number of traces in an indexed file.
-        seen: requests since the settings are in force.
-    """
-
-    on: bool
-    mode: int
-    rate: int
-    count: int
-    log_frequency: int
-    seen: int = 0
+    on: bool  # tracing is on
+    mode: int  # trace file or spans
+    rate: int  # one in `rate` requests is traced; 0: only requests in a sampled trace of their caller
+    count: int  # number of further traces, -1 for no limit
+    log_frequency: int  # number of traces in an indexed file
+    seen: int = 0  # requests since the settings are in force
 
     @property
     def live(self) -> bool:

@@ -389,16 +389,11 @@ class _NoReader:
 
 
 class _DiscardedResponses:
-    """Sink of a warm-up request of a decoupled model.
-
-    Attributes:
-        responses: stream of the request.
-        late: the end of the request.
-    """
+    """Sink of a warm-up request of a decoupled model."""
 
     def __init__(self) -> None:
-        self.responses: Responses = _NoReader()
-        self.late = LateResult()
+        self.responses: Responses = _NoReader()  # stream of the request
+        self.late = LateResult()  # the end of the request
 
     def send(self, result: dict[str, Array] | HeadraceError, size_bytes: int, is_final: bool) -> None:
         """Consume a response."""

@@ -69,19 +69,12 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 @dataclass(slots=True)
 class _Unpacking:
-    """One archive while it is unpacked.
+    """One archive while it is unpacked."""
 
-    Attributes:
-        target: folder that receives the members.
-        max_bytes: largest `size`.
-        size: bytes of the files so far.
-        kinds: "folder", "file" or "link" of every path so far.
-    """
-
-    target: Path
-    max_bytes: int
-    size: int = 0
-    kinds: dict[PurePosixPath, str] = field(default_factory=dict)
+    target: Path  # folder that receives the members
+    max_bytes: int  # largest `size`
+    size: int = 0  # bytes of the files so far
+    kinds: dict[PurePosixPath, str] = field(default_factory=dict)  # "folder", "file" or "link" of every path so far
 
     def add(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         """Create a member."""

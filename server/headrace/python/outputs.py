@@ -107,7 +107,7 @@ class SlotPool:
         self._slots = []
 
     def trim(self) -> None:
-        """See `IdleMemory`."""
+        """Return idle memory to the system if it was not used since the last call; any thread may call."""
         seen, self._seen = self._seen, self._taken
         if seen != self._taken:
             return

@@ -175,20 +175,15 @@ class ResponseSink(Protocol):
 
 
 class OpenStep(Protocol):
-    """A request of a decoupled model that is open between two steps.
-
-    Attributes:
-        key: number of its first batch, and its index there.
-        sink: takes its responses.
-    """
+    """A request of a decoupled model that is open between two steps."""
 
     @property
     def key(self) -> tuple[int, int]:
-        """See the class."""
+        """Number of its first batch, and its index there."""
 
     @property
     def sink(self) -> ResponseSink | None:
-        """See the class."""
+        """Takes its responses."""
 
     def when_room(self, callback: Callable[[], object]) -> bool:
         """Return True if its client has read enough of its responses; else the callback is called once it has."""

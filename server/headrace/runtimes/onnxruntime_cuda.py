@@ -303,27 +303,20 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 class _Slot:
-    """Memory and events for one batch at a time.
-
-    Attributes:
-        inputs: pinned and device memory by input; grows with the batches.
-        outputs: pinned memory by output; grows with the batches.
-        copied_in: events: the inputs are on the GPU; by whether the host spins or sleeps until then.
-        arrived: the one of these two that is waited for.
-        copied_out: events: the outputs are in pinned memory; likewise.
-        rows: addresses of the batch's rows; None if it takes no resident rows.
-        resident_inputs: keeps those alive from launch to finish.
-    """
+    """Memory and events for one batch at a time."""
 
     def __init__(self, allocator: Allocator, names: Iterable[str], table_rows: int) -> None:
         self._allocator = allocator
-        self.inputs: dict[str, TensorBuffer] = {}
-        self.outputs: dict[str, PinnedBuffer] = {}
-        self.resident_inputs: list[ResidentInput] = []
+        self.inputs: dict[str, TensorBuffer] = {}  # pinned and device memory by input; grows with the batches
+        self.outputs: dict[str, PinnedBuffer] = {}  # pinned memory by output; grows with the batches
+        self.resident_inputs: list[ResidentInput] = []  # keeps those alive from launch to finish
+        # Addresses of the batch's rows; None if it takes no resident rows.
         self.rows = RowTable(names, table_rows, allocator) if table_rows else None
+        # Events: the inputs are on the GPU; by whether the host spins or sleeps until then.
         self.copied_in = {spins: CompletionEvent(spins) for spins in (False, True)}
+        # Events: the outputs are in pinned memory; likewise.
         self.copied_out = {spins: CompletionEvent(spins) for spins in (False, True)}
-        self.arrived = self.copied_in[False]
+        self.arrived = self.copied_in[False]  # the one of these two that is waited for
 
     def fits(self, sizes: Mapping[str, int]) -> bool:
         """Return True if the inputs fit; sizes in bytes by input."""

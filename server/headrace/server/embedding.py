@@ -365,8 +365,7 @@ class Model:
         """Run one request; blocks the calling thread until the response.
 
         If no other request waits, the calling thread runs the model itself, without a thread switch. The arrays of `inputs`
-        are read, not
-        copied: they must not change until the response.
+        are read, not copied: they must not change until the response.
 
         Args:
             inputs: arrays by input name, with the batch dimension in front if the model batches. An array must have the

@@ -266,19 +266,13 @@ def _switch(text: str) -> bool:
 
 
 class _Option(NamedTuple):
-    """An option of `headrace serve`, and its environment variable `HEADRACE_<NAME>`.
+    """An option of `headrace serve`, and its environment variable `HEADRACE_<NAME>`."""
 
-    Attributes:
-        name: field of `Settings`, `Telemetry` or `Limits`, which has the default.
-        help: text of `--help`.
-        kind: parser of the value, or its choices; `_switch` for an option with a `--no-` form.
-        metavar: placeholder of the value in `--help`.
-    """
-
-    name: str
-    help: str
+    name: str  # field of `Settings`, `Telemetry` or `Limits`, which has the default
+    help: str  # text of `--help`
+    # Parser of the value, or its choices; `_switch` for an option with a `--no-` form.
     kind: Callable[[str], Any] | tuple[str, ...] = str
-    metavar: str | None = None
+    metavar: str | None = None  # placeholder of the value in `--help`
 
     def parse(self, text: str) -> Any:
         """Parse the value of the environment variable; an error names the variable."""

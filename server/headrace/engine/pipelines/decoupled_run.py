@@ -58,22 +58,16 @@ class RunEvents(NamedTuple):
 
 
 class _Part:
-    """One response of the decoupled step on its way through the steps behind it.
-
-    Attributes:
-        is_final: the step has sent it as its last response.
-        outcome: response of the pipeline, or the error; None while it runs.
-        size_bytes: memory of the response.
-        run: run of the steps behind; None if there is none.
-        completion: of that run.
-    """
+    """One response of the decoupled step on its way through the steps behind it."""
 
     __slots__ = ("completion", "is_final", "outcome", "run", "size_bytes")
 
     def __init__(self, is_final: bool = False, outcome: Outcome | None = None) -> None:
+        # Final if the step has sent it as its last response. The outcome is a response of the pipeline, or the error; None while
+        # it runs.
         self.is_final, self.outcome, self.size_bytes = is_final, outcome, 0
-        self.run: PipelineRun | None = None
-        self.completion: LoopCompletion | None = None
+        self.run: PipelineRun | None = None  # run of the steps behind; None if there is none
+        self.completion: LoopCompletion | None = None  # of that run
 
 
 class DecoupledRun:

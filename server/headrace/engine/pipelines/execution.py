@@ -168,8 +168,6 @@ class Steps:
 class PictureExecution(WrappedExecution):
     """Execution that preprocesses images and ranks classes around another one; pipelined if that one is.
 
-    See `headrace.runtimes.base.PipelinedExecution`.
-
     Args:
         inner: the model's own execution.
         steps: preprocessing and postprocessing.

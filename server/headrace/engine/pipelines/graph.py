@@ -321,21 +321,13 @@ def _ready_tensors(graph: PipelineGraph) -> set[str]:
 
 
 class _Use(NamedTuple):
-    """A tensor of the pipeline as one model, or the pipeline itself, declares it.
+    """A tensor of the pipeline as one model, or the pipeline itself, declares it."""
 
-    Attributes:
-        user: model and tensor, for messages.
-        datatype: element type.
-        dims: shape without the batch dimension.
-        shape: shape with the batch dimension, which is -1; equal to `dims` without one.
-        has_rows: True if the user is a step with `each`, whose batch may be the rows of one tensor.
-    """
-
-    user: str
-    datatype: Datatype
-    dims: tuple[int, ...]
-    shape: tuple[int, ...]
-    has_rows: bool = False
+    user: str  # model and tensor, for messages
+    datatype: Datatype  # element type
+    dims: tuple[int, ...]  # shape without the batch dimension
+    shape: tuple[int, ...]  # shape with the batch dimension, which is -1; equal to `dims` without one
+    has_rows: bool = False  # True if the user is a step with `each`, whose batch may be the rows of one tensor
 
     @property
     def dims_text(self) -> str:

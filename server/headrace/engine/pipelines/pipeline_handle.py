@@ -490,7 +490,7 @@ class PipelineHandle(VersionHandle):
 
     @property
     def reads_ids(self) -> bool:
-        """See `VersionHandle`."""
+        """True if the model, or one that a pipeline calls, gets the ids of requests."""
         members = [self._members.serving(name, version) for name, version in self._callees]
         return any(member.reads_ids for member in members if member is not None)
 

@@ -488,10 +488,6 @@ class _Handle(ModelHandle):
         devices: the device of each instance.
         generator: source of the variation of compute times.
         spec: tensors of a model that a pipeline calls; None for a model with direct callers only.
-
-    Attributes:
-        batches: batches of the model.
-        instances: the simulated instances.
     """
 
     def __init__(

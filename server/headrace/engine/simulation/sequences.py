@@ -100,17 +100,11 @@ def replay_sequences(load: SequenceLoad, model: SimulatedModel, seed: int = 0) -
 
 @dataclass(slots=True, eq=False)
 class _Instance:
-    """An instance of the model.
+    """An instance of the model."""
 
-    Attributes:
-        device: its device; instances may share one.
-        batch: the running batch; None while it is idle.
-        alarm_ns: time of its next look at a batch that waits for more sequences; 0 for none.
-    """
-
-    device: VirtualDevice
-    batch: Batch | None = None
-    alarm_ns: int = 0
+    device: VirtualDevice  # its device; instances may share one
+    batch: Batch | None = None  # the running batch; None while it is idle
+    alarm_ns: int = 0  # time of its next look at a batch that waits for more sequences; 0 for none
 
 
 class _SequenceRun:

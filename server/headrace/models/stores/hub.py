@@ -57,7 +57,7 @@ class HubStore:
         self._objects: Sequence[StoredObject] = ()
 
     def list_objects(self, stop: threading.Event) -> Sequence[StoredObject]:
-        """See `ModelStore`. The files are listed only if the revision has another commit."""
+        """Return all objects below the URL. The files are listed only if the revision has another commit."""
         with self._checked(stop):
             url = self._url
             commit = self._retried(lambda: self._api.repo_info(url.bucket, revision=url.revision).sha or "", stop)
@@ -108,7 +108,9 @@ class HubStore:
         return StoredObject(path, file.size, file.blob_id, f"git:{file.blob_id}")
 
     def fetch(self, item: StoredObject, target: Path, on_bytes: Callable[[int], None], stop: threading.Event) -> None:
-        """See `ModelStore`. The library keeps the part of a file that it has read, and goes on from there."""
+        """Write an object to a file; a part that is there already is not read again. The library keeps the part of a file that
+        it has read, and goes on from there.
+        """
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
         if target.is_file() and target.stat().st_size == item.size:

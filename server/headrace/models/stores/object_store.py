@@ -61,7 +61,7 @@ class ObjectStore:
         self._store = _open(url, self._guard.client_options)
 
     def list_objects(self, stop: threading.Event) -> Sequence[StoredObject]:
-        """See `ModelStore`."""
+        """Return all objects below the URL."""
         from obstore.exceptions import BaseError
 
         self._guard.reset()
@@ -118,7 +118,7 @@ class ObjectStore:
         return StoredObject(item["path"], item["size"], etag, digest, is_digest_certain=False, modified_s=modified_s)
 
     def fetch(self, item: StoredObject, target: Path, on_bytes: Callable[[int], None], stop: threading.Event) -> None:
-        """See `ModelStore`."""
+        """Write an object to a file; a part that is there already is not read again."""
         from obstore.exceptions import BaseError, NotFoundError, PreconditionError
 
         failures = 0

@@ -169,15 +169,15 @@ class RoutedHandle:
 
     @property
     def has_cache(self) -> bool:
-        """See `Handle`."""
+        """True if responses may come from a response cache."""
         return self.handle.has_cache
 
     def admit(self) -> None:
-        """See `Handle`."""
+        """Check that the version accepts requests now; raises HeadraceError before a request is decoded."""
         self.handle.admit()
 
     def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
-        """See `Handle`."""
+        """Reject a request before it is decoded, if its model is overloaded; raises HeadraceError."""
         self.handle.check_load(received_ns, deadline_ns, client)
 
     def infer(self, request: InferRequest) -> LoopCompletion:
@@ -187,11 +187,11 @@ class RoutedHandle:
         return RoutedCompletion(self._mailbox, inner, self, request.received_ns, job)
 
     def load(self, by_level: bool = True) -> ModelLoad:
-        """See `Handle`."""
+        """Return the load of the version; also of each priority level if `by_level`."""
         return self.handle.load(by_level)
 
     def queue_load(self, now_ns: int) -> tuple[int, int]:
-        """See `Handle`."""
+        """Return the number of queued requests and the predicted wait in nanoseconds, as `load` does for less."""
         return self.handle.queue_load(now_ns)
 
     def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
@@ -201,7 +201,7 @@ class RoutedHandle:
             self.split.on_error(self, answered is not None)
 
     def release(self) -> None:
-        """See `Handle`."""
+        """End the lease."""
         self.handle.release()
 
 

@@ -264,26 +264,18 @@ class IsolatedModel(ProcessSupervisor[IsolatedProcess]):
 
 
 class _Transfer:
-    """A batch that is run by the process.
-
-    Attributes:
-        lease: use of its slot; None once the slot belongs to the caller's arrays, or to the next batch.
-        slot: the slot.
-        index: number of the slot.
-        body, flags: of its RUN frame.
-        process: process that it was sent to; None before.
-        number: number of the frame, repeated in the answer.
-    """
+    """A batch that is run by the process."""
 
     __slots__ = ("body", "flags", "index", "lease", "number", "process", "slot")
 
     def __init__(self, lease: SlotLease) -> None:
+        # Use of its slot; None once the slot belongs to the caller's arrays, or to the next batch.
         self.lease: SlotLease | None = lease
         self.slot = lease.slot
         self.index = lease.index
-        self.body, self.flags = b"", 0
-        self.process: IsolatedProcess | None = None
-        self.number = 0
+        self.body, self.flags = b"", 0  # of its RUN frame
+        self.process: IsolatedProcess | None = None  # process that it was sent to; None before
+        self.number = 0  # number of the frame, repeated in the answer
 
     def set_inputs(self, layouts: list[TensorLayout], flags: int) -> None:
         """Encode its frame; raises OSError if there is no memory."""

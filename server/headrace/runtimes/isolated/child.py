@@ -84,7 +84,7 @@ class AccountedBackend(Protocol):
     books_memory: bool
 
     def load(self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount) -> LoadedModel:
-        """See `headrace.runtimes.base.Backend.load`."""
+        """Load a model file."""
 
 
 def create_backend(factory: str) -> Backend:
@@ -98,21 +98,13 @@ def create_backend(factory: str) -> Backend:
 
 
 class _Order(NamedTuple):
-    """A batch that the server has sent.
+    """A batch that the server has sent."""
 
-    Attributes:
-        number: number of the batch.
-        slot_index: index of its slot.
-        slot: the slot.
-        layouts: its inputs there.
-        end: first offset behind them, where the answer begins.
-    """
-
-    number: int
-    slot_index: int
-    slot: Slot
-    layouts: list[TensorLayout]
-    end: int
+    number: int  # number of the batch
+    slot_index: int  # index of its slot
+    slot: Slot  # the slot
+    layouts: list[TensorLayout]  # its inputs there
+    end: int  # first offset behind them, where the answer begins
 
 
 @dataclass(eq=False, repr=False)

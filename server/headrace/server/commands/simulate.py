@@ -39,19 +39,12 @@ _Policies = dict[str, tuple[HandlePolicy, float | None]]
 
 @dataclass(frozen=True, slots=True)
 class _SimulatedNames:
-    """Models and pipelines to simulate.
+    """Models and pipelines to simulate."""
 
-    Attributes:
-        policies: policy and latency objective of each model.
-        pipelines: pipelines with their latency objectives, by name.
-        targets: names of those that get the requests.
-        folders: of the models that have one.
-    """
-
-    policies: _Policies
-    pipelines: dict[str, tuple[SimulatedPipeline, float | None]]
-    targets: tuple[str, ...]
-    folders: dict[str, Path]
+    policies: _Policies  # policy and latency objective of each model
+    pipelines: dict[str, tuple[SimulatedPipeline, float | None]]  # pipelines with their latency objectives, by name
+    targets: tuple[str, ...]  # names of those that get the requests
+    folders: dict[str, Path]  # of the models that have one
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,21 +54,13 @@ class _SimulatedNames:
 
 @dataclass(frozen=True, slots=True)
 class _SimulatedSetting:
-    """One configuration to simulate: the first one, or one of `--compare`.
+    """One configuration to simulate: the first one, or one of `--compare`."""
 
-    Attributes:
-        label: the options in which it differs.
-        models: by number.
-        pipelines: they follow the models.
-        slos_ms: latency objective by model and pipeline, None without one.
-        overhead_ns: added to each request.
-    """
-
-    label: str
-    models: tuple[SimulatedModel, ...]
-    pipelines: tuple[SimulatedPipeline, ...]
-    slos_ms: tuple[float | None, ...]
-    overhead_ns: int
+    label: str  # the options in which it differs
+    models: tuple[SimulatedModel, ...]  # by number
+    pipelines: tuple[SimulatedPipeline, ...]  # they follow the models
+    slos_ms: tuple[float | None, ...]  # latency objective by model and pipeline, None without one
+    overhead_ns: int  # added to each request
 
 
 def main(args: argparse.Namespace) -> int:

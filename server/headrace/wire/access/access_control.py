@@ -91,7 +91,7 @@ class KeyAccess:
             source.stop()
 
     def authenticate(self, authorization: str, api_key: str, peer: Principal | None) -> Principal:
-        """See `AccessControl`. X-API-Key goes before Authorization, which may be for a proxy."""
+        """Return the principal of a request; never raises. X-API-Key goes before Authorization, which may be for a proxy."""
         key = api_key
         if not key:
             scheme, _, key = authorization.partition(" ")
@@ -110,7 +110,7 @@ class KeyAccess:
         return self._invalid
 
     def certificate_principal(self, names: Sequence[str]) -> Principal | None:
-        """See `AccessControl`."""
+        """Return the principal of a client certificate by its common name and alternative names; None if no entry has one."""
         for name in names:
             principal = self._by_certificate.get(name)
             if principal is not None:
@@ -118,7 +118,7 @@ class KeyAccess:
         return None
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """See `AccessControl`."""
+        """Call `callback` on the event loop after every change of keys, for caches of principals."""
         self._callbacks.append(callback)
 
     def _reload(self, keys: KeysFile) -> None:

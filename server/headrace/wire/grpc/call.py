@@ -68,7 +68,7 @@ class CallServer(Protocol):
     stopping: bool
 
     def peer(self, connection: Http2Connection) -> tuple[str, int] | None:
-        """See `GrpcServer.peer`."""
+        """Return host and port of the client of a connection; None if the system does not report it."""
 
 
 class RejectedRequest(Http2Stream):
@@ -102,7 +102,7 @@ class RejectedRequest(Http2Stream):
             self._respond()
 
     def on_closed(self) -> None:
-        """See `Http2Stream`."""
+        """Called after the stream is closed before its end: the peer has reset it or disconnected, or the server has reset it."""
 
     def on_timeout(self) -> None:
         """Respond without the rest of the body."""
@@ -170,7 +170,9 @@ class ServerCall(Http2Stream):
 
     @property
     def reset_credit(self) -> int:
-        """See `Http2Stream`: all of its cost for a call that the client has waited for, nothing for a rapid reset."""
+        """Frames that the frame budget gets back when the peer resets the stream; read before `on_closed`. All of its cost for
+        a call that the client has waited for, nothing for a rapid reset.
+        """
         now_ns, timeout_ns = monotonic_ns(), self._head.timeout_ns
         is_honest = self.received_ns and now_ns - self.received_ns >= _HONEST_RESET_NS
         if timeout_ns >= _MIN_TIMEOUT_NS and not is_honest:
@@ -198,7 +200,7 @@ class ServerCall(Http2Stream):
 
     @property
     def room(self) -> ResponseRoom:
-        """See the class."""
+        """Room for responses of the connection."""
         return self._server.rooms[self.connection]
 
     @property
@@ -244,12 +246,14 @@ class ServerCall(Http2Stream):
 
     @property
     def peer(self) -> str:
-        """See `GrpcCall`."""
+        """Address of the client, host:port."""
         host, port = self._server.peer(self.connection) or ("", 0)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def admit(self, size_bytes: int) -> None:
-        """See `GrpcCall`; a closed call has no response."""
+        """Check that a response of this size may be written; raises Overloaded if memory for unread responses is full. A closed
+        call has no response.
+        """
         if not self.closed:
             self.room.admit(size_bytes + PREFIX_BYTES)
 
@@ -445,7 +449,7 @@ class UnaryCall(ServerCall):
 
     @property
     def is_running(self) -> bool:
-        """See `ServerCall`."""
+        """True while the method runs, and no part of the response is written."""
         return self._request is not None or super().is_running
 
     def _cancel_method(self, error: HeadraceError) -> None:

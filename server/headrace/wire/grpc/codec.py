@@ -251,11 +251,13 @@ class GrpcCodec(Codec[RequestMessage, Envelope, Message]):
         self._has_text = any(tensor.datatype is BYTES for tensor in spec.inputs.values())
 
     def is_large_request(self, message: RequestMessage, envelope: Envelope) -> bool:
-        """See `Codec.is_large_request`: typed contents and texts are read one by one, other tensors are views of the message."""
+        """Return True if `read` takes longer than the event loop can wait. Typed contents and texts are read one by one, other
+        tensors are views of the message.
+        """
         return len(message) > LARGE_BYTES and (self._has_text or len(envelope.header) > LARGE_BYTES)
 
     def read(self, message: RequestMessage, envelope: Envelope) -> ReadContent:
-        """See `Codec.read`."""
+        """Return the template of a request, its inputs outside shared memory and its id; raises BadRequest."""
         repeated = self._repeated.get(envelope)
         if repeated is not None:
             inputs = {}

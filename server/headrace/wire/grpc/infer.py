@@ -83,7 +83,9 @@ class GrpcInference:
                 room.end(expected_bytes)
 
     def start(self, message: RequestMessage, call: GrpcCall) -> PendingRequest | None:
-        """See `DirectMethod`: a large request or response needs the coroutine."""
+        """Start a request; None if it needs the coroutine in `Methods.unary`. Raises as the coroutine. A large request or
+        response needs the coroutine.
+        """
         if len(message) > LARGE_BYTES or (self.service.has_shared_memory and self.service.may_read_late(message)):
             return None
         if self.service.has_remote_quotas and self.service.needs_charge(call.options):
@@ -101,7 +103,7 @@ class GrpcInference:
             raise
 
     def end(self, request: PendingRequest, call: GrpcCall) -> Message | Awaitable[Message]:
-        """See `DirectMethod`."""
+        """Return the response to a started request of `call` whose completion is settled, once; raises as the coroutine."""
         if request.template.is_costly and self.service.is_large(request):
             return self.finish_large(request, call)
         return self.finish(request, call=call)

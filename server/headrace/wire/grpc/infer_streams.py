@@ -93,40 +93,25 @@ class InferStreams:
 
 @dataclass(slots=True, eq=False)
 class _StreamEntry:
-    """One request of a stream, from its arrival until its response is sent.
+    """One request of a stream, from its arrival until its response is sent."""
 
-    Attributes:
-        request_bytes: size of its message.
-        reserved_bytes: of its message in the budget for all bodies, until the response is sent.
-        expected_bytes: reserved in the room for responses until the response is settled.
-        response_bytes: size of its settled response, counted in the room until it is sent; 0 for a small one.
-        response: a request whose completion is settled, an encoded response or error, or an error that ends the stream; None
-            while the request runs.
-        encoded: the encoded response, None before the writer or `_send` has encoded it.
-        decoupled: messages of a request of a decoupled model, None for any other; such an entry is in `_ready` while it has one.
-        is_ready: True while such an entry is in `_ready`, or the writer has taken it.
-        sent: set once the response is sent; None if nothing waits for that.
-        in_sequence: True for a request of a sequence.
-    """
-
-    request_bytes: int
-    expected_bytes: int = 0
-    reserved_bytes: int = 0
-    response_bytes: int = 0
+    request_bytes: int  # size of its message
+    expected_bytes: int = 0  # reserved in the room for responses until the response is settled
+    reserved_bytes: int = 0  # of its message in the budget for all bodies, until the response is sent
+    response_bytes: int = 0  # size of its settled response, counted in the room until it is sent; 0 for a small one
+    # A request whose completion is settled, an encoded response or error, or an error that ends the stream; None while
+    # the request runs.
     response: StreamResponse | None = None
-    encoded: Message | None = None
+    encoded: Message | None = None  # the encoded response, None before the writer or `_send` has encoded it
+    # Messages of a request of a decoupled model, None for any other; such an entry is in `_ready` while it has one.
     decoupled: DecoupledRequest | None = None
-    is_ready: bool = False
-    sent: asyncio.Event | None = None
-    in_sequence: bool = False
+    is_ready: bool = False  # True while such an entry is in `_ready`, or the writer has taken it
+    sent: asyncio.Event | None = None  # set once the response is sent; None if nothing waits for that
+    in_sequence: bool = False  # True for a request of a sequence
 
 
 class _Stream:
-    """State of one stream. Ownership: the event loop.
-
-    Attributes:
-        rejection: error that stopped the reader before the client half-closed, None for none.
-    """
+    """State of one stream. Ownership: the event loop."""
 
     def __init__(self, streams: InferStreams, call: StreamCall) -> None:
         self._streams = streams
@@ -149,6 +134,7 @@ class _Stream:
         self._room = asyncio.Event()
         self._waits_for_room = False
         self._read_all = self._has_rejected = False
+        # Error that stopped the reader before the client half-closed, None for none.
         self.rejection: Unavailable | None = None
 
     async def read(self) -> None:

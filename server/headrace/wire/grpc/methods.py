@@ -29,12 +29,9 @@ class GrpcCall(Protocol):
     Attributes:
         received_ns: monotonic time at which the request had arrived.
         deadline_ns: monotonic time at which the client stops waiting; 0 for none.
-        options: request options from the call's metadata; raises BadRequest if they are invalid.
         completion: completion for which the method waits, set by the method. The server settles or abandons it when the client
             disconnects.
         load_report: serialized report for the trailer `endpoint-load-metrics-bin`, set by the method; b"" for none.
-        peer: address of the client, host:port.
-        room: room for responses of the connection, in which a large response is reserved before its inference starts.
     """
 
     received_ns: int
@@ -44,15 +41,15 @@ class GrpcCall(Protocol):
 
     @property
     def options(self) -> RequestOptions:
-        """See the class."""
+        """Request options from the call's metadata; raises BadRequest if they are invalid."""
 
     @property
     def room(self) -> ResponseRoom:
-        """See the class."""
+        """Room for responses of the connection, in which a large response is reserved before its inference starts."""
 
     @property
     def peer(self) -> str:
-        """See the class."""
+        """Address of the client, host:port."""
 
     def admit(self, size_bytes: int) -> None:
         """Check that a response of this size may be written; raises Overloaded if memory for unread responses is full."""
@@ -63,9 +60,7 @@ class StreamCall(Protocol):
 
     Attributes:
         deadline_ns: as in `GrpcCall`.
-        options: as in `GrpcCall`; for each message of the stream.
         load_report: as in `GrpcCall`; sent at the end of the stream.
-        room: as in `GrpcCall`.
         reservation: of the stream in the budget for all bodies. `read` releases the bytes of its message; a method that
             keeps the message must grow the reservation and shrink it again. The server releases the rest when the call ends.
         stopping: True once the server stops. The method then accepts no new request and ends as soon as it can.
@@ -81,11 +76,11 @@ class StreamCall(Protocol):
 
     @property
     def options(self) -> RequestOptions:
-        """See the class."""
+        """Request options for each message of the stream; raises BadRequest if they are invalid."""
 
     @property
     def room(self) -> ResponseRoom:
-        """See the class."""
+        """Room for responses of the connection, as in `GrpcCall`."""
 
     async def read(self) -> bytes | None:
         """Wait for the next message; None once the client has half-closed.

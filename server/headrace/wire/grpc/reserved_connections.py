@@ -29,7 +29,8 @@ class LimitedGrpcConnection:
         self._connection, self._room = connection, room
 
     def idle_rank(self) -> tuple[int, float] | None:
-        """See `LimitedConnection`. The time has the precision of the connection's ticks.
+        """Return the rank in which idle connections, and those of slow clients, are closed, lowest first; None for others. The
+        time has the precision of the connection's ticks.
 
         A connection without a stream is idle in the middle of a frame or header block too: GOAWAY says that the call which it
         would open is not served, so clients send it again.
@@ -50,7 +51,7 @@ class LimitedGrpcConnection:
         return self._room.bodies.is_slow(stream.reservation)
 
     def close_idle(self) -> None:
-        """See `LimitedConnection`: GOAWAY, after which the client sends its next call on another connection."""
+        """Close the connection, which is idle. GOAWAY, after which the client sends its next call on another connection."""
         connection = self._connection
         for stream in list(connection.streams.values()):
             if stream.awaiting_body and not stream.pending:
@@ -60,7 +61,7 @@ class LimitedGrpcConnection:
         connection.timers.send_final_goaway()
 
     def refuse_connection(self, with_response: bool) -> None:
-        """See `LimitedConnection`."""
+        """Close a connection over the limit that has sent no complete request."""
         connection = self._connection
         connection.timers.send_final_goaway()
         if not with_response and not connection.transport.is_closing():

@@ -182,13 +182,13 @@ class GrpcServer:
     # --- http2.connection.Application ---------------------------------------------------------------------------------
 
     def parse_head(self, fields: Sequence[HeaderField] | None) -> RequestHead:
-        """See `Application`."""
+        """Parse header fields into a head."""
         return parse_request_head(self._methods, fields)
 
     def open_stream(
         self, connection: Http2Connection, stream_id: int, head: RequestHead, end: bool
     ) -> Http2Stream | None:
-        """See `Application`."""
+        """Create the stream of a new request; None if the request was answered here, with END_STREAM."""
         if self._reserve.over and connection in self._reserve.over:
             head = self._reserve.admit(connection, head)
         if self._access.has_keys and head.method is not None:
@@ -233,7 +233,7 @@ class GrpcServer:
             connection.forget_heads()
 
     def connection_opened(self, connection: Http2Connection) -> bool:
-        """See `Application`."""
+        """Accept or refuse a new connection; False refuses it."""
         self._connections.add(connection)
         room = self.rooms[connection] = ResponseRoom(self.client_limits, partial(_drop_unread, connection))
         connection.write_buffer.on_unread = partial(self._on_unread, connection, room)
@@ -244,7 +244,7 @@ class GrpcServer:
         return not self.stopping
 
     def connection_closed(self, connection: Http2Connection) -> None:
-        """See `Application`."""
+        """Called once after the connection and all its streams are closed."""
         self._connections.discard(connection)
         self.rooms.pop(connection).close()
         self.peer_names.pop(connection, None)

@@ -137,7 +137,7 @@ class StreamingCall(ServerCall):
             self._drained.set()
 
     async def read(self) -> bytes | None:
-        """See `StreamCall`."""
+        """Wait for the next message; None once the client has half-closed."""
         while True:
             if self.closed:
                 raise Cancelled("the client disconnected")
@@ -160,7 +160,7 @@ class StreamingCall(ServerCall):
                 return message
 
     def write_now(self, message: Message, *, last: bool) -> bool:
-        """See `StreamCall`."""
+        """Send a message if that is possible without a wait; returns False, with nothing sent, if it needs `write`."""
         size_bytes, write_buffer = sum(map(len, message)), self.connection.write_buffer
         if (
             self.closed
@@ -179,7 +179,7 @@ class StreamingCall(ServerCall):
         return True
 
     async def write(self, message: Message) -> None:
-        """See `StreamCall`."""
+        """Send a message, after a wait if the client reads slowly (backpressure)."""
         if self.closed:
             raise Cancelled("the client disconnected")
         if self.write_now(message, last=False):

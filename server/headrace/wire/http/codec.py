@@ -110,13 +110,15 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         self._tensors = len(spec.inputs) + len(spec.outputs)
 
     def is_large_request(self, body: bytes | BodyBytes, header_size: int | None) -> bool:
-        """See `Codec.is_large_request`: JSON and texts are read one by one, other tensors are views of the body."""
+        """Return True if `read` takes longer than the event loop can wait. JSON and texts are read one by one, other tensors
+        are views of the body.
+        """
         if header_size == IMAGE_BODY:  # one text, which is copied as a whole
             return len(body) > _LARGE_IMAGE_BYTES
         return len(body) > LARGE_BYTES and (self._has_text or header_size is None or header_size > LARGE_BYTES)
 
     def read(self, body: bytes | BodyBytes, header_size: int | None) -> ReadContent:
-        """See `Codec.read`."""
+        """Return the template of a request, its inputs outside shared memory and its id; raises BadRequest."""
         size = len(body) if header_size is None else header_size
         if size > len(body):
             raise BadRequest(f"Inference-Header-Content-Length is {size}, the body has only {len(body)} bytes")
@@ -157,7 +159,7 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         request_id: str = "",
         parameters: Mapping[str, ParameterValue] | None = None,
     ) -> tuple[int | None, Body]:
-        """See `Codec.encode`."""
+        """Encode a response."""
         all_binary = self._factory.all_binary
         request_id = request_id or template.request_id
         if response.parameters:

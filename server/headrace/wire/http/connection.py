@@ -202,7 +202,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
     @property
     def is_lost(self) -> bool:
-        """See `headrace.wire.http.infer_endpoint.Connection`."""
+        """True once the client has disconnected."""
         return self.transport.is_closing()
 
     # --- Half-closed clients, and clients that are ahead --------------------------------------------------------------
@@ -284,7 +284,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         return unread
 
     def observe_client(self, now_ns: int) -> int:
-        """See `ObservedConnection`."""
+        """Observe how fast the client reads its responses, and whether it still exists; returns the unread bytes."""
         self._check_half_closed()
         unread = self._update_unread()
         if unread:
@@ -299,7 +299,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         return True
 
     def observe_body(self, now_ns: int) -> bool:
-        """See `ObservedConnection`."""
+        """Observe how fast the body arrives; returns True if it has been too slow for too long."""
         reservation = self._reservation
         if self.flow.read_paused:
             reservation.pause()
@@ -489,7 +489,9 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         return not self.is_ahead
 
     def is_waiting_for_server(self) -> bool:
-        """See `ObservedConnection`: earlier requests on the connection are running, or their responses are unread."""
+        """Return True if the server delays the rest of the request. Earlier requests on the connection are running, or their
+        responses are unread.
+        """
         return self.is_ahead
 
     def time_out(self, text: str) -> None:
@@ -520,7 +522,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         return body
 
     def remember_head(self, endpoint: InferEndpoint, head: ParsedHead) -> None:
-        """See `Connection`."""
+        """Serve the next requests with the head of this request without the parser, if it allows that."""
         self._endpoint = self._repeated_heads.endpoint = endpoint
         self._heads = endpoint.heads(self.peer_names)
         if (
@@ -604,11 +606,11 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def write_response(self, send: Any, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
-        """See `Connection`."""
+        """Write a complete response; returns False if it must be written by `write_response_later`."""
         return self.write(send.__self__, head, parts)
 
     async def write_response_later(self, send: Any, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
-        """See `Connection`."""
+        """Write a complete response after the client has read earlier ones."""
         await self.write_later(send.__self__, head, parts)
 
     def write(

@@ -87,7 +87,7 @@ class Http10Cycle(RequestResponseCycle):
     is_unsized = False
 
     async def send(self, message: MutableMapping[str, Any]) -> None:  # type: ignore[override]
-        """See uvicorn's class, which would send chunks."""
+        """Send a message of the response, without the chunks of uvicorn's class."""
         if message["type"] == "http.response.start":
             if not any(name in (b"content-length", b"transfer-encoding") for name, _ in message.get("headers", ())):
                 self.is_unsized, self.chunked_encoding, self.keep_alive = True, False, False

@@ -47,11 +47,11 @@ class GenerateCodec(Codec[bytes | BodyBytes, None, bytes]):
         self._client_limits = client_limits or ClientLimits()
 
     def is_large_request(self, content: bytes | BodyBytes, layout: None) -> bool:
-        """See `Codec.is_large_request`."""
+        """Return True if `read` takes longer than the event loop can wait."""
         return len(content) > LARGE_BYTES
 
     def read(self, content: bytes | BodyBytes, layout: None) -> ReadContent:
-        """See `Codec.read`."""
+        """Return the template of a request, its inputs outside shared memory and its id; raises BadRequest."""
         document = self._parse(bytes(content))
         builder = TemplateBuilder(self._factory)
         parameters: dict[str, Any] = {}

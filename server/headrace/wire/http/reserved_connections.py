@@ -94,7 +94,7 @@ class LimitedHttpProtocol(HeadraceHttpProtocol):
         return self.stage is Stage.BETWEEN and self.cycle is not None and self.cycle.response_complete
 
     def close_idle(self) -> None:
-        """See `LimitedConnection`. The first request may be on its way: it gets a response."""
+        """Close the connection, which is idle. The first request may be on its way: it gets a response."""
         if not self._has_received:
             self._refuse(
                 503, "the server has closed a connection without a request in favour of another one: retry later"
@@ -116,13 +116,13 @@ class LimitedHttpProtocol(HeadraceHttpProtocol):
         return is_read and self._timeouts.age_s(self.since) * NS_PER_S >= GIVE_WAY_NS
 
     def refuse_connection(self, with_response: bool) -> None:
-        """See `LimitedConnection`."""
+        """Close a connection over the limit that has sent no complete request."""
         self._refuse(503, self._over_text)
         if not with_response and not self.transport.is_closing():
             self.transport.close()
 
     def idle_rank(self) -> tuple[int, float] | None:
-        """See `LimitedConnection`."""
+        """Return the rank in which idle connections, and those of slow clients, are closed, lowest first; None for others."""
         transport = self.transport
         if transport.is_closing() or self.stage is Stage.ENDING or self._is_over:
             return None

@@ -324,7 +324,6 @@ class HeaderCache(Generic[T]):
     Attributes:
         entries: parsed value by header block; valid until the next `decode`. The connection looks here first.
         size_bytes: size of the cache: its blocks, and an overhead for the value of each.
-        cost: see `HpackDecoder`.
     """
 
     def __init__(self, max_list_bytes: int, parse: Callable[[list[HeaderField] | None], T]) -> None:
@@ -336,7 +335,7 @@ class HeaderCache(Generic[T]):
 
     @property
     def cost(self) -> int:
-        """See the class."""
+        """Cost of the last block in frames of the frame budget, as in `HpackDecoder`."""
         return self._decoder.cost
 
     def decode(self, block: bytes) -> T:

@@ -193,10 +193,10 @@ class StreamConnection(Protocol):
     ticks: int
 
     def stream_finished(self, stream: Http2Stream) -> None:
-        """See `Http2Connection.stream_finished`."""
+        """Close a stream whose response is written, END_STREAM included."""
 
     def reset_stream(self, stream_id: int, code: ErrorCode) -> None:
-        """See `Http2Connection.reset_stream`."""
+        """Send RST_STREAM and close a stream."""
 
 
 class Http2Stream(ABC):

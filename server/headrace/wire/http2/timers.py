@@ -34,13 +34,13 @@ class TimedConnection(StreamConnection, Protocol):
     closing: bool
 
     def data_received(self, data: bytes) -> None:
-        """See `Http2Connection.data_received`."""
+        """Read all complete frames; keep the rest until more bytes arrive."""
 
     def close_with_error(self, error: Http2ConnectionError) -> None:
-        """See `Http2Connection.close_with_error`."""
+        """Send GOAWAY with a connection error, and close."""
 
     def close(self) -> None:
-        """See `Http2Connection.close`."""
+        """Close all streams, and the transport once its buffer is sent."""
 
 
 class ConnectionTimers:

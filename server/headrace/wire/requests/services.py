@@ -76,7 +76,7 @@ class RegistryHandle(Handle, Protocol):
 
 
 class KeyQuotas(Protocol):
-    """KeyQuotas of keys that another process keeps."""
+    """Quotas of keys that another process keeps."""
 
     async def charge(self, bucket: QuotaBucket) -> None:
         """Take a token; raises QuotaExceeded."""

@@ -106,7 +106,7 @@ def test_the_thread_paces_launches_behind_a_dispatched_batch(benches: Make) -> N
     model = Prompt(manual=True)
     pace = LaunchPacing(8)
     bench = benches(model, BatchPolicy(8), pace)
-    pace.pull_ns = lambda _rows: 1 << 62  # type: ignore[method-assign]  # never, before a in_flight has landed
+    pace.pull_ns = lambda _rows: 1 << 62  # type: ignore[method-assign]  # never, before a batch in flight has ended
     first = one(bench, 1)
     rest = [one(bench, value) for value in (2, 3)]
     model.wait_for("finishing 0")

@@ -114,7 +114,7 @@ class DecoderBackend:
 
 
 class DecoderModel:
-    """See `headrace.runtimes.base.LoadedModel`."""
+    """The decoder of pictures as a loaded model: it has no file."""
 
     def execution(self, index: int) -> Execution:
         """Create an execution."""

@@ -303,8 +303,6 @@ _THREADS = 512
 class RowGather:
     """Gathers rows from any GPU or pinned memory into one batch, padded with copies of the last row.
 
-    See `gather` of the NumPy references.
-
     Args:
         device: number of the GPU.
 
