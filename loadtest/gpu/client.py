@@ -11,6 +11,7 @@ import base64
 import http.client
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ import numpy as np
 from loadtest.gpu.part_process import end_with_parent
 from loadtest.gpu.subject import INPUT
 from loadtest.grpc_protocol import MODEL_INFER, shared_memory_message
-from loadtest.protocol import Array, Refused, send_json, shared_memory_request
+from loadtest.protocol import Array, Refused, send_json, shared_memory_request, wire_bytes
 from loadtest.servers import HOST
 
 _DIFFERENT = 4  # different requests that the callers send
@@ -67,12 +68,13 @@ def callers(options: argparse.Namespace, pixels: Array, region: str) -> list[Sen
             message = shared_memory_message(options.model, inputs, region, offset)
             sends.append(lambda call=call, message=message: call(message, timeout=_TIMEOUT_S))  # type: ignore[misc]
             continue
-        request = shared_memory_request(options.model, inputs, region, offset)
-        connection = http.client.HTTPConnection(HOST, options.http_port, timeout=_TIMEOUT_S)
+        data = wire_bytes(shared_memory_request(options.model, inputs, region, offset), options.http_port)
+        connection = socket.create_connection((HOST, options.http_port), _TIMEOUT_S)
 
-        def post(connection: http.client.HTTPConnection = connection, request: object = request) -> None:
-            connection.request("POST", request.path, request.body, dict(request.headers))  # type: ignore[attr-defined]
-            response = connection.getresponse()
+        def post(connection: socket.socket = connection, data: bytes = data) -> None:
+            connection.sendall(data)  # head and body at once, as `headrace bench` does
+            response = http.client.HTTPResponse(connection, method="POST")
+            response.begin()
             if (content := response.read()) and response.status != 200:
                 raise ValueError(f"a request was answered with {response.status}: {content[:300]!r}")
 

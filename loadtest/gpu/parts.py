@@ -23,7 +23,7 @@ from loadtest.gpu.inprocess import InProcess, RawEngine, agreement, requests_of
 from loadtest.gpu.report import Compare, Reporter
 from loadtest.gpu.setup import REQUEST_ROWS, Setup
 from loadtest.gpu.subject import Variant, pictures, variant
-from loadtest.gpu.wire import CROWD_WARM_S, Way, sample_way, server, ways_of
+from loadtest.gpu.wire import CROWD_WARM_S, LOOP, Way, sample_way, server, ways_of
 from loadtest.load import LoadFailed
 from loadtest.protocol import Array, Refused
 from loadtest.servers import Running, ServerFailed
@@ -324,7 +324,7 @@ def _saturate(
 
 def report_server(reporter: Reporter, name: str, us: Mapping[str, float], number: int) -> None:
     """Report the processor time of a server for a request in microseconds, of all its processes and by role."""
-    reporter.sample(name, "server us", sum(us.values()), number)
+    reporter.sample(name, "server us", sum(value for role, value in us.items() if not role.endswith(LOOP)), number)
     for role, value in us.items():
         reporter.sample(name, f"{role} us", value, number)
 

@@ -109,16 +109,22 @@ def sample_way(
 
 ProcessTimes = dict[tuple[int, str], int]
 """Processor time in ns by process id and role."""
+LOOP = " loop"
+"""End of the role of an event loop, whose time is part of that of its process."""
 
 
 def process_times(served: Running) -> ProcessTimes:
-    """Processor time in ns of every process of a server; a process that ends during a sample is left out."""
+    """Processor time in ns of every process of a server, and of its event loop, which is the main thread.
+
+    A process that ends during a sample is left out.
+    """
     pids, found = [served.pid], ProcessTimes()
     for pid in pids:
         pids += children(pid)
         try:
-            role = Path(f"/proc/{pid}/comm").read_text().strip()
-            found[pid, _role(role)] = sum(thread_times(pid).values())
+            role = _role(Path(f"/proc/{pid}/comm").read_text().strip())
+            times = thread_times(pid)
+            found[pid, role], found[pid, role + LOOP] = sum(times.values()), times.get(pid, 0)
         except OSError:  # it has ended
             continue
     return found
