@@ -30,7 +30,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from headrace_model import protocol, python_backend
+from headrace_model import protocol, python_backend, python_tensors
 from headrace_model.channel import Frames
 from headrace_model.protocol import BYTES, DTYPES, HEADER, SPILL, SPILLED
 from headrace_model.slots import START, Slot, SlotLease, aligned
@@ -156,7 +156,7 @@ class Calls:
         reply = self._message(lease, self._wait(number, lease))
         error = reply.get("error")
         if error:
-            raise python_backend.TritonModelException(error[1])
+            raise python_tensors.TritonModelException(error[1])
         return reply.get("ready")
 
     # Sending
@@ -193,7 +193,7 @@ class Calls:
         except IndexError:
             index = len(self._slots)
             if index >= _MAX_SLOTS:
-                raise python_backend.TritonModelException(
+                raise python_tensors.TritonModelException(
                     f"{index} calls of other models at the same time are the limit: wait for responses before further calls"
                 ) from None
             slot = Slot.create("headrace calls of " + python_backend.runtime.model_name, _SLOT_BYTES)
@@ -220,20 +220,20 @@ class Calls:
         """Write tensors into a slot; return the end and their descriptions."""
         end, described = START, []
         for tensor in tensors:
-            if not isinstance(tensor, python_backend.Tensor):
-                raise python_backend.TritonModelException(
+            if not isinstance(tensor, python_tensors.Tensor):
+                raise python_tensors.TritonModelException(
                     f"inputs of an InferenceRequest are a list of Tensor, not of {type(tensor).__name__}"
                 )
             array = tensor._array
-            code = python_backend.numpy_to_triton_type(array.dtype)
+            code = python_tensors.numpy_to_triton_type(array.dtype)
             if code is None:
-                raise python_backend.TritonModelException(
+                raise python_tensors.TritonModelException(
                     f"input {tensor._name!r} has the dtype {array.dtype}, which is no datatype"
                 )
             try:
                 size = slot.put(end, array, code)
             except protocol.WrongResultError as error:
-                raise python_backend.TritonModelException(f"input {tensor._name!r}: {error}") from None
+                raise python_tensors.TritonModelException(f"input {tensor._name!r}: {error}") from None
             described.append([tensor._name, code, list(array.shape), end, size])
             end = aligned(end + size)
         return end, described
@@ -251,7 +251,7 @@ class Calls:
         except OSError:
             with self._changed:
                 self._receivers.pop(number, None)
-            raise python_backend.TritonModelException(_CLOSED) from None
+            raise python_tensors.TritonModelException(_CLOSED) from None
         return number
 
     # Receiving
@@ -275,7 +275,7 @@ class Calls:
                     if frame is not None:
                         return frame
                     if self._is_closed:
-                        raise python_backend.TritonModelException(_CLOSED)
+                        raise python_tensors.TritonModelException(_CLOSED)
                     if not self._is_receiving:
                         break
                     changed.wait()
@@ -331,7 +331,7 @@ class Calls:
     @staticmethod
     def _message(lease: SlotLease, frame: bytes) -> dict[str, Any]:
         if not frame:
-            raise python_backend.TritonModelException(_CLOSED)
+            raise python_tensors.TritonModelException(_CLOSED)
         flags: int = HEADER.unpack_from(frame)[2]
         body = frame[HEADER.size :]
         if flags & SPILLED:
@@ -345,7 +345,7 @@ class Calls:
         message = self._message(lease, frame)
         error = message.get("error")
         if error:
-            return python_backend.InferenceResponse([], python_backend.TritonError(error[1], error[0]))
+            return python_backend.InferenceResponse([], python_tensors.TritonError(error[1], error[0]))
         slot, base, tensors = lease.slot, None, []
         copies = len(self._slots) - len(self._free) > _MAX_HELD_SLOTS
         for name, code, dims, offset, size in message["outputs"]:
@@ -359,5 +359,5 @@ class Calls:
                 if base is None or offset + size > len(base):
                     base = lease.array()
                 array = np.ndarray(dims, DTYPES[code], base, offset)
-            tensors.append(python_backend.Tensor(name, array))
+            tensors.append(python_tensors.Tensor(name, array))
         return python_backend.InferenceResponse(tensors, None, message.get("parameters"))

@@ -22,7 +22,7 @@ from typing import Any, Callable, Dict
 
 import numpy as np
 
-from headrace_model import forms, protocol, python_backend
+from headrace_model import forms, protocol, python_backend, python_tensors
 from headrace_model.calls import Calls
 from headrace_model.channel import Frames, Messages
 from headrace_model.process import exit_process, limit_memory, run_exit_handlers
@@ -135,7 +135,7 @@ class ModelServer:
             return protocol.DONE, len(batch.members), body, flags
         except WrongResultError as error:
             return protocol.FAILED, 0, failed(protocol.INTERNAL, str(error)), 0
-        except python_backend.TritonModelException as error:
+        except python_tensors.TritonModelException as error:
             return protocol.FAILED, 0, failed(protocol.INTERNAL, str(error) or "the model failed", _traceback(error)), 0
         except SystemExit as error:
             traceback.print_exc()
@@ -246,7 +246,7 @@ class ModelServer:
         """Create the request objects of a batch; their arrays are views of the slot."""
         members, slot, inputs = batch.members, batch.slot, batch.inputs
         names = tuple(self._writer.declared)
-        create, tensor_class, request_class = object.__new__, python_backend.Tensor, python_backend.InferenceRequest
+        create, tensor_class, request_class = object.__new__, python_tensors.Tensor, python_backend.InferenceRequest
         parts: dict[str, list[Any]] = {name: [array] for name, array in inputs.items()}
         if len(members) > 1:
             for name, array in inputs.items():
@@ -290,7 +290,7 @@ class ModelServer:
             tensors = request._inputs
             for name, sources in batch.separate.items():
                 if sources[index] is not None:
-                    tensors.append(python_backend.create_input(name, sources[index]))
+                    tensors.append(python_tensors.create_input(name, sources[index]))
             tensors.sort(key=lambda tensor: self._order[tensor._name])
 
 

@@ -92,7 +92,7 @@ def install() -> FakeIpcDriver:
 
 def host_array(capsule: Any) -> Any:
     """Return the values of a capsule of the fake GPU, as an array of a framework over the same memory."""
-    from headrace_model.python_backend import Tensor
+    from headrace_model.python_tensors import Tensor
 
     tensor = device.read_capsule(capsule)
     assert tensor.device_type == device.CUDA

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace_model import device, protocol
+from headrace_model import device, protocol, python_tensors
 from headrace_model import python_backend as pb_utils
 from headrace_model.device import DlpackError, HandleError, IpcArray, IpcRegions
 
@@ -54,7 +54,9 @@ def test_a_region_is_opened_once_and_closed_when_it_is_dropped(driver: FakeIpcDr
 
 def test_tensors_capsules_and_arrays_keep_a_region_open(driver: FakeIpcDriver, handle: bytes) -> None:
     regions = IpcRegions()
-    tensor = pb_utils.create_input("x", IpcArray(regions.region(7, handle, 0), 16, (2, 4), protocol.CODES["UINT8"]))
+    tensor = python_tensors.create_input(
+        "x", IpcArray(regions.region(7, handle, 0), 16, (2, 4), protocol.CODES["UINT8"])
+    )
     regions.close(7)
     array, unused = host_array(tensor.to_dlpack()), tensor.to_dlpack()
     del tensor
@@ -99,7 +101,7 @@ def test_a_capsule_has_device_datatype_and_shape(driver: FakeIpcDriver, handle: 
 
 
 def test_an_input_on_a_gpu_is_a_tensor_of_triton(driver: FakeIpcDriver, handle: bytes) -> None:
-    tensor = pb_utils.create_input("x", IpcArray(IpcRegions().region(1, handle, 0), 0, (2, 4), FP32))
+    tensor = python_tensors.create_input("x", IpcArray(IpcRegions().region(1, handle, 0), 0, (2, 4), FP32))
     assert isinstance(tensor, pb_utils.Tensor)
     assert (tensor.name(), tensor.shape(), tensor.is_cpu()) == ("x", [2, 4], False)
     assert tensor.triton_dtype() == FP32
@@ -111,7 +113,7 @@ def test_an_input_on_a_gpu_is_a_tensor_of_triton(driver: FakeIpcDriver, handle: 
         np.testing.assert_array_equal(host_array(capsule).view(np.uint8).reshape(-1), np.arange(32))
     # As an input of a call to another model, or as an output.
     np.testing.assert_array_equal(tensor._array.view(np.uint8).reshape(-1), np.arange(32))
-    host = pb_utils.create_input("x", np.zeros(3, np.float32))
+    host = python_tensors.create_input("x", np.zeros(3, np.float32))
     assert host.is_cpu()
 
 

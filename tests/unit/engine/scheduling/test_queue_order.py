@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 from headrace.core.clock import NS_PER_MS, NS_PER_S
+from headrace.engine.scheduling.fair_shares import FairShares
 from headrace.engine.scheduling.policy import Sharing
-from headrace.engine.scheduling.queue import FAR_NS, HORIZON_NS, Entry, FairShares, Queue, QueueOrder
+from headrace.engine.scheduling.queue import FAR_NS, HORIZON_NS, Entry, Queue, QueueOrder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
