@@ -114,7 +114,7 @@ class TritonForm:
 
 
 def find_form(module: Any, file: Any) -> Any:
-    """Return the model of a module: a `TritonForm` or a `predict_form.OwnForm`.
+    """Return the model of a module: a `TritonForm` or a `predict_form.PredictForm`.
 
     Args:
         module: the imported file.
@@ -131,7 +131,7 @@ def find_form(module: Any, file: Any) -> Any:
     own = predict_form.own_models(module)
     if len(own) == 1:
         target = own[0][1]
-        return predict_form.OwnForm(target() if isinstance(target, type) else target, str(file))
+        return predict_form.PredictForm(target() if isinstance(target, type) else target, str(file))
     if not own:
         raise Refused(
             "has no model",

@@ -141,7 +141,7 @@ class ModelContext:
         self.config: dict[str, Any] = json.loads(args.get("model_config") or "{}")
 
 
-class OwnForm:
+class PredictForm:
     """A model in Headrace's own form, see `headrace_model.forms.Form` for the methods.
 
     Args:

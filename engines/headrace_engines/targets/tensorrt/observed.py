@@ -21,11 +21,11 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from headrace_engines.apart import EndedError
 from headrace_engines.errors import BuildError
 from headrace_engines.layers.tensors import Counterpart, counterparts, dequantized
 from headrace_engines.onnx_graph import OnnxGraph, copy_model
 from headrace_engines.progress import Report, part
+from headrace_engines.separate_process import EndedError
 from headrace_engines.targets.base import Array
 from headrace_engines.targets.tensorrt.engine import TensorRtEngine
 from headrace_engines.targets.tensorrt.engine_layers import inspected_layers, read_layers

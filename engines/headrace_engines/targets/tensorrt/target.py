@@ -26,10 +26,10 @@ from headrace.runtimes.cuda.devices import Gpu
 from headrace.runtimes.cuda.driver import current
 from headrace_lab.kernels.plugin import PluginLayer
 
-from headrace_engines.apart import call_apart
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import write_onnx
 from headrace_engines.progress import Report, part
+from headrace_engines.separate_process import call_apart
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.api import (
     FP8_CONVOLUTIONS,

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from headrace_engines.apart import EndedError
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
 from headrace_engines.precision.casting import cast_model
 from headrace_engines.progress import Report, silent
 from headrace_engines.quantization.placement import tensors_to_calibrate
 from headrace_engines.quantization.qdq import quantize
+from headrace_engines.separate_process import EndedError
 from headrace_engines.simplify import simplify
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt import target as target_module

@@ -8,9 +8,9 @@ from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
-from headrace_engines.apart import EndedError, call_apart
 from headrace_engines.errors import NoKernelError
 from headrace_engines.progress import Report, silent
+from headrace_engines.separate_process import EndedError, call_apart
 
 
 def write(path: Path, report: Report) -> None:
