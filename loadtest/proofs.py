@@ -159,7 +159,8 @@ def prove(source: Path, precision: str, rows: int, work: Path) -> Row:
     model = simplify(model)
     profile = {
         value.name: tuple(
-            (count, *(dim.dim_value for dim in value.type.tensor_type.shape.dim[1:])) for count in (1, min(8, rows), rows)
+            (count, *(dim.dim_value for dim in value.type.tensor_type.shape.dim[1:]))
+            for count in (1, min(8, rows), rows)
         )
         for value in model.graph.input
     }

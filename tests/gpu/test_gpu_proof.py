@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
 from headrace.models.batch_proofs import BatchProofs
 from headrace.models.explanation import explain
+from headrace.runtimes.base import InFlightBatch
+from headrace.runtimes.tensorrt.backend import TensorRtExecution
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
@@ -16,6 +20,7 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from tests.support import proof_cases as cases
 from tests.support.control_thread import running
 from tests.support.gpu_marks import gpu_marks
+from tests.support.models import pictures
 from tests.support.serving import run_headrace
 from tests.support.tensorrt_networks import FLOAT, HALF, convolutions
 
@@ -75,6 +80,39 @@ async def test_a_right_network_raises_no_false_alarm(
         batches = explain(registry, "m")["batches"]
     assert (batches["state"], batches["faults"]) == ("proven", {}), batches
     print([record.getMessage() for record in caplog.records if "to prove" in record.getMessage()])
+
+
+PICTURES = """backend: tensorrt
+preprocess: {by: server, interpolation: bicubic, mean: [127.0, 127.0, 127.0], std: [128.0, 128.0, 128.0]}
+postprocess: {softmax: true, top_k: 3}
+output: [{name: LOGITS, label_filename: labels.txt}]
+max_batch_size: 8
+dynamic_batching: {}
+"""
+
+
+async def test_the_kernels_of_images_and_classes_are_proven_with_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes, begin = set[str](), TensorRtExecution.begin
+
+    def collect(self: TensorRtExecution, like: Mapping[str, Any], rows: int) -> InFlightBatch:
+        dtypes.update(values.dtype.name for values in like.values())
+        return begin(self, like, rows)
+
+    monkeypatch.setattr(TensorRtExecution, "begin", collect)
+    version = tmp_path / "repository" / "m" / "1"
+    version.mkdir(parents=True)
+    model, pixels = pictures(), (3, 224, 224)
+    profile = ShapeRange({"IMAGE": ((1, *pixels), (8, *pixels), (8, *pixels))})
+    TensorRtTarget().build(model, TargetSpec("fp32", (profile,)), version / "model.plan", silent)
+    onnx.save(model, version / "model.onnx")
+    (version.parent / "config.yaml").write_text(PICTURES)
+    (version.parent / "labels.txt").write_text("".join(f"class {number}\n" for number in range(10)))
+    async with running(tmp_path / "repository", cases.ALL, proofs=BatchProofs(tmp_path, 20.0)) as (_, registry):
+        batches = explain(registry, "m")["batches"]
+    assert (batches["state"], batches["faults"]) == ("proven", {}), batches
+    assert dtypes == {"uint8"}, "the CPU converts the images"
 
 
 async def test_a_load_has_nothing_to_prove_after_a_build(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
