@@ -1,6 +1,6 @@
 """Scopes, principals and the interface of access control. No I/O: `headrace.wire.access` reads keys, tokens and certificates.
 
-A principal is the caller of a request. The front ends resolve it when they parse a head (HTTP) or a header block (gRPC), and
+A principal is the caller of a request. The protocols resolve it when they parse a head (HTTP) or a header block (gRPC), and
 cache it with that. So one object stands for one key, and a change of the keys file changes the object: cached heads and open
 streams follow at once, and a request needs no other check.
 """

@@ -1,4 +1,4 @@
-"""Responses of one request of a decoupled model, on their way from the model to the front end; docs/decisions/0040.
+"""Responses of one request of a decoupled model, on their way from the model to the protocol; docs/decisions/0040.
 
 The request's completion is settled once, at its end: with a response without outputs if it ended well, else with the error. All
 responses were sent before that.

@@ -180,7 +180,7 @@ class Reconciler:
             self.stores.join(min(timeout_s, _STORES_STOP_S))
         return self._clean and not self._thread.is_alive()
 
-    # On the event loop: the interface `Repository` of the front ends
+    # On the event loop: the interface `Repository` of the protocols
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """Load or reload a model; returns when the new versions serve. Old versions serve until then.

@@ -222,7 +222,7 @@ class Registry:
         self._complete, self._is_starting = False, is_starting
         self.sequences = SequenceDirectory()
 
-    # For the front ends
+    # For the protocols
 
     def lease(self, name: str, version: str) -> VersionHandle:
         """Lease a version of a model.

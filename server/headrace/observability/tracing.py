@@ -531,7 +531,7 @@ class SamplingDecision(NamedTuple):
 
 
 class RequestObserver:
-    """Samples requests for traces and the access log, and passes on their records; the interface of the front ends.
+    """Samples requests for traces and the access log, and passes on their records; the interface of the protocols.
 
     Methods are called on the event loop unless they say otherwise, `close` also after its end.
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("headrace")
 
 
 class HeadraceServer:
-    """One server process: an event loop with the front ends, a control thread and the models' instances.
+    """One server process: an event loop with the protocols, a control thread and the models' instances.
 
     Args:
         settings: settings of the server.

@@ -68,7 +68,7 @@ def _refuse_removed(environ: Mapping[str, str]) -> None:
 
 _TRUE = {"1", "true", "yes", "on"}
 _HEADER = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
-# Headers with a meaning of their own for the front ends.
+# Headers with a meaning of their own for the protocols.
 _RESERVED_HEADERS = frozenset((
     "accept-encoding", "content-encoding", "content-length", "content-type", "endpoint-load-metrics-format", "host",
     "inference-header-content-length", "te", "traceparent", "tracestate", "x-request-timeout-ms",

@@ -77,7 +77,7 @@ _EXTRA = "pip install 'headrace[otel]'"
 
 
 def open_observer(settings: Settings, has_keys: bool = False) -> tuple[Tracer, RequestObserver]:
-    """Create the tracer and the observer that front ends report requests to.
+    """Create the tracer and the observer that protocols report requests to.
 
     Args:
         settings: settings of the server.

@@ -151,7 +151,7 @@ class Scheduler:
         self._paused = False
         self._failure: Exception | None = None
 
-    # Called by front ends
+    # Called by protocols
 
     def enqueue(self, entries: list[Entry], at_once: bool = False) -> None:
         """Queue all entries of one request or none.

@@ -1,7 +1,7 @@
 """Base class of served versions: leases, counters, and the response cache in front of them.
 
 `ModelHandle` queues requests for the instances of a model, `PipelineHandle` runs them through other
-versions. The registry, the front ends and the control thread use both alike.
+versions. The registry, the protocols and the control thread use both alike.
 """
 
 from __future__ import annotations

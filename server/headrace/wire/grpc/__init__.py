@@ -1,1 +1,1 @@
-"""gRPC front end: codec, methods of all services, and the server."""
+"""gRPC: codec, methods of all services, and the server."""

@@ -1,9 +1,9 @@
 """Steps of an inference request, the same for every protocol: lease, admit, decode, infer, encode, record.
 
-A front end creates a `PendingRequest`, calls `enqueue` and `finish` for it, and writes the result of `finish`. One that reads the
+A protocol creates a `PendingRequest`, calls `enqueue` and `finish` for it, and writes the result of `finish`. One that reads the
 content later calls `admit` before it. After an exception in any of these steps it calls `fail`, and after a disconnect that it
-detects itself `drop`. The protocols differ in
-reading bytes, waiting for the completion and writing the response. See docs/decisions/0004-one-inference-service.md.
+detects itself `drop`. The protocols differ in reading bytes, waiting for the completion and writing the response
+(docs/decisions/0004-one-inference-service.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Interfaces of the server to the front ends; `headrace.server.app` passes the implementations."""
+"""Interfaces of the server to the protocols; `headrace.server.app` passes the implementations."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class Overview(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Services of the server that the front ends call.
+    """Services of the server that the protocols call.
 
     Attributes:
         models: registry.

@@ -48,7 +48,7 @@ class SequenceScheduler(Scheduler):
         self._work: dict[int, threading.Condition] = {}
         self.on_ended: Callable[[int], object] = lambda _count: None
 
-    # Called by front ends
+    # Called by protocols
 
     def accepts(self, key: SequenceKey) -> bool:
         """Return True if a request without START may follow for this id."""
