@@ -122,6 +122,18 @@ def test_a_failed_load_ends_the_server(repository: Path, tmp_path: Path) -> None
     assert "Headrace listens" not in server.text
 
 
+@pytest.mark.parametrize("count", ["0", "2"])
+def test_a_repository_without_models_is_reported(tmp_path: Path, count: str) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    with start(folder, tmp_path / "log", "--front-ends", count) as server:
+        server.wait_until_ready()
+        assert f"{folder} has no models: put NAME/1/model.onnx there, or name the folder above" in server.text
+        assert "0 models ready\n" in server.text
+    with start(folder, tmp_path / "log", "--front-ends", count, "--strict") as server:
+        assert server.wait() == 1
+
+
 def test_idle_processes_use_little_processor_time(server: Server) -> None:
     pids = [server.process.pid, *children(server).values()]
     began_s, began_ns = sum(map(used_s, pids)), time.monotonic_ns()

@@ -254,13 +254,12 @@ def as_json(document: dict[str, object]) -> str:
 
 
 def as_text(document: dict[str, object]) -> str:
-    """Format a line as text; escapes everything that could control a terminal."""
-    moment = datetime.fromisoformat(str(document["time"])).astimezone()
+    """Format a line as the server's log has it; escapes everything that could control a terminal."""
+    moment = datetime.fromisoformat(str(document["time"])).astimezone().isoformat(timespec="seconds")
     times, batch = document["times"], document.get("batch")
     assert isinstance(times, dict)
     columns = [
-        f"{moment:%H:%M:%S.%f}"[:-3],
-        f"{document['protocol']} {document['status']}",
+        f"{moment} {str(document['level']).upper():<8} {document['protocol']} {document['status']}",
         f"{document['model']}/{document['version']}".rstrip("/"),
         f"{times['total_us'] / 1000:.1f} ms",
     ]

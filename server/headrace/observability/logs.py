@@ -134,7 +134,7 @@ class TextFormatter(logging.Formatter):
     the text of an exception cannot look like a message.
 
     Attributes:
-        iso8601: write times as ISO 8601; set by `LogSettings`.
+        iso8601: write times in UTC; set by `LogSettings`.
     """
 
     def __init__(self) -> None:
@@ -151,14 +151,14 @@ class TextFormatter(logging.Formatter):
         return "\n".join("  " + escape(line) for line in super().formatException(ei).split("\n"))
 
     def time_text(self, moment: datetime) -> str:
-        """Format the time of a line: local time, or UTC as ISO 8601.
+        """Format the time of a line as ISO 8601: local time with its offset, or UTC.
 
         Args:
             moment: local time if it has no time zone.
         """
         if self.iso8601:
             return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return moment.strftime("[%x %X]")
+        return moment.astimezone().isoformat(timespec="seconds")
 
 
 class LineFormatter(TextFormatter):

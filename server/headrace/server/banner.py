@@ -6,11 +6,11 @@ import logging
 import math
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
-from headrace_reports.command_line import open_console
+from headrace_reports.command_line import open_console, plural
 from rich.table import Table
 from rich.text import Text
 
@@ -110,12 +110,17 @@ def announce(addresses: Addresses, registry: Registry, first_model: str = "") ->
     url = addresses.url
     console = open_console(highlight=False)
     rows = startup_rows(registry)
-    table = Table(*(rows[0] if rows else ("model", "version", "state")), box=None, pad_edge=False, header_style="bold")
+    titles = [title for title in rows[0] if title != "note"] if rows else ["model", "version", "state"]
+    table = Table(*titles, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        texts = {title: Text(cell) for title, cell in row.items()}
+        texts = {title: Text(row[title]) for title in titles}
         texts["state"].stylize("green" if row["state"] == "READY" else "red")
         table.add_row(*texts.values())
     console.print(table)
+    for row in rows:  # below the table: one long reason would widen every row
+        if row["note"]:
+            console.print(f"{row['model']} {row['version']}: {row['note']}", soft_wrap=True, markup=False)
+    console.print(_counts_line(rows), markup=False)
     console.print()
     console.print(_addresses_line(addresses), soft_wrap=True, markup=False)
     if addresses.grpc:
@@ -160,6 +165,13 @@ def log_announcement(addresses: Addresses, registry: Registry) -> None:
         "processes": addresses.processes,
     }
     logger.info("%s", _addresses_line(addresses), extra={FIELDS: fields})
+
+
+def _counts_line(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return the number of models that serve, and of those that do not."""
+    ready = {row["model"] for row in rows if row["state"] == "READY"}
+    failed = {row["model"] for row in rows} - ready
+    return f"{plural(len(ready), 'model')} ready" + f", {len(failed)} failed" * bool(failed)
 
 
 def _addresses_line(addresses: Addresses) -> str:

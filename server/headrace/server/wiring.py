@@ -131,7 +131,7 @@ def _request_log(settings: Settings) -> RequestLog:
     except OSError as error:
         reason = f"cannot be written: {error.strerror or error}"
         raise refuse(f"--request-log-file {telemetry.request_log_file}", None, reason, "name another file") from error
-    text = not telemetry.request_log_file and settings.log_format == "text" and sys.stderr.isatty()
+    text = not telemetry.request_log_file and settings.log_format == "text"
     return RequestLog(telemetry.request_log, stream, text=text)
 
 
@@ -327,7 +327,11 @@ class Wiring:
         elif error is not None:
             logger.error("loading the models failed", exc_info=error)
         substitutes = registry.substitutes()
-        if error is None and not ((failures or substitutes) and settings.strict):
+        empty = [] if error or registry.index() or settings.model_control != "none" else settings.model_repository
+        for folder in empty:
+            cure = "put NAME/1/model.onnx there, or name the folder above"
+            logger.log(logging.ERROR if settings.strict else logging.WARNING, "%s has no models: %s", folder, cure)
+        if error is None and not ((failures or substitutes or empty) and settings.strict):
             return False
         if failures and error is None:
             logger.error("--strict: %d of the models cannot be served, the server stops", len(failures))

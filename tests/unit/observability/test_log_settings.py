@@ -177,7 +177,7 @@ def test_iso8601_acts_on_the_times_of_text(settings: LogSettings, log: Log) -> N
     assert settings.settings()["log_format"] == "ISO8601"
     assert formatter.time_text(moment) == "2026-02-28T22:30:15Z"
     settings.update({"log_format": "default"})
-    assert formatter.time_text(moment) == default == moment.strftime("[%x %X]")
+    assert formatter.time_text(moment) == default == moment.astimezone().isoformat(timespec="seconds")
 
 
 def test_the_format_of_json_lines_is_not_changed() -> None:
