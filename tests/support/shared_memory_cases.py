@@ -21,6 +21,7 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
+from tests.support.processes import children
 from tests.support.serving import Server
 from tests.support.tensorrt_networks import answers, convolutions, pictures
 from tests.support.waiting import until
@@ -139,8 +140,9 @@ def same(actual: Array, right: Array) -> None:
 
 
 def mapped(server: Server, path: Path) -> bool:
-    """True if the server has the file mapped, as it has once it is pinned."""
-    return path.name in Path(f"/proc/{server.process.pid}/maps").read_text()
+    """True if a process of the server has the file mapped, as the engine process has once it is pinned."""
+    processes = (server.process.pid, *children(server.process.pid))
+    return any(path.name in Path(f"/proc/{process}/maps").read_text() for process in processes)
 
 
 def _system_region(server: Server, right: tuple[Array, Array], _export: Export) -> None:

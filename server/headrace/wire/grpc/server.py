@@ -159,14 +159,15 @@ class GrpcServer:
         self.deadline_timer.close()
 
     def give_up(self, most: int) -> None:
-        """Send GOAWAY to clients, which connect anew: no call is lost, and streams go on to their end.
+        """Send GOAWAY to clients with their next calls, after which they connect anew: no call is lost, and streams go on.
 
         Args:
             most: connections that get it, those that have it already included.
         """
         rest = sorted(self._connections, key=lambda connection: not connection.timers.is_shutting_down)[: max(most, 0)]
         for connection in rest:
-            connection.timers.start_graceful_shutdown()
+            if not connection.timers.is_shutting_down:
+                connection.timers.leave()
 
     @property
     def running_calls(self) -> int:

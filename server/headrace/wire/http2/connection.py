@@ -108,6 +108,7 @@ class Http2Connection(asyncio.Protocol):
         received_since_tick: True if bytes arrived since the last tick.
         settings_received: True after the preface and the first SETTINGS frame.
         closing: True once no new stream is accepted: after the final GOAWAY of a shutdown, or when the transport is closed.
+        leaving: True once the connection ends in a moment that suits the peer, see `ConnectionTimers.leave`.
         partial_frame_since_ns: monotonic time at which the incomplete frame or header block began; 0 if there is none.
     """
 
@@ -122,7 +123,7 @@ class Http2Connection(asyncio.Protocol):
         self.timers, self.streams = ConnectionTimers(self), dict[int, Http2Stream]()
         self._unread: dict[int, None] = {}  # streams that were reset before their request was complete
         self.cancelled_running = self.ticks = self.last_stream_id = self.partial_frame_since_ns = 0
-        self.received_since_tick = self.settings_received = self.closing = False
+        self.received_since_tick = self.settings_received = self.closing = self.leaving = False
         self._application = application
         self._control = ControlFrames(self)
         self._header_cache: HeaderCache[Any] = HeaderCache(limits.header_list_bytes, application.parse_head)
@@ -387,6 +388,8 @@ class Http2Connection(asyncio.Protocol):
             if stream is not None:
                 self.streams[stream_id] = stream
                 stream.frame_credit += cost
+                if self.leaving:
+                    self.timers.on_stream_opened()
                 if end:
                     stream.remote_open = False
                     stream.on_data(b"", 0, 0, True)

@@ -12,7 +12,12 @@ from headrace.wire.http2.frames import MAX_WINDOW, ErrorCode, Http2ConnectionErr
 from headrace.wire.http2.stream import Http2Stream, StreamConnection
 
 _KEEPALIVE_PING = b"alive?  "
-_SHUTDOWN_PING = b"draining"
+_SHUTDOWN_PING, _LAST_PING = b"draining", b"drained?"
+# The final GOAWAY waits at most this many times `drain_s` for the PINGs of a peer that still sends.
+_MOST_DRAINS = 30
+# A connection that moves is observed for so long, then it moves when as many streams are open as ever; their number that counts
+# as many halves in each of the second time.
+_OBSERVED_NS, _HALVED_NS = NS_PER_S // 20, NS_PER_S // 2
 # Event loop iterations from the reset of a stream to the end of its task: the completion's wake-up, the task's step, the task's
 # callback, and one spare.
 MAX_PAUSED_ITERATIONS = 4
@@ -32,6 +37,7 @@ class TimedConnection(StreamConnection, Protocol):
     received_since_tick: bool
     settings_received: bool
     closing: bool
+    leaving: bool
 
     def data_received(self, data: bytes) -> None:
         """Read all complete frames; keep the rest until more bytes arrive."""
@@ -66,6 +72,8 @@ class ConnectionTimers:
         self._message_ticks = round(limits.message_s / self._tick_s)
         self._timer: asyncio.TimerHandle | None = None
         self._drain_timer: asyncio.TimerHandle | None = None
+        self._drains = 0
+        self._leaving_from_ns = self._most_streams = 0
         self._last_received_ns = self.last_active_ns = monotonic_ns()
         self._keepalive_sent = False
         self._last_stream_id = 0
@@ -91,28 +99,60 @@ class ConnectionTimers:
 
     @property
     def is_shutting_down(self) -> bool:
-        """True from `start_graceful_shutdown` on."""
-        return self._drain_timer is not None or self._connection.closing
+        """True from `start_graceful_shutdown` or `leave` on."""
+        return self._drain_timer is not None or self._connection.closing or self._connection.leaving
+
+    def leave(self) -> None:
+        """Shut down gracefully while the peer begins no call: once as many streams are open as it keeps open.
+
+        A call that gRPC's C core begins while GOAWAY arrives is cancelled by the client. It repeats the call, unless the
+        request is larger than 256 KiB: then its caller gets UNAVAILABLE. A caller that waits for a response begins none.
+        """
+        self._leaving_from_ns, self._connection.leaving = monotonic_ns(), True
+
+    def on_stream_opened(self) -> None:
+        """Begin the shutdown of a connection that leaves if this is the moment."""
+        if self._drain_timer is not None:
+            return
+        count, passed_ns = len(self._connection.streams), monotonic_ns() - self._leaving_from_ns
+        self._most_streams = max(self._most_streams, count)
+        if passed_ns >= _OBSERVED_NS and count >= self._most_streams >> passed_ns // _HALVED_NS:
+            self.start_graceful_shutdown()
 
     def start_graceful_shutdown(self) -> None:
         """Shut down without losing a call (RFC 9113, section 6.8).
 
-        First a GOAWAY that announces the shutdown and a PING. After the round trip, a final GOAWAY with the last stream that is
-        served. The connection is closed when that stream has ended.
+        First a GOAWAY that announces the shutdown and a PING. After two round trips, a final GOAWAY with the last stream that is
+        served. The connection is closed when that stream has ended. After one round trip a stream may still arrive: gRPC's C
+        core acknowledges a PING before it writes the headers of a call that it has begun, and does not repeat a large call.
 
         The same is done before the peer's preface has arrived: the peer has our SETTINGS, so its first calls may be on the way.
         """
         connection = self._connection
-        if self.is_shutting_down:
+        if self._drain_timer is not None or connection.closing:
             return
         connection.write_buffer.write_control(
             frames.goaway(MAX_WINDOW, ErrorCode.NO_ERROR) + frames.ping(_SHUTDOWN_PING, ack=False)
         )
-        self._drain_timer = connection.loop.call_later(connection.limits.drain_s, self.send_final_goaway)
+        self._drain_timer = connection.loop.call_later(connection.limits.drain_s, self._on_drain_timeout)
 
     def on_ping_ack(self, payload: bytes) -> None:
-        """Handle the acknowledgement of a PING of ours: that of the shutdown is followed by the final GOAWAY."""
-        if payload == _SHUTDOWN_PING and self._drain_timer is not None:
+        """Handle the acknowledgement of a PING of ours: the second one of the shutdown is followed by the final GOAWAY."""
+        if self._drain_timer is None:
+            return
+        if payload == _SHUTDOWN_PING:
+            self._connection.write_buffer.write_control(frames.ping(_LAST_PING, ack=False))
+        elif payload == _LAST_PING:
+            self.send_final_goaway()
+
+    def _on_drain_timeout(self) -> None:
+        """End the wait for a peer that is silent. One that sends may have its answer to the PING behind a large body."""
+        connection, drain_s = self._connection, self._connection.limits.drain_s
+        silent_ns = 0 if connection.received_since_tick else monotonic_ns() - self._last_received_ns
+        self._drains += 1
+        if silent_ns < drain_s * NS_PER_S and self._drains < _MOST_DRAINS:
+            self._drain_timer = connection.loop.call_later(drain_s, self._on_drain_timeout)
+        else:
             self.send_final_goaway()
 
     def send_final_goaway(self) -> None:
@@ -150,8 +190,8 @@ class ConnectionTimers:
                 self._keepalive_sent = True
                 connection.write_buffer.write_control(frames.ping(_KEEPALIVE_PING, ack=False))
             self._check_streams(now_ns)
-            if self._old_from_ns and now_ns >= self._old_from_ns:
-                self.start_graceful_shutdown()
+            if self._old_from_ns and now_ns >= self._old_from_ns and not self.is_shutting_down:
+                self.leave()
             if not connection.transport.is_closing():
                 self.start()
 

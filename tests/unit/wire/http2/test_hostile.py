@@ -315,17 +315,53 @@ async def test_an_idle_connection_is_closed_without_an_error() -> None:
 
 
 @in_virtual_time
+async def test_a_shutdown_waits_for_a_ping_while_the_peer_sends() -> None:
+    wire = Wire(limits=QUICK)
+    wire.application.answers = False
+    await wire.send(request(1, end=False))
+    wire.connection.timers.start_graceful_shutdown()
+    await wire.frames()
+    for _ in range(5):  # a large body, in front of the answer to the PING
+        await asyncio.sleep(QUICK.drain_s * 0.6)
+        assert frames.GOAWAY not in [frame.kind for frame in await wire.send(data(1, b"x"))]
+    await wire.send(request(3))
+    assert len(wire.application.opened) == 2, "a call behind the body is served"
+    await wire.drop()
+
+
+@in_virtual_time
 async def test_an_old_connection_is_closed_after_its_streams() -> None:
     wire = Wire(limits=Http2Limits(handshake_s=0.1, max_age_s=0.05, drain_s=0.05))
     wire.application.answers = False
-    await wire.send(request(1))
-    sent: list[Frame] = []
-    while not any(frame.kind == frames.GOAWAY and frame.payload[:4] == b"\0\0\0\1" for frame in sent):
+    sent, stream_id = await wire.send(request(1)), 1
+    while not any(frame.kind == frames.GOAWAY for frame in sent):
+        await asyncio.sleep(0.02)
+        wire.application.streams[stream_id].answer(b"done")
+        stream_id += 2
+        sent = await wire.send(request(stream_id))
+    assert wire.connection.streams, "GOAWAY comes with a call, whose client begins no other at that moment"
+    sent = []
+    while not any(frame.kind == frames.GOAWAY and frame.payload[3] == stream_id for frame in sent):
         await asyncio.sleep(0.02)
         sent += await wire.frames()
     assert not wire.transport.closed
-    wire.application.streams[1].answer(b"done")
+    wire.application.streams[stream_id].answer(b"done")
     await _until_closed(wire)
+
+
+@in_virtual_time
+async def test_a_connection_leaves_when_as_many_calls_wait_as_ever() -> None:
+    wire = Wire()
+    wire.application.answers = False
+    wire.connection.timers.leave()
+    sent = await wire.send(request(1) + request(3) + request(5))
+    await asyncio.sleep(QUICK.handshake_s)
+    for stream_id in (1, 3):
+        wire.application.streams[stream_id].answer(b"done")
+    sent += await wire.frames() + await wire.send(request(7))
+    assert frames.GOAWAY not in [frame.kind for frame in sent], "three at a time are the most: a third may come"
+    assert frames.GOAWAY in [frame.kind for frame in await wire.send(request(9))]
+    await wire.drop()
 
 
 @on_a_loop
@@ -336,9 +372,10 @@ async def test_a_shutdown_takes_two_steps_and_loses_no_stream() -> None:
     wire.connection.timers.start_graceful_shutdown()
     warned, pings = await wire.frames()
     assert (warned.payload[:4], warned.code) == (b"\x7f\xff\xff\xff", ErrorCode.NO_ERROR)
-    # Opened by the peer before it read the warning: served.
-    await wire.send(request(3))
-    (last,) = await wire.send(frames.ping(pings.payload, ack=True))
+    # Begun by the peer before it read the warning, and written behind its answer to the PING: served.
+    (again,) = await wire.send(frames.ping(pings.payload, ack=True) + request(3))
+    assert again.kind == frames.PING
+    (last,) = await wire.send(frames.ping(again.payload, ack=True))
     assert (last.payload[:4], last.code) == (b"\0\0\0\3", ErrorCode.NO_ERROR)
     # Opened after the last word: not served, and no fault either; nor is what belongs to it.
     assert (
@@ -367,7 +404,8 @@ async def test_a_shutdown_before_the_preface_serves_pending_requests() -> None:
     result = await wire.send(HELLO + request(1))
     assert (frames.HEADERS, 1) in [(frame.kind, frame.stream_id) for frame in result]
     assert not wire.transport.closed
-    (last,) = await wire.send(frames.ping(b"draining", ack=True))
+    (again,) = await wire.send(frames.ping(b"draining", ack=True))
+    (last,) = await wire.send(frames.ping(again.payload, ack=True))
     assert (last.payload[:4], last.code) == (b"\0\0\0\1", ErrorCode.NO_ERROR)
     assert wire.transport.closed
 
