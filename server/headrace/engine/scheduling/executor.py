@@ -402,6 +402,7 @@ INLINE_PAUSE = 200
 INLINE_MAX_PAUSE_NS = 60 * NS_PER_S
 # No runs on the event loop so long after two requests of the model were in flight: together they run faster, as a batch.
 INLINE_QUIET_NS = 10 * NS_PER_MS
+_SMOOTHING = 3  # a run counts 1/8
 # Bound of GPU models: a thread that waits for a GPU takes no processor time from other threads.
 INLINE_DEVICE_BOUND_NS = 2 * NS_PER_MS
 
@@ -432,6 +433,7 @@ class InlineGate:
 
     def __post_init__(self) -> None:
         self._supported = self._on_device = False
+        self._usual_ns = 0  # smoothed duration of a run
         self._iteration_open = False  # a request has run in this iteration of the loop
         self._handled_stalls = 0  # `latency_table.stalls` of which a pause is over or runs
         self.quiet_ns = self._enabled_ns = -FAR_NS
@@ -468,13 +470,13 @@ class InlineGate:
         if self.mailbox.latest is not self.name:
             self._note(now_ns)
 
-    def allows_batch(self, rows: int) -> bool:
+    def allows_batch(self) -> bool:
         """Return True if a batch of several requests, which its device computes in a short time, may run on the loop.
 
-        Threads that take turns under the interpreter's lock would cost more than such a batch.
+        Threads that take turns under the interpreter's lock would cost more than such a batch. That another program uses the
+        device shows in the smoothed time of such runs.
         """
-        table = self.latency_table
-        return self._on_device and self._is_enabled(self.clock()) and 0 < table.estimate_ns(rows) <= self.bound_ns
+        return self._on_device and self._is_enabled(self.clock())
 
     def _note(self, now_ns: int) -> None:
         """Record that the latest request is of this version."""
@@ -508,10 +510,11 @@ class InlineGate:
         self.mailbox.deliver()
         self.mailbox.loop.call_soon(self._end_iteration)  # after the batch is recorded
         limit_ns = max(INLINE_MAX_RUN_NS, 2 * self.bound_ns)
-        disables = run_ns > limit_ns
+        self._usual_ns += (run_ns - self._usual_ns) >> _SMOOTHING
+        disables = run_ns > limit_ns or (self._on_device and self._usual_ns > self.bound_ns)
         self.recorder.record_inline_run(disables)
         if disables:
-            pause_ns = _inline_pause_ns(run_ns)
+            pause_ns, self._usual_ns = _inline_pause_ns(run_ns), 0
             self._enabled_ns = begun_ns + run_ns + pause_ns
             logger.info(
                 "model %s: a run on the event loop took %d us, more than %d us: its requests run on instances for %.1f s",

@@ -122,7 +122,7 @@ class ModelHandle(VersionHandle):
         self._timeouts, self._cost_model = RequestTimeouts(policy, self._scheduler, clock), cost_model
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
         self._rest = LoopRest(mailbox, policy.batch.objective_ns)
-        self._merges = policy.batch.merge
+        self._merges, self._takes_groups = policy.batch.merge, layout is None and _takes_groups(policy, spec)
         self._restore_requested = False  # guarded by _lock, as the first mismatch of outputs
 
     def _create_scheduler(self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox) -> Scheduler:
@@ -209,13 +209,8 @@ class ModelHandle(VersionHandle):
     @property
     def max_group_rows(self) -> int:
         """Most rows of a group for `infer_group`; 1 while the queue orders requests one by one, or they run alone."""
-        policy = self.policy
-        is_ordered = policy.levels > 1 or policy.sharing is not None or policy.preserve_ordering or policy.by_member
-        if is_ordered or self._cache is not None or self._quotas is not None or policy.batch.preferred_rows:
-            return 1
-        if self.layout is not None or self.spec.max_batch_size < 2 or not self._scheduler.merges:
-            return 1
-        return policy.batch.max_rows
+        batch = self.policy.batch
+        return batch.max_rows if self._takes_groups and self._cache is None and batch.merge else 1
 
     def infer_group(
         self, request: InferRequest, on_settled: Callable[[GroupCompletion], object]
@@ -608,6 +603,13 @@ class ModelHandle(VersionHandle):
             layout,
             gate,
         )
+
+
+def _takes_groups(policy: HandlePolicy, spec: ModelSpec) -> bool:
+    """Return False if the queue orders requests one by one, or charges a quota for each, or none shares a batch."""
+    is_ordered = policy.levels > 1 or policy.sharing is not None or policy.preserve_ordering or policy.by_member
+    is_plain = policy.rate_limits is None and not policy.batch.preferred_rows
+    return is_plain and not is_ordered and spec.max_batch_size >= 2
 
 
 def _withdraw(completion: Completion, entries: list[Entry]) -> None:

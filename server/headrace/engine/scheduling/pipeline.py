@@ -337,7 +337,7 @@ class Pipeline:
         gate = self.inline_gate
         if gate is None or rows > self._brief_rows or size_bytes > _BRIEF_BYTES or not self._is_free(entry):
             return False
-        entry.inline = gate.allows_batch(rows)
+        entry.inline = gate.allows_batch()
         return entry.inline
 
     def _is_free(self, entry: Entry) -> bool:

@@ -25,7 +25,7 @@ from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.engine.scheduling.fair_shares import FairShares
 from headrace.engine.scheduling.policy import Sharing
-from headrace.engine.scheduling.sorted_entries import SortedEntries
+from headrace.engine.scheduling.sorted_entries import MAX_RUN, SortedEntries
 from headrace.runtimes.base import BatchMember
 
 
@@ -318,7 +318,10 @@ class ShapeQueue:
             self._last.append(entry)
             self.last_rows += entry.rows
             return
-        if self._entries.add(entry):
+        run, key = self._entries.runs[-1], entry.key
+        if run and key >= run[-1].key and len(run) < MAX_RUN:  # as `add` does for nearly every entry, without its call
+            run.append(entry)
+        elif self._entries.add(entry):
             self._out_of_order = True
         if entry.due_ns != FAR_NS:
             self.due_count += 1

@@ -491,11 +491,6 @@ class Scheduler:
         """Decide by due times and measured latencies from now on."""
         self._selector.cost_model = cost_model
 
-    @property
-    def merges(self) -> bool:
-        """True while requests may share a batch."""
-        return self._selector.policy.merge
-
     def set_merging(self, merge: bool) -> None:
         """Let requests share batches, or run each alone; batches that are closed already are not affected."""
         with self._lock:

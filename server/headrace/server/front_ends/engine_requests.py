@@ -465,14 +465,21 @@ class FrontEndLink:
             if frame.is_scattered:
                 request = version.scattered_request(frame, buffer, self._arena)
             else:
-                request = self._request(group, frame, buffer, size_bytes)
+                layout = version.reader.layout(frame.block)
+                if layout.room is not None or layout.ranges:
+                    self._find_memory(group, layout)
+                request = version.request(frame, layout, buffer, size_bytes, self._arena, self._requests.regions)
+                if group.targets and not version.handle.has_cache:  # which stores arrays
+                    devices = version.handle.spec.resident_devices
+                    resident = [name for name, target in group.targets.items() if target.region.gpu in devices]
+                    request.resident_outputs = frozenset(resident)
             version.handle.admit()
         except HeadraceError as error:
             self._settle(group, 0, members, error)
             return
         if members == 1:
             self._start(group, 0, request)
-        elif isinstance(version.handle, ModelHandle) and request.rows <= version.handle.max_group_rows:
+        elif request.rows <= version.handle.max_group_rows:
             request.members = GroupMembers(frame.received_ns, frame.member_rows)
             group.completions += version.handle.infer_group(request, partial(self._on_part_settled, group))
         else:  # the model has stopped merging requests since the table was sent
@@ -480,22 +487,13 @@ class FrontEndLink:
         if group.unanswered:  # last: it defers work, and so has the wake-up of an instance
             self._requests.on_traffic(version.handle)
 
-    def _request(self, group: _Group, frame: RequestsFrame, buffer: bytes, size_bytes: int) -> InferRequest:
-        """Make the request of a frame, and find the memory for its outputs; raises as `ServedVersion.request`."""
-        version = group.version
-        layout = version.reader.layout(frame.block)
+    def _find_memory(self, group: _Group, layout: BlockLayout) -> None:
+        """Find the memory for the outputs of a request; raises as `ServedVersion.request`."""
         room = layout.room
         if room is not None and self._arena is not None:
             group.room = self._arena.view(room.slot, room.generation, room.offset, room.size_bytes), room
         if layout.ranges:
-            group.targets = self._find_targets(version, layout)
-        request = version.request(frame, layout, buffer, size_bytes, self._arena, self._requests.regions)
-        if group.targets and not version.handle.has_cache:  # which stores arrays
-            devices = version.handle.spec.resident_devices
-            request.resident_outputs = frozenset(
-                name for name, target in group.targets.items() if target.region.gpu in devices
-            )
-        return request
+            group.targets = self._find_targets(group.version, layout)
 
     def _find_targets(self, version: ServedVersion, layout: BlockLayout) -> dict[str, OutputTarget]:
         """Look up the ranges for outputs in shared memory of clients; raises as `RequestTemplate.attach`."""

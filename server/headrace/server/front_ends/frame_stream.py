@@ -15,7 +15,9 @@ from typing import Any, cast
 from headrace.server.front_ends.frames import (
     ACKNOWLEDGED,
     HEADER_BYTES,
+    MAX_FRAME_BYTES,
     NOTICE,
+    SIZE,
     Buffer,
     FrameError,
     MessageFrame,
@@ -94,7 +96,10 @@ class FrameStream(asyncio.Protocol):
         self.is_scheduled = True
         try:
             while size_bytes - offset >= HEADER_BYTES:
-                end = offset + frame_bytes(data, offset)
+                (frame_size,) = SIZE.unpack_from(data, offset)
+                if frame_size < HEADER_BYTES or frame_size > MAX_FRAME_BYTES or frame_size & 7:
+                    frame_bytes(data, offset)  # raises
+                end = offset + frame_size
                 if end > size_bytes:
                     break
                 if data[offset + 4] < NOTICE:

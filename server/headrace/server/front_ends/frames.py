@@ -64,7 +64,7 @@ OUTPUT = 0x8000
 INLINE, SLOT, REGION = range(3)
 """Places of a tensor: data of the frame; a slot of the front end's arena; shared memory that a client has registered."""
 
-_SIZE = struct.Struct("<I")
+SIZE = struct.Struct("<I")
 _REQUESTS = struct.Struct(HEADER.format + "IIII")
 _ANSWERS = struct.Struct(HEADER.format + "IIIIqqqqq")
 _PAIR = struct.Struct("<II")
@@ -184,7 +184,7 @@ def padding(size_bytes: int) -> bytes:
 
 def frame_bytes(buffer: Buffer, offset: int) -> int:
     """Return the size of the frame at `offset`, of which at least 4 bytes are present; raises FrameError."""
-    size: int = _SIZE.unpack_from(buffer, offset)[0]
+    size: int = SIZE.unpack_from(buffer, offset)[0]
     if size < HEADER_BYTES or size > MAX_FRAME_BYTES or size & 7:
         raise FrameError(
             f"a frame has {size} bytes; sizes are multiples of 8 from {HEADER_BYTES} to {MAX_FRAME_BYTES}: close the stream"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
+from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.errors import DeadlineExceeded, ModelFailed, Unavailable
 from headrace.core.tensor import BYTES, FP32, ModelSpec, TensorSpec
@@ -236,11 +236,12 @@ class Brief(FakePipeline):
         super().__init__(prompt=True, brief_rows=4, **more)
 
 
-def served_on_the_loop(mailbox: Mailbox, model: Brief, clock: Clock = monotonic_ns) -> ModelHandle:
-    policy = HandlePolicy(batch=BatchPolicy(8), inline_bound_ns=3600 * NS_PER_S)
+def served_on_the_loop(
+    mailbox: Mailbox, model: Brief, clock: Clock = monotonic_ns, bound_ns: int = 3600 * NS_PER_S
+) -> ModelHandle:
+    policy = HandlePolicy(batch=BatchPolicy(8), inline_bound_ns=bound_ns)
     handle = ModelHandle(SPEC, policy, model, mailbox, Recorder(), clock=clock)
     handle.start()
-    handle.latency_table.observe(4, 1000, 1)
     until(lambda: bool(handle._scheduler._inline_dispatches))  # its instance sleeps
     return handle
 
@@ -299,4 +300,21 @@ async def test_deadlines_that_pass_during_a_batch_on_the_event_loop(mailbox: Mai
     first, second = handle.infer(infer_request(1)), handle.infer(infer_request(2, deadline_ns=late_ns))
     assert (await first).outputs["y"].tolist() == [[2, 2]]
     assert isinstance(await error_of(second), DeadlineExceeded)
+    assert await asyncio.to_thread(handle.close, 60)
+
+
+async def test_batches_that_usually_take_longer_run_on_their_instance_for_a_while(mailbox: Mailbox) -> None:
+    now_ns = [NS_PER_S]
+    model = Brief()
+    handle = served_on_the_loop(mailbox, model, lambda: now_ns[0], bound_ns=1)
+    model.during_fill = lambda: now_ns.__setitem__(
+        0, now_ns[0] + 3 * NS_PER_MS
+    )  # of 4 ms that one may take, and 2 ms usually
+    for _ in range(20):
+        for completion in [handle.infer(infer_request(value)) for value in (1, 2)]:
+            await completion
+    totals = handle.recorder.totals()
+    assert 2 < totals.inline_runs < 20
+    assert totals.inline_disabled == 1
+    assert threading.current_thread() is not model.finishers[-1]
     assert await asyncio.to_thread(handle.close, 60)
