@@ -129,3 +129,11 @@ async def test_a_load_has_nothing_to_prove_after_a_build(tmp_path: Path, caplog:
         batches = explain(registry, "m")["batches"]
     assert (batches["state"], batches["faults"]) == ("proven", {}), batches
     assert not [record for record in caplog.records if "to prove" in record.getMessage()]
+
+
+@pytest.mark.parametrize("strategy", ["direct: {}", "oldest: {max_candidate_sequences: 20}"])
+@pytest.mark.parametrize("is_mixed", [False, True])
+async def test_states_that_stay_on_the_gpu_are_tested_with_their_rows(
+    tmp_path: Path, strategy: str, is_mixed: bool
+) -> None:
+    await cases.check_sequences(tmp_path, strategy, is_mixed)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 from headrace.core.request import InferRequest, InferResponse
+from headrace.engine.scheduling.sequences.state import find_slot_states
 from headrace.models.batch_proofs import BatchProofs
 from headrace.models.control_policy import ControlPolicy
 from headrace.models.explanation import explain
@@ -19,6 +20,7 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
+from loadtest.onnx_models import onnx_model
 from tests.support.control_thread import running
 from tests.support.networks import network
 
@@ -165,3 +167,49 @@ async def check_mixing_model(folder: Path, engine: str, has_source: bool) -> Non
         for x, y in await infer(registry, 1, 3, 2, 5):
             np.testing.assert_allclose(y, MIXING[engine](x), atol=ATOL)
     assert batches["state"] == "alone"
+
+
+def sequence_model(is_mixed: bool) -> onnx.ModelProto:
+    """y is the state `before` plus x, or plus the mean of x over all rows; `after` is the same."""
+    node, row = onnx.helper.make_node, (onnx.TensorProto.FLOAT, ("rows", 4))
+    added = "mean" if is_mixed else "x"
+    nodes = [
+        node("ReduceMean", ["x", "axes"], ["mean"], keepdims=1),
+        node("Add", ["before", added], ["sum"]),
+        node("Mul", ["sum", "READY"], ["y"]),
+        node("Identity", ["y"], ["after"]),
+    ]
+    inputs = {"x": row, "before": row, "READY": (onnx.TensorProto.FLOAT, ("rows", 1))}
+    return onnx_model(nodes[not is_mixed :], inputs, {"y": row, "after": row}, {"axes": np.array([0], np.int64)})
+
+
+SEQUENCES = """backend: tensorrt
+max_batch_size: 8
+input: [{name: x, data_type: fp32, dims: [4]}]
+output: [{name: y, data_type: fp32, dims: [4]}]
+sequence_batching:
+  STRATEGY
+  control_input: [{name: READY, control: [{kind: ready, fp32_false_true: [0, 1]}]}]
+  state: [{input_name: before, output_name: after, data_type: fp32, dims: [4]}]
+"""
+
+
+async def check_sequences(folder: Path, strategy: str, is_mixed: bool) -> None:
+    """States that stay on the GPU are proven with the rows; a model that mixes them is reported."""
+    version = folder / "repository" / "m" / "1"
+    version.mkdir(parents=True)
+    sizes = dict.fromkeys(("x", "before"), ((1, 4), (8, 4), (8, 4))) | {"READY": ((1, 1), (8, 1), (8, 1))}
+    plan, model = version / "model.plan", sequence_model(is_mixed)
+    TensorRtTarget().build(model, TargetSpec("fp32", (ShapeRange(sizes),)), plan, silent)
+    (version.parent / "config.yaml").write_text(SEQUENCES.replace("STRATEGY", strategy))
+    async with running(folder / "repository", ALL, proofs=BatchProofs(folder)) as (_, registry):
+        batches = explain(registry, "m")["batches"]
+        ((_, _, handle),) = registry.sources()
+        execution = handle._instance_group._model.execution(0)
+        assert find_slot_states(execution) is not None, "the states are on the host"
+        execution.close()
+    assert batches["state"] == ("warned" if is_mixed else "proven"), batches
+    if is_mixed:
+        assert batches["reason"].startswith("influence: output 'y' of row")
+    else:
+        assert set(batches["verified_batches"]) >= {1, 2, 3, 8}

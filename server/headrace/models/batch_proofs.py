@@ -53,7 +53,7 @@ from headrace.engine.scheduling.joining import RaggedLayout
 from headrace.engine.scheduling.policy import SequencePolicy
 from headrace.engine.scheduling.proven_sizes import ProvenSizes, size_at
 from headrace.engine.scheduling.row_sampler import MAX_SAMPLES, RowSample, RowSampler
-from headrace.engine.scheduling.sequences.state import find_slot_states
+from headrace.engine.scheduling.sequences.state import find_slot_states, run_new_sequences
 from headrace.models.accounted_model import AccountedModel, served_execution
 from headrace.models.sequence_policy import sequence_policy
 from headrace.models.warmup import CONFIG_FIELDS, Warmup, machine_of, make_warmups, random_values
@@ -432,14 +432,14 @@ class _Proof:
         self._folder, self._config, self._plan, self._model = folder, folder.config, plan, model
         self._source = folder.source_file(version_number)
         self._sequences = sequence_policy(folder.config, 1)
-        states = () if self._sequences is None else self._sequences.states
-        served = [tensor.name for tensor in folder.config.served_output]
-        self._outputs = list(dict.fromkeys([*served, *(state.output_name for state in states)]))
+        self._states = () if self._sequences is None else self._sequences.states  # without those that stay on a GPU
         tensors: list[ModelInput | ModelOutput] = [*folder.config.served_input, *folder.config.served_output]
         self._datatypes = {tensor.name: BY_CONFIG_NAME[tensor.data_type] for tensor in tensors}
         if self._sequences is not None:
             self._datatypes |= {control.name: control.datatype for control in self._sequences.controls}
-            self._datatypes |= {name: each.datatype for each in states for name in (each.input_name, each.output_name)}
+            self._datatypes |= {
+                name: each.datatype for each in self._states for name in (each.input_name, each.output_name)
+            }
         tables: dict[str, int] = {}
         with suppress(ConfigError):  # a plan without its ONNX file
             tables = table_sizes(self._source, self._source.name)
@@ -486,7 +486,7 @@ class _Proof:
 
     def _run(self, execution: Execution, end_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
         if find_slot_states(execution) is not None:
-            return BatchVerdict(reason="the states of its sequences stay on the GPU, which no test covers yet"), True
+            self._states = ()
         try:
             tests = self._all_tests(execution)
         except ProofError as error:
@@ -637,7 +637,8 @@ class _Proof:
 
     def _reference_tests(self) -> list[BatchTests] | None:
         """Return the tests of the model's ONNX file on the CPU; None without one, or if it does not run there."""
-        if self._references is None and self._source.is_file():
+        has_slots = self._sequences is not None and self._states != self._sequences.states
+        if self._references is None and self._source.is_file() and not has_slots:
             from headrace.runtimes.onnxruntime import OnnxRuntimeBackend
 
             with suppress(HeadraceError, ProofError):
@@ -698,8 +699,7 @@ class _Proof:
             row[tensor.name] = random_values(datatype, (1, *shape), random, style, self._ranges.get(tensor.name))
         return row if self._sequences is None else row | self._sequence_row(self._sequences, random, style)
 
-    @staticmethod
-    def _sequence_row(sequences: SequencePolicy, random: np.random.Generator, style: str) -> dict[str, Array]:
+    def _sequence_row(self, sequences: SequencePolicy, random: np.random.Generator, style: str) -> dict[str, Array]:
         """Return control tensors and states of a sequence that has begun or begins."""
         row = {}
         for control in sequences.controls:
@@ -708,7 +708,7 @@ class _Proof:
                 number = int(random.integers(1, 100))
                 value = str(number).encode() if control.datatype is BYTES else number
             row[control.name] = np.array([[value]], control.datatype.dtype)
-        for state in sequences.states:
+        for state in self._states:
             row[state.input_name] = random_values(state.datatype, (1, *state.initial.shape), random, style)
         return row
 
@@ -721,8 +721,13 @@ class _Proof:
                 raise ProofInterrupted
             return execution.run(inputs)
 
+        served = [tensor.name for tensor in self._config.served_output]
+        outputs = list(dict.fromkeys([*served, *(state.output_name for state in self._states)]))
+        states = find_slot_states(execution)
+        if states is not None:
+            return run_rows(partial(run_new_sequences, run, states), outputs)
         if layout is None:
-            return run_rows(run, self._outputs)
+            return run_rows(run, outputs)
 
         def run_joined(rows: Sequence[Row]) -> Sequence[Row]:
             arrangement = layout.arrange(rows)

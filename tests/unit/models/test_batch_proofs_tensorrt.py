@@ -160,3 +160,11 @@ async def test_a_difference_in_a_part_of_a_batch_is_one_of_the_size_of_the_part(
             for x, y in await cases.infer(registry, rows):
                 np.testing.assert_allclose(y, np.tanh(x), atol=cases.ATOL)
     assert handle.batch_verdict.allowed == (1, 2)
+
+
+@pytest.mark.parametrize("strategy", ["direct: {}", "oldest: {max_candidate_sequences: 20}"])
+@pytest.mark.parametrize("is_mixed", [False, True])
+async def test_states_that_stay_on_the_gpu_are_tested_with_their_rows(
+    trt: Any, tmp_path: Path, strategy: str, is_mixed: bool
+) -> None:
+    await cases.check_sequences(tmp_path, strategy, is_mixed)

@@ -9,7 +9,7 @@ rows of its states, in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +23,30 @@ def find_slot_states(execution: Execution) -> SlotStates | None:
     """Return the states that the execution, or the one that it wraps, keeps where it runs; None if it keeps none."""
     states: SlotStates | None = getattr(find_inner(execution, "slot_states"), "slot_states", None)
     return states
+
+
+def run_new_sequences(
+    run: Callable[[dict[str, Array]], dict[str, Array]], states: SlotStates, inputs: dict[str, Array]
+) -> dict[str, Array]:
+    """Run the first and the second requests of new sequences, which have equal inputs; return the outputs of the second.
+
+    Args:
+        run: runs a batch.
+        states: states that the execution keeps; no slot of them is in use.
+        inputs: arrays by name, of shape (rows, ...); a row for each slot from 0 on.
+    """
+    rows = len(next(iter(inputs.values())))
+    batch = BatchSlots(range(rows), range(rows))
+    for slot in batch.slots:
+        states.reset(slot)
+    try:
+        for _ in range(2):
+            outputs = run(inputs | states.load(batch))
+            states.save(outputs, batch)
+        return outputs
+    finally:
+        for slot in batch.slots:
+            states.release(slot)
 
 
 class _FixedState:
