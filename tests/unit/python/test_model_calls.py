@@ -33,7 +33,8 @@ from headrace.core.errors import (
 )
 from headrace.core.request import InferRequest, InferResponse, Probe
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
-from headrace.python.model_calls import ModelCall, ModelCalls, find_cycle
+from headrace.python.call_cycles import ModelCall, find_cycle
+from headrace.python.model_calls import ModelCalls
 from headrace.python.process import RunningBatch
 from headrace.runtimes.base import BatchMember
 from headrace_model import protocol
