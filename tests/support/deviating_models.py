@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 
 from tests.support import networks
 
@@ -36,3 +37,30 @@ def deviating_model() -> onnx.ModelProto:
     for node in model.graph.node:
         node.name = node.output[0]
     return model
+
+
+def wrong_in_the_middle() -> onnx.ModelProto:
+    """Return a model of five layers, the third of which `WrongEight` computes wrongly."""
+    model = networks.network("a = Sin (x)  b = Neg (a)  c = Tanh (b)  d = Cos (c)  y = Neg (d)", {}, ("N", 4))
+    model.graph.node[2].name = "middle"
+    return model
+
+
+class WrongEight(OnnxRuntimeTarget):
+    """Builds engines that add one to the layer "middle" in batches of eight rows."""
+
+    def build(self, model: onnx.ModelProto, *arguments: Any) -> None:
+        changed = onnx.ModelProto.FromString(model.SerializeToString())
+        graph = changed.graph
+        index = next((i for i, node in enumerate(graph.node) if node.name == "middle"), None)
+        if index is not None:
+            middle = graph.node[index]
+            text = "s = Shape (x)  n = Gather (s, zero)  q = Equal (n, eight)  f = Cast <to: int = 1> (q)  y = Add (right, f)"
+            wrong = networks.network(text, {"zero": np.array(0), "eight": np.array(8)}, ("N", 4)).graph
+            wrong.node[0].input[0], wrong.node[-1].output[0] = middle.input[0], middle.output[0]
+            middle.output[0] = wrong.node[-1].name = "right"
+            nodes = [*graph.node[: index + 1], *wrong.node, *graph.node[index + 1 :]]
+            del graph.node[:]
+            graph.node.extend(nodes)
+            graph.initializer.extend(wrong.initializer)
+        super().build(changed, *arguments)

@@ -20,7 +20,7 @@ from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 from onnx import numpy_helper
 
 from tests.support import networks
-from tests.support.deviating_models import deviating_model
+from tests.support.deviating_models import WrongEight, deviating_model, wrong_in_the_middle
 from tests.support.engine_projects import write_project
 
 
@@ -136,33 +136,11 @@ def test_a_model_without_floating_point_outputs_is_refused(tmp_path: Path) -> No
         search_of(model, model, tmp_path).worst_output()
 
 
-class _WrongEight(OnnxRuntimeTarget):
-    """Builds engines that add one to the layer "middle" in batches of eight rows."""
-
-    def build(self, model: onnx.ModelProto, *arguments: Any) -> None:
-        changed = onnx.ModelProto.FromString(model.SerializeToString())
-        graph = changed.graph
-        index = next((i for i, node in enumerate(graph.node) if node.name == "middle"), None)
-        if index is not None:
-            middle = graph.node[index]
-            text = "s = Shape (x)  n = Gather (s, zero)  q = Equal (n, eight)  f = Cast <to: int = 1> (q)  y = Add (right, f)"
-            wrong = networks.network(text, {"zero": np.array(0), "eight": np.array(8)}, ("N", 4)).graph
-            wrong.node[0].input[0], wrong.node[-1].output[0] = middle.input[0], middle.output[0]
-            middle.output[0] = wrong.node[-1].name = "right"
-            nodes = [*graph.node[: index + 1], *wrong.node, *graph.node[index + 1 :]]
-            del graph.node[:]
-            graph.node.extend(nodes)
-            graph.initializer.extend(wrong.initializer)
-        super().build(changed, *arguments)
-
-
 @pytest.mark.parametrize(("rows", "layer"), [(8, "middle"), (4, None)])
 def test_the_first_layer_whose_rows_differ_in_a_batch_is_found(tmp_path: Path, rows: int, layer: str | None) -> None:
-    text = "a = Sin (x)  b = Neg (a)  c = Tanh (b)  d = Cos (c)  y = Neg (d)"
-    model = networks.network(text, {}, ("N", 4))
-    model.graph.node[2].name = "middle"
+    model = wrong_in_the_middle()
     project = write_project(tmp_path / "models", model, networks.inputs_of(model, 32))
     spec = read_spec(project.config, "fp32")
     store, data = Store(tmp_path / "store"), open_data(project, spec)
-    found = first_batch_layer(project, spec, _WrongEight(), store, data, rows, silent)
+    found = first_batch_layer(project, spec, WrongEight(), store, data, rows, silent)
     assert (None if found is None else found.node) == layer
