@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from rich.console import Console
 from loadtest.onnx_models import onnx_model
 from tests.e2e import conftest
 from tests.support import models
-from tests.support.serving import ROOT, Server, serving, start
+from tests.support.serving import ROOT, Server, run_headrace, serving, start
 
 FP32 = TensorProto.FLOAT
 EXAMPLES = ROOT / "tests" / "unit" / "config" / "triton_examples"
@@ -82,6 +83,40 @@ def unknown_operator() -> onnx.ModelProto:
     )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.example", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+def with_node(operator: str, opset: int = 17, domain: str = "") -> onnx.ModelProto:
+    """A model of one node, of an operator or an opset that ONNX Runtime does not have."""
+    graph = helper.make_graph(
+        [helper.make_node(operator, ["X"], ["Y"], domain=domain)],
+        "graph",
+        [helper.make_tensor_value_info("X", FP32, ["batch", 4])],
+        [helper.make_tensor_value_info("Y", FP32, ["batch", 4])],
+    )
+    opsets = [helper.make_opsetid("", opset), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            with_node("Relu", 99),
+            "has opset 99 of ai.onnx, ONNX Runtime .* runs up to [0-9]+ .export it with opset_version=",
+        ),
+        (with_node("Frobnicate"), "has no operator Frobnicate in opset 17"),
+        (with_node("MyOp", domain="my.domain"), "has the operator MyOp of the domain my.domain, a custom one"),
+    ],
+)
+def test_what_the_runtime_lacks_is_one_sentence(tmp_path: Path, model: onnx.ModelProto, message: str) -> None:
+    folder = tmp_path / "m" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    output = run_headrace("validate", str(tmp_path)).stdout
+    (line,) = [line for line in output.splitlines() if "error:" in line]
+    assert re.search(message, line), line
+    assert "ONNXRuntimeError" not in line
+    assert "onnx.checker" not in line
 
 
 def newer_onnx() -> onnx.ModelProto:

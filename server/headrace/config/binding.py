@@ -302,7 +302,9 @@ def _problem(detail: Any, loc: Location, headrace_prefix: str) -> Problem:
     name, value = _field_name(loc, headrace_prefix), f"{detail['input']!r:.80}"
     match detail["type"]:
         case "extra_forbidden":
-            return Problem(loc, f'unknown field "{name}"', did_you_mean(str(loc[-1]), _fields_at(loc[:-1])))
+            blocks = [] if len(loc) > 1 else [block for block in _fields_at(()) if name in _fields_at((block,))]
+            cure = f"write it in the block {' or '.join(blocks)}" if blocks else ""
+            return Problem(loc, f'unknown field "{name}"', cure or did_you_mean(str(loc[-1]), _fields_at(loc[:-1])))
         case "missing":
             return Problem(loc, f'"{name}" is missing', f"write {loc[-1]}")
         case "model_type" | "dict_type" | "model_attributes_type":

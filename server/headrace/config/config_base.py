@@ -93,7 +93,12 @@ def _data_type_name(value: Any) -> Any:
     word = value.upper().removeprefix("TYPE_")
     name = "TYPE_" + {"BYTES": "STRING"}.get(word, word)
     if name not in BY_CONFIG_NAME:
-        raise Problems([Problem((), f'"{value}" is not a datatype', f"write one of {', '.join(BY_CONFIG_NAME)}")])
+        meant = re.sub("^B?FLOAT", lambda found: found[0].replace("FLOAT", "F" if "B" in found[0] else "FP"), word)
+        meant = {"FP": "FP32", "HALF": "FP16", "DOUBLE": "FP64", "STR": "STRING", "INT": "INT32"}.get(meant, meant)
+        cure = f"write one of {', '.join(BY_CONFIG_NAME)}"
+        if f"TYPE_{meant}" in BY_CONFIG_NAME:
+            cure = f"write TYPE_{meant}"
+        raise Problems([Problem((), f'"{value}" is not a datatype', cure)])
     return name
 
 

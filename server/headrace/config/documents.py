@@ -263,10 +263,9 @@ def _compose(text: str, path: str) -> tuple[object, dict[Location, int]]:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = None if mark is None else mark.line + 1
-        raise refuse(
-            path, line, f"cannot be read as YAML: {error.problem or error.context}", "correct the YAML"
-        ) from None
+        line, problem = None if mark is None else mark.line + 1, error.problem or error.context or ""
+        cure = "write spaces in place of the tab" if r"'\t'" in problem else "correct the YAML"
+        raise refuse(path, line, f"cannot be read as YAML: {problem}", cure) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
         raise refuse(path, line, f"cannot be read as YAML: {error.reason}", "remove the character") from None
@@ -538,6 +537,8 @@ def describe_parse_error(error: str, file: Any, form: str = "protobuf text") -> 
     unknown = re.search(r'type "(?:inference\.)?([\w.]+)" has no field named "(\w+)"', error)
     if unknown is None:
         reason = re.sub(r"^\d+:\d+ ?: ", "", error)
+        if reason.startswith(("'': Expected", 'Expected "}"')):
+            return f"ends too early, as {form}", "close every bracket: as many } as {, as many ] as ["
         return f"cannot be read as {form}: {reason}", "correct the text"
     first, *rest = unknown[1].split(".")
     descriptor = file.message_types_by_name[first]

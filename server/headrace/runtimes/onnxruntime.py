@@ -52,8 +52,35 @@ _LEVELS = {
 
 # ONNX Runtime's message for a locale of StringNormalizer that is not installed.
 _LOCALE = re.compile(r"Failed to construct locale with name:([A-Za-z0-9_.@-]+?):")
-# ONNX Runtime's message for a file that a newer onnx wrote.
-_IR_VERSION = re.compile(r"Unsupported model IR version: (\d+), max supported IR version: (\d+)")
+# Other messages of ONNX Runtime, each with ours and the cure, which have the groups of the expression and `{ort}`, its version.
+_LOAD_ERRORS = (
+    (
+        re.compile(r"Unsupported model IR version: (?P<found>\d+), max supported IR version: (?P<most>\d+)"),
+        "the file has ONNX IR version {found}, ONNX Runtime {ort} reads up to {most}",
+        "set model.ir_version = {most} before saving it with onnx, or export it with an older onnx",
+    ),
+    (
+        re.compile(
+            r"Opset (?P<found>\d+) is under development.*domain (?P<domain>\S+) is till opset (?P<most>\d+)", re.DOTALL
+        ),
+        "the file has opset {found} of {domain}, ONNX Runtime {ort} runs up to {most}",
+        "export it with opset_version={most}",
+    ),
+    (
+        re.compile(r"No Op registered for (?P<name>\w+) with domain_version of (?P<found>\d+)"),
+        "ONNX Runtime {ort} has no operator {name} in opset {found}",
+        "correct the name of the operator, or export the model with another opset_version",
+    ),
+    (
+        re.compile(r"(?P<domain>[\w.]+):(?P<name>\w+)\(-?\d+\) is not a registered function/op"),
+        "the model has the operator {name} of the domain {domain}, a custom one, which ONNX Runtime {ort} does not have",
+        "export the model without it; libraries of custom operators are not loaded",
+    ),
+)
+# What precedes the reason in any other message.
+_LOAD_PREFIX = re.compile(
+    r"^\[ONNXRuntimeError\] : \d+ : \w+ : (?:Load model from \S+ failed:)?(?:\S+\.\w+:\d+ [^)]*\) )?"
+)
 
 
 class OnnxRuntimeBackend:
@@ -293,13 +320,13 @@ def load_finding(file: Path, error: Exception) -> Finding:
         error: error of ONNX Runtime.
     """
     text = str(error).replace(str(file), file.name)  # clients may read it: no paths of this machine
-    locale, version = _LOCALE.search(text), _IR_VERSION.search(text)
-    if version is not None:
-        message = f"the file has ONNX IR version {version[1]}, ONNX Runtime {ort.__version__} reads up to {version[2]}"
-        cure = f"set model.ir_version = {version[2]} before saving it with onnx, or export it with an older onnx"
-        return Finding(file.name, None, message, cure)
+    locale = _LOCALE.search(text)
+    for pattern, message, cure in _LOAD_ERRORS:
+        if found := pattern.search(text):
+            words = {**found.groupdict(), "ort": ort.__version__}
+            return Finding(file.name, None, message.format(**words), cure.format(**words))
     if locale is None:
-        message = f"ONNX Runtime cannot load the model: {' '.join(text.split())}"
+        message = f"ONNX Runtime cannot load the model: {' '.join(_LOAD_PREFIX.sub('', text).split())}"
         return Finding(file.name, None, message, "check it with onnx.checker")
     name = locale[1]
     language = name.partition(".")[0]

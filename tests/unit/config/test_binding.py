@@ -149,6 +149,25 @@ def test_unknown_fields_get_a_suggestion() -> None:
         'f:3: error: unknown field "dynamic_batching.max_queue_delay" (did you mean max_queue_delay_microseconds?)',
         'f:6: error: unknown field "input.0.dim" (did you mean dims?)',
     ]
+    assert findings_of("precision: fp16\n") == [
+        'f:1: error: unknown field "precision" (write it in the block optimization)'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("float32", "FP32"),
+        ("float", "FP32"),
+        ("Half", "FP16"),
+        ("bfloat16", "BF16"),
+        ("double", "FP64"),
+        ("str", "STRING"),
+    ],
+)
+def test_datatypes_of_other_libraries_get_the_right_word(word: str, meant: str) -> None:
+    (finding,) = findings_of(f"input: [{{name: x, data_type: {word}, dims: [3]}}]\n")
+    assert finding.endswith(f'"{word}" is not a datatype (write TYPE_{meant})')
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def test_scalars(text: str, value: object) -> None:
         ("a: 1e999", 1, "not a finite number"),
         ("---\na: 1\n---\nb: 1", 3, "another document"),
         ("a: 'b", 1, "cannot be read as YAML"),
+        ("a:\n\tb: 1", 2, "cannot be read as YAML"),
         ("- a", 1, "a mapping of fields to values"),
         ("word", 1, "a mapping of fields to values"),
     ],
@@ -69,6 +70,7 @@ def test_errors_carry_their_line(text: str, line: int, message: str) -> None:
     assert (finding.path, finding.line) == ("m/config.yaml", line)
     assert message in finding.message
     assert finding.cure
+    assert ("spaces" in finding.cure) == ("\t" in text)
 
 
 @pytest.mark.parametrize("text", ['a: "\\UFFFFFFFF"', "%YAML 111111111111\n---\na: 1"])

@@ -448,7 +448,9 @@ def _not_a_request(error: Exception) -> BadRequest:
 
 
 def _not_json(error: Exception) -> BadRequest:
-    return BadRequest(f"the request is not valid JSON: {str(error)[:_MAX_MESSAGE_CHARS]}")
+    text = str(error)[:_MAX_MESSAGE_CHARS]
+    cure = ": write names and texts in double quotes" * ("object keys must be strings" in text)
+    return BadRequest(f"the request is not valid JSON: {text}{cure}")
 
 
 def _keys(message: _Request) -> int:

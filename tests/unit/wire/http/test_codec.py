@@ -311,6 +311,7 @@ def test_a_model_of_many_inputs_and_outputs_allows_as_many_keys(inputs: int, is_
 REFUSED: list[tuple[object, str]] = [
     (b"", "not valid JSON"),
     (b"{", "not valid JSON"),
+    (b"{'inputs': []}", "not valid JSON: .*double quotes"),
     (b"\xff\xfe", "not valid JSON"),
     (b'{"inputs":[]} {}', "not valid JSON"),
     (b'{"inputs": [NaN]}', r"not an inference request: Expected `object`, got `float`"),
