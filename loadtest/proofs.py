@@ -273,9 +273,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = Table(options.results)
         if options.processes:
             print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
-        run = partial(run_apart if options.processes > 1 else run_network, options, table, end_s)
-        with ThreadPoolExecutor(max(1, options.processes)) as pool:
-            list(pool.map(run, names))
+        if options.processes > 1:
+            with ThreadPoolExecutor(options.processes) as pool:
+                list(pool.map(partial(run_apart, options, table, end_s), names))
+        else:
+            for name in names:
+                run_network(options, table, end_s, name)
         rows = [row for row in table.rows() if row["network"] in names]
     return int(any("verified" in row and row["reason"] != "-" for row in rows))
 
