@@ -449,19 +449,24 @@ class _Proof:
         self._is_busy: Callable[[], bool] = lambda: False
         self._floor = smallest_bound(plan)
         self._references: list[BatchTests] | None = None
+        self._others: list[Execution] = []  # on GPUs after the first, at a load
         self._kept: list[BatchTests] | None = None  # of an idle model, which has little time at once
 
     def run(self, limit_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
         """Return the verdict, and True if all sizes were tested within the limit."""
-        try:
-            execution = self._model.execution(0)
-        except HeadraceError:  # the instance reports it
+        devices, executions = self._model.devices or (0,), list[Execution]()
+        for index in map(devices.index, dict.fromkeys(devices)):  # the first instance on each GPU
+            with suppress(HeadraceError):  # the instance reports it
+                executions.append(self._model.execution(index))
+        if not executions:
             return NOT_TESTED, False
+        self._others = executions[1:]
         try:
-            return self.run_on(execution, limit_ns, earlier)
+            return self.run_on(executions[0], limit_ns, earlier)
         finally:
-            self._kept = None  # may have fewer rows
-            execution.close()
+            self._kept, self._others = None, []  # may have fewer rows
+            for execution in executions:
+                execution.close()
 
     def run_on(
         self,
@@ -501,11 +506,13 @@ class _Proof:
         for size in sizes:
             if size in verified or size in faults:
                 continue
-            if self._clock() + sum(each.estimate_ns(size) for each in tests) > end_ns:
+            estimate_ns = sum(each.estimate_ns(size) for each in tests) * (1 + len(self._others))
+            if self._clock() + estimate_ns > end_ns:
                 is_complete = False
                 continue
             try:
-                fault, is_model = self._check(execution, tests, size, find_rows(size))
+                results = (self._check(each, tests, size, find_rows(size)) for each in (execution, *self._others))
+                fault, is_model = next((result for result in results if result[0] is not None), (None, False))
             except ProofInterrupted:
                 is_complete = False
                 break
@@ -612,6 +619,7 @@ class _Proof:
                     logger.debug("model %s refuses NaN: %s", self._config.name, error)
 
         for index, each in enumerate(tests):
+            each.run = run
             fault = each.check(size, fill_padding)
             if fault is None:
                 continue

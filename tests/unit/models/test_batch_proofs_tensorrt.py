@@ -36,6 +36,25 @@ async def test_a_size_that_only_the_engine_computes_wrongly_is_not_used_on_a_lat
     await cases.check_wrong_size(tmp_path, cases.CONFIG + "instance_group: [{kind: gpu, gpus: [1]}]\n")
 
 
+async def test_a_size_that_only_the_second_gpu_computes_wrongly_is_not_used(
+    trt: Any, cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.runtimes.tensorrt.backend import TensorRtExecution
+
+    cuda.devices = 2
+    gpus = cases.CONFIG + "instance_group: [{kind: gpu, gpus: [0, 1]}]\n"
+    repository, finish = cases.add_engine(tmp_path, cases.RIGHT, cases.RIGHT, gpus), TensorRtExecution.finish
+
+    def wrong_on_the_second(self: Any, batch: Any) -> dict[str, cases.Array]:
+        outputs = finish(self, batch)
+        return {"y": outputs["y"] + 0.1} if self._on_device._device == 1 and len(outputs["y"]) == 8 else outputs
+
+    monkeypatch.setattr(TensorRtExecution, "finish", wrong_on_the_second)
+    async with running(repository, cases.ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        batches = explain(registry, "m")["batches"]
+    assert (batches["state"], list(batches["faults"])) == ("limited", ["8"])
+
+
 async def test_an_engine_that_mixes_rows_of_a_right_model_runs_them_one_by_one(trt: Any, tmp_path: Path) -> None:
     await cases.check_mixing_engine(tmp_path)
 
