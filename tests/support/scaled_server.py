@@ -20,7 +20,7 @@ COMMAND = (sys.executable, "-m", "tests.support.scaled_server")
 MOST = 3
 
 
-def decide(_scaling: Scaling, _engine: float, _front_ends: Sequence[float], _busy: int, _now_ns: int) -> int:
+def decide(_scaling: Scaling, _engine: float, _front_ends: Sequence[float], *_load: float) -> int:
     """Return the number in the file."""
     file = os.environ.get(WANTED)
     return int(Path(file).read_text() or 0) if file else 0

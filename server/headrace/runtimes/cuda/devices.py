@@ -40,13 +40,18 @@ class Gpu(NamedTuple):
     memory_bytes: int
 
 
+def has_device_files() -> bool:
+    """Return True if an NVIDIA driver has its device files here; loads nothing."""
+    return any(path.exists() for path in _DEVICE_FILES)
+
+
 def is_visible() -> bool:
     """Return True if an NVIDIA driver and a GPU are present; loads the driver's library, but does not initialise it."""
     try:
         driver.library()
     except OSError:
         return False
-    return any(path.exists() for path in _DEVICE_FILES)
+    return has_device_files()
 
 
 def count() -> int:

@@ -21,6 +21,7 @@ import msgspec
 import uvloop
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.runtimes.cuda.devices import has_device_files
 from headrace.server.front_ends.acceptor import Acceptor
 from headrace.server.front_ends.channel import Ports, Start, close_all
 from headrace.server.front_ends.children import Child, describe_end, prepare_forks
@@ -66,7 +67,7 @@ class ServerSupervisor:
         # Connections that were passed to each front end, and that it has not counted yet.
         self._passed = [0] * (settings.front_ends + 1)
         # With `auto`; else all front ends run, and the engine process has no connections.
-        self._scaling = Scaling(settings.front_ends) if settings.front_ends_reason else None
+        self._scaling = Scaling(settings.front_ends, has_device_files()) if settings.front_ends_reason else None
         self._moved: deque[tuple[str, socket.socket]] = deque()  # connections that wait for a process
         # Front ends that end without need: monotonic time by which each is drained, from then on by which it is killed.
         self._leaving: dict[int, int] = {}

@@ -27,6 +27,23 @@ def test_a_full_engine_process_gets_front_ends_after_two_looks() -> None:
     assert decisions(Scaling(1), full, full) == [0, 1], "no more than it may have"
 
 
+def test_an_interpreter_that_threads_of_gpus_fill_gets_front_ends() -> None:
+    def last(engine: float, busy: int, all_threads: float) -> int:
+        scaling = Scaling(4, has_gpus=True)
+        return [scaling.decide(engine, [], busy, NOW + look * 100 * MS, all_threads) for look in range(2)][-1]
+
+    assert last(0.5, 64, 1.2) == 2
+    assert [last(0.3, 64, 1.2), last(0.5, 64, 0.8), last(0.5, 8, 1.2)] == [0, 0, 0]
+
+
+def test_all_threads_of_the_engine_process_are_counted_with_gpus_only() -> None:
+    pid = os.getpid()
+    for has_gpus in (False, True):
+        scaling = Scaling(4, has_gpus)
+        scaling.wanted(pid, [], 32, NOW)
+        assert (scaling._last_all_ns > 0) is has_gpus
+
+
 @pytest.mark.parametrize("busy", [1, 3])
 def test_few_busy_connections_stay_in_one_process(busy: int) -> None:
     assert decisions(Scaling(4), *[(1.0, [], busy)] * 5) == [0] * 5
