@@ -55,6 +55,8 @@ _MAX_AGE_NS = NS_PER_S
 # Shortest time between two writes, and between two while requests are in flight and nothing happens.
 _INTERVAL_NS = NS_PER_MS
 _QUIET_INTERVAL_S = 0.005
+# After so many answers since the last write a queue that is empty is written with the next record that is due.
+_FEW = 16
 # Writes take one part in so many of the event loop's time, as long as that leaves them no further apart than the second number.
 _COST_PARTS = 50
 _MAX_INTERVAL_NS = 10 * NS_PER_MS
@@ -322,6 +324,7 @@ class _Served:
     rejected: int = field(default=0)
     depth: int = 0  # by the last record
     wait_ns: int = 0  # by the last record
+    answered: int = 0  # requests since the last record
 
 
 class PageWriter:
@@ -394,7 +397,7 @@ class PageWriter:
     def answered(self, handle: VersionHandle, members: int) -> None:
         """Write the record of a version before an answer is sent, if it is due or has a queue that is empty now; else soon.
 
-        It waits while neither the version nor its record has a queue or a wait.
+        It waits while neither the version nor its record has a queue or a wait, and under load until it is due.
 
         Args:
             handle: of the version.
@@ -405,9 +408,11 @@ class PageWriter:
         served = self._served.get(handle.serial)
         if served is None:
             return
-        is_emptied = served.depth > 0 and handle.in_flight <= members
-        is_due = self._clock() - self._flushed_ns >= self._interval_ns
-        if is_emptied or (is_due and (served.depth or served.wait_ns or handle.depth)):
+        served.answered += members
+        is_emptied = served.answered <= _FEW and served.depth > 0 and handle.in_flight <= members
+        if is_emptied or (
+            self._clock() - self._flushed_ns >= self._interval_ns and (served.depth or served.wait_ns or handle.depth)
+        ):
             self._flush()
 
     def _flush(self) -> None:
@@ -443,7 +448,7 @@ class PageWriter:
         served.rejected = rejected
         load, figures = handle.load(by_level=False), handle.overload(now_ns)
         record = version_record(load, figures, now_ns)
-        served.margin_kind, served.depth, served.wait_ns = -1, record.depth, record.wait_ns
+        served.margin_kind, served.depth, served.wait_ns, served.answered = -1, record.depth, record.wait_ns, 0
         error = record.rejection(now_ns)
         if figures is not None and figures.forecast is not None and error is not None:
             forecast = figures.forecast

@@ -317,6 +317,15 @@ async def test_a_due_record_is_written_before_the_answer() -> None:
     assert page.load(0, 4).depth == 2
     writer.answered(handle, 3)
     assert page.load(0, 4).depth == 0, "a request is not in the queue when it is answered"
+    handle.depth, handle.in_flight = 2, 40
+    now_ns += MS
+    writer.answered(handle, 20)
+    handle.depth, handle.in_flight, loads = 0, 20, handle.loads
+    writer.answered(handle, 20)
+    assert handle.loads == loads, "after many answers it is written when it is due"
+    now_ns += MS
+    writer.answered(handle, 20)
+    assert page.load(0, 4).depth == 0
     writer.close()
 
 
