@@ -360,14 +360,19 @@ def refusal(order: Message, error: BaseException, step: str) -> Message:
     path = "{}/{}/{}".format(order["model"], order["version"], file.name)
     if isinstance(error, forms.Refused):
         return {"refused": [[path, error.line, error.message, error.cure]]}
-    line = None
+    line, last = None, ""
     for frame in traceback.extract_tb(error.__traceback__):
+        last = f", in {Path(frame.filename).name}:{frame.lineno}"
         if frame.filename == str(file):
-            line = frame.lineno
+            line, last = frame.lineno, ""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         line = error.lineno
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return {"refused": [[path, line, f"{step} raised {text[:_MAX_LOAD_TEXT]}", "the server's log has the traceback"]]}
+    cure = "correct the code; the log of a server has the traceback"
+    if isinstance(error, ModuleNotFoundError):
+        package, last = (error.name or "").partition(".")[0], ""
+        cure = f"name the package of {package} in requirements.txt, in the model's folder, or install it"
+    return {"refused": [[path, line, f"{step} raised {text[:_MAX_LOAD_TEXT]}{last}", cure]]}
 
 
 def run(frames: Frames, control: Messages, calls: int | None, responses: int | None = None) -> int:

@@ -289,7 +289,11 @@ def test_a_batch_above_the_memory_limit_fails_alone(open_model: Open) -> None:
     [
         ("x = 1\n", "has no model"),
         ("1 +\n", "SyntaxError"),
-        ("import nothing_of_that_name\n", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
+        (
+            "import nothing_of_that_name\n",
+            "ModuleNotFoundError: No module named 'nothing_of_that_name' (name the package of ",
+        ),
+        ("import json\njson.loads('{')\n", "(char 1), in decoder.py:"),
         (
             IDENTITY + "    def initialize(self, args):\n        raise KeyError('weights')\n",
             "initialize raised KeyError",
