@@ -7,7 +7,7 @@ The endpoint reaches the fast paths through `headrace.connection` in the ASGI sc
   abandons the completion of its request.
 - Complete bodies. A body that has arrived is returned without a call of `receive`.
 - Large bodies. The rest of a large body goes directly into one array, without the parser (`SocketReader`).
-- Responses. A response is written in one call, without uvicorn's checks of headers.
+- Responses. A response is written in one call, without uvicorn's checks of headers (`ResponseWriter`).
 
 The fast paths use attributes of uvicorn's request cycle. The pinned version has them, and tests run with and without the fast
 paths.
@@ -19,36 +19,29 @@ pipelined requests wait. A client that half-closes gets its responses; see docs/
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import httptools
 import orjson
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from headrace.core.access import certificate_names
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Overloaded
-from headrace.core.limits import UNREAD_FULL, BodyReservation, ClientLimits, UnreadResponses
+from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.wire.http.event_stream import Http10Cycle
 from headrace.wire.http.half_closed import DisconnectProbe
-from headrace.wire.http.infer_endpoint import InferEndpoint, ParsedHead, content_length, error_response, json_length
+from headrace.wire.http.infer_endpoint import InferEndpoint, ParsedHead, content_length, json_length
 from headrace.wire.http.origins import ANY_HOST, HostPolicy
 from headrace.wire.http.repeated_request import RepeatedHeads, RepeatedRequest
+from headrace.wire.http.response_writer import ResponseWriter
 from headrace.wire.http.socket_reader import MIN_DIRECT_BYTES, READ_BYTES, WIDE_READ_BYTES, SocketReader
 from headrace.wire.http.timeouts import ConnectionTimeouts, Stage
-from headrace.wire.requests.response_metadata import header_lines
 from headrace.wire.requests.tensor_codec import BodyBytes
 
 # --- Connection --------------------------------------------------------------------------------------------------------
 
-# Larger responses are written in parts: joining them costs more than another entry in the write queue.
-_JOIN_BELOW_BYTES = 65536
-# Larger responses are written in pieces over TLS: its transport encrypts all that it gets at once, without flow control.
-_TLS_PIECE_BYTES = 256 << 10
-# Pieces after which other tasks of the event loop run.
-_TLS_PIECES_AT_ONCE = 8
 # Pipelined requests that wait; the rest of the bytes stays unparsed, since a parsed request needs 5 KB.
 _MAX_PIPELINED = 8
 # Smallest piece of pipelined bytes that is parsed at once: a body may consist of ends of heads.
@@ -84,7 +77,7 @@ class ConnectionFlow(FlowControl):
         self._connection = None
 
 
-class HeadraceHttpProtocol(HttpToolsProtocol):
+class HeadraceHttpProtocol(ResponseWriter):
     """Server side of one HTTP/1.1 connection; implements `headrace.wire.http.infer_endpoint.Connection`.
 
     Ownership: the event loop.
@@ -113,7 +106,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         repeated_heads: RepeatedHeads | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, client_limits=client_limits, **kwargs)
         self._repeated_heads = repeated_heads or RepeatedHeads()
         self._hosts = hosts
         self.completion: LoopCompletion | None = None
@@ -135,8 +128,6 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._probe: DisconnectProbe | None = (
             None  # of a client that has half-closed, while complete requests are served
         )
-        self._unread = UnreadResponses(client_limits)
-        self._unwritten_bytes = 0  # of the response that `write_later` writes in pieces
         self._unparsed = b""  # bytes behind the pipelined requests that wait
         self._downgraded_head = b""  # head of a request for an upgrade without its Upgrade header; b"" for none
         self._reservation = client_limits.reserve()  # of the request that is being read; also in its scope
@@ -276,12 +267,6 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
         self.flow.resume_reading()
-
-    def _update_unread(self) -> int:
-        unread = self.transport.get_write_buffer_size() + self._unwritten_bytes
-        if unread != self._unread.held_bytes:
-            self._unread.update(unread)
-        return unread
 
     def observe_client(self, now_ns: int) -> int:
         """Observe how fast the client reads its responses, and whether it still exists; returns the unread bytes."""
@@ -605,79 +590,6 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         else:
             super().timeout_keep_alive_handler()
 
-    def write_response(self, send: Any, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
-        """Write a complete response; returns False if it must be written by `write_response_later`."""
-        return self.write(send.__self__, head, parts)
-
-    async def write_response_later(self, send: Any, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
-        """Write a complete response after the client has read earlier ones."""
-        await self.write_later(send.__self__, head, parts)
-
-    def write(
-        self, cycle: RequestResponseCycle | RepeatedRequest, head: bytes, parts: Sequence[bytes | memoryview]
-    ) -> bool:
-        """Write a complete response; returns False if it must be written by `write_later`.
-
-        Args:
-            cycle: of the request.
-            head: status line and headers, each with its line end, without the empty line.
-            parts: of the body.
-        """
-        if cycle.disconnected:
-            return True
-        if self.flow.write_paused or cycle.response_started:
-            return False
-        end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
-        size_bytes = sum(map(len, parts))
-        if size_bytes < _JOIN_BELOW_BYTES:
-            self.transport.write(b"".join((head, end, *parts)))
-        elif not self._unread.admits(size_bytes):
-            self.transport.write(_unread_error(end))
-        elif self.scheme == "https" and size_bytes > _TLS_PIECE_BYTES:
-            return False
-        else:
-            self.transport.writelines([head + end, *parts])
-        self._complete(cycle)
-        return True
-
-    def _complete(self, cycle: RequestResponseCycle | RepeatedRequest) -> None:
-        cycle.response_started = cycle.response_complete = True
-        cycle.message_event.set()
-        if not cycle.keep_alive:
-            self.transport.close()
-        cycle.on_response()
-
-    async def write_later(
-        self, cycle: RequestResponseCycle | RepeatedRequest, head: bytes, parts: Sequence[bytes | memoryview]
-    ) -> None:
-        """Write a complete response after the write buffer has room again; over TLS piece by piece. See `write`."""
-        while self.flow.write_paused:
-            await self.flow.drain()
-        if self.write(cycle, head, parts):
-            return
-        cycle.response_started = True
-        end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
-        self._unwritten_bytes = sum(map(len, parts))
-        try:
-            self.transport.write(head + end)
-            for number, piece in enumerate(_pieces(parts)):
-                if number % _TLS_PIECES_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-                if self.flow.write_paused:
-                    self._update_unread()
-                    await self.flow.drain()
-                if cycle.disconnected:
-                    return
-                self._unwritten_bytes -= len(piece)
-                self.transport.write(piece)
-            self._complete(cycle)
-        except BaseException:  # the drain timeout of the shutdown has passed: half a response is no response
-            cycle.disconnected = True
-            self.transport.abort()
-            raise
-        finally:
-            self._unwritten_bytes = 0
-
     def _receive_directly(self, cycle: RequestResponseCycle) -> None:
         """Receive the rest of a body without the parser, if it belongs to an inference request and is large."""
         if cycle.response_complete or cycle.waiting_for_100_continue or not self.scope["path"].endswith("/infer"):
@@ -752,17 +664,3 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             transport.write_eof()
         else:
             transport.close()
-
-
-def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
-    """Yield the parts of a body in pieces for TLS."""
-    for part in parts:
-        view = memoryview(part)
-        for start in range(0, len(view), _TLS_PIECE_BYTES):
-            yield view[start : start + _TLS_PIECE_BYTES]
-
-
-def _unread_error(end: bytes) -> bytes:
-    """Response in place of one that does not fit into the memory of unread responses."""
-    status, headers, body = error_response(Overloaded(UNREAD_FULL))
-    return b"".join((STATUS_LINE[status], header_lines(headers), end, body))
