@@ -10,7 +10,6 @@ from pathlib import Path
 
 from headrace.config.model_config import ModelConfig
 from headrace.config.onnx_model import external_files
-from headrace.core.errors import HeadraceError
 from headrace.core.heap import heap_bytes
 from headrace.core.ledger import CPU, Kind, MemoryAccount
 from headrace.engine.pipelines.execution import Steps
@@ -141,8 +140,8 @@ class AccountedModel:
         """Close the model and its account."""
         try:
             self.inner.close()
-        except HeadraceError as error:  # of a GPU that has failed, whose memory ends with the process
-            logger.error("the memory of model %s is not freed: %s", self.config.name, error)
+        except Exception as error:  # of the driver on a GPU that has failed, whose memory ends with the process
+            logger.error("the memory of model %s is not freed: %r", self.config.name, error)
         self.account.close()
         for callback in self.on_closed:
             callback()

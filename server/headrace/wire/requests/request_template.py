@@ -190,8 +190,10 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
                 size_bytes += entry.size_bytes
                 continue
             region = regions.find(entry.shared.region)
-            with named_tensor(f"input '{entry.spec.name}'"):
+            try:  # `named_tensor` takes 1.4 us
                 size_bytes += read_shared_input(entry, region, entry.shared.offset, devices, inputs)
+            except BadRequest as error:
+                raise type(error)(f"input '{entry.spec.name}': {error}") from error
         if not targets:
             return self, size_bytes
         resident = frozenset(
