@@ -101,7 +101,7 @@ def test_command_output_without_a_server_or_a_model(commands: Commands) -> None:
             line.replace(str(commands.folder), "FOLDER") for line in printed if not re.match(r"\w+: usage: ", line)
         ]
         printed = [re.sub(r"\(choose from .*?\)", "(choose from ...)", line) for line in printed]
-        printed = [re.sub(r"\[\d\d/\d\d/\d\d \d\d:\d\d:\d\d\]", "[TIME]", line) for line in printed]
+        printed = [re.sub(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d", "[TIME]", line) for line in printed]
         texts.append("\n".join([f"$ headrace {' '.join(words)}", *printed, f"exit status {result.returncode}", ""]))
     compare("calls.txt", "\n".join(texts))
 
