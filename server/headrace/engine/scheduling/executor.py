@@ -399,6 +399,8 @@ def _failure(error: Exception) -> HeadraceError:
 # interrupted.
 INLINE_MAX_RUN_NS = 2 * NS_PER_MS
 INLINE_PAUSE = 200
+# Of a brief batch: the requests of a crowd wait for others of the same version only, and by threads they take longer.
+INLINE_BATCH_PAUSE = 20
 INLINE_MAX_PAUSE_NS = 60 * NS_PER_S
 # No runs on the event loop so long after two requests of the model were in flight: together they run faster, as a batch.
 INLINE_QUIET_NS = 10 * NS_PER_MS
@@ -500,23 +502,26 @@ class InlineGate:
         self.mailbox.is_armed = True
         self._iteration_open = True
 
-    def end(self, begun_ns: int) -> None:
-        """Resume the caller after a run, and disable such runs for a while if it took too long.
+    def end(self, begun_ns: int, is_lone: bool = True) -> None:
+        """Resume the callers after a run, and disable such runs for a while if it took too long.
 
         Args:
             begun_ns: monotonic start of the run.
+            is_lone: it was of one request.
         """
         run_ns = self.clock() - begun_ns
         self.mailbox.deliver()
         self.mailbox.loop.call_soon(self._end_iteration)  # after the batch is recorded
         limit_ns = max(INLINE_MAX_RUN_NS, 2 * self.bound_ns)
         self._usual_ns += (run_ns - self._usual_ns) >> _SMOOTHING
-        disables = run_ns > limit_ns or (self._on_device and self._usual_ns > self.bound_ns)
+        is_usual = self._on_device and self._usual_ns > self.bound_ns
+        disables = run_ns > limit_ns or is_usual
         self.recorder.record_inline_run(disables)
         if disables:
-            pause_ns, self._usual_ns = _inline_pause_ns(run_ns), 0
-            self._enabled_ns = begun_ns + run_ns + pause_ns
-            logger.info(
+            pause_ns = _inline_pause_ns(run_ns) if is_lone or is_usual else INLINE_BATCH_PAUSE * run_ns
+            self._enabled_ns, self._usual_ns = begun_ns + run_ns + pause_ns, 0
+            logger.log(
+                logging.INFO if is_lone or is_usual else logging.DEBUG,
                 "model %s: a run on the event loop took %d us, more than %d us: its requests run on instances for %.1f s",
                 self.name,
                 run_ns // NS_PER_US,

@@ -367,7 +367,7 @@ class Pipeline:
             self._inline_error = error
         finally:
             self._defer = None
-            gate.end(batch.taken_ns)
+            gate.end(batch.taken_ns, len(batch.entries) == batch.entries[0].requests == 1)
 
     def run(self, batch: Batch, on_launched: Callable[[], None]) -> None:
         """Launch and finish a batch on the calling thread, without waking a thread of the instance."""

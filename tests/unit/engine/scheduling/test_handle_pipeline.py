@@ -15,6 +15,7 @@ from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.errors import DeadlineExceeded, ModelFailed, Unavailable
 from headrace.core.tensor import BYTES, FP32, ModelSpec, TensorSpec
+from headrace.engine.scheduling.executor import INLINE_BATCH_PAUSE
 from headrace.engine.scheduling.handle import ModelHandle
 from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.engine.scheduling.reshaping import ReshapingExecution
@@ -317,4 +318,24 @@ async def test_batches_that_usually_take_longer_run_on_their_instance_for_a_whil
     assert 2 < totals.inline_runs < 20
     assert totals.inline_disabled == 1
     assert threading.current_thread() is not model.finishers[-1]
+    assert await asyncio.to_thread(handle.close, 60)
+
+
+async def test_a_slow_batch_on_the_event_loop_leaves_the_next_ones_to_the_instance(mailbox: Mailbox) -> None:
+    now_ns = [NS_PER_S]
+    model = Brief()
+    handle = served_on_the_loop(mailbox, model, lambda: now_ns[0], bound_ns=1)
+
+    async def on_loop(run_ns: int) -> bool:
+        """Run a batch; True if it ran on the event loop."""
+        model.during_fill = lambda: now_ns.__setitem__(0, now_ns[0] + run_ns)
+        for completion in [handle.infer(infer_request(value)) for value in (1, 2)]:
+            await completion
+        until(lambda: bool(handle._scheduler._inline_dispatches))  # the instance sleeps again
+        return threading.current_thread() is model.finishers[-1]
+
+    assert await on_loop(5 * NS_PER_MS)
+    assert not await on_loop(0)
+    now_ns[0] += INLINE_BATCH_PAUSE * 5 * NS_PER_MS
+    assert await on_loop(0)
     assert await asyncio.to_thread(handle.close, 60)
