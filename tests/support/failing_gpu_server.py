@@ -15,8 +15,9 @@ from pathlib import Path
 from headrace.__main__ import main
 from headrace.runtimes.cuda.driver import current, load
 
+from tests.support.lost_gpu_cases import FILE
+
 COMMAND = (sys.executable, "-m", "tests.support.failing_gpu_server")
-FILE = "FAILING_GPU_FILE"
 _KERNEL = b"""
 .version 7.0
 .target sm_75

@@ -11,6 +11,8 @@ import os
 import socket
 import struct
 import sys
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from headrace.server.front_ends import __main__ as child_program
 from tests.support import fake_builder, fake_nvml
 from tests.support.fake_gpu import install_gpu
 from tests.support.fake_streams import LateCuda
+from tests.support.lost_gpu_cases import FILE
 
 ORDERS = "FAKE_BUILDER_ORDERS"
 GPUS = "FAKE_GPUS"  # number of GPUs
@@ -89,6 +92,13 @@ class FakeGather:
         pass
 
 
+def fail(cuda: LateCuda, file: Path) -> None:
+    """Let GPU 0 fail for good once a file exists."""
+    while not file.exists():
+        time.sleep(0.02)
+    cuda.lost = {0}
+
+
 def report_copies(cuda: LateCuda) -> None:
     """Print the copies between GPUs to standard error, if there are several."""
     if cuda.devices > 1:
@@ -106,6 +116,8 @@ if __name__ == "__main__":
         )
     cuda = install_gpu(patch)
     cuda.devices = int(os.environ.get(GPUS, "1"))
+    if FILE in os.environ:
+        threading.Thread(target=fail, args=(cuda, Path(os.environ[FILE])), daemon=True).start()
     cuda.exported = Exported()
     memory = Memory()
     patch.setattr(buffers, "RowGather", lambda device: FakeGather(cuda, memory, device))
