@@ -22,7 +22,7 @@ from headrace.wire.grpc.codec import scan
 from headrace.wire.grpc.infer import GrpcInference
 from headrace.wire.http.infer_endpoint import InferEndpoint
 from headrace.wire.requests.request_options import RequestOptions
-from headrace.wire.requests.services import Models, Services
+from headrace.wire.requests.services import InferenceServices, Models
 
 from tests.support.access_recorder import AccessRecorder
 
@@ -90,11 +90,10 @@ async def open_pair(repository: Path, front_ends: int = 1, **options: Any) -> As
         await asyncio.to_thread(plane.stop, 10.0)
 
 
-def services(models: Any, regions: Any = None) -> Services:
+def services(models: Any, regions: Any = None) -> InferenceServices:
     """Services for inference alone; with `regions` requests may name shared memory."""
-    nothing: Any = None
     extensions = () if regions is None else ("system_shared_memory",)
-    return Services(models, nothing, regions, nothing, AccessRecorder(), nothing, nothing, "0", extensions, nothing)
+    return InferenceServices(models=models, regions=regions, observer=AccessRecorder(), extensions=extensions)
 
 
 async def over_http(

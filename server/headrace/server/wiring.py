@@ -63,7 +63,7 @@ from headrace.wire.http.application import HttpApplication
 from headrace.wire.http.origins import OriginPolicy
 from headrace.wire.requests.load_report import COUNT_CELLS, LoadMeter, LoadReports
 from headrace.wire.requests.request_options import RequestOptionsReader
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import ControlServices
 from headrace.wire.tls import ServerTls
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Wiring:
         observer: samples, logs and traces requests; exists from `open` on.
     """
 
-    services: Services
+    services: ControlServices
     data_plane: DataPlane
     load_meter: LoadMeter
     traffic: TrafficRouter
@@ -392,7 +392,7 @@ class Wiring:
             self.traffic,
         )
 
-    def _create_services(self, reader: RequestOptionsReader) -> Services:
+    def _create_services(self, reader: RequestOptionsReader) -> ControlServices:
         settings, registry = self.settings, self.data_plane.registry
         stores = self.data_plane.stores
         self._overview = ServerOverview(
@@ -404,7 +404,7 @@ class Wiring:
         # The CUDA driver is started only if clients may register GPU memory.
         memory = find_client_memory() if settings.allow_client_shm else None
         cuda, pin = (None, None) if memory is None else (memory.open_ipc, memory.pin)
-        return Services(
+        return ControlServices(
             models=registry,
             repository=self.data_plane.reconciler,
             regions=SharedMemoryRegions(settings.allow_client_shm, cuda, pin=pin),

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any, cast
 
 from headrace.core.access import AccessControl, RemoteBucket
@@ -32,7 +31,7 @@ from headrace.server.wiring import Reloads, open_access, open_keys, options_read
 from headrace.wire.grpc.infer_streams import InferStreams
 from headrace.wire.requests.codec_threads import CodecThreads
 from headrace.wire.requests.load_report import LoadReports
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import InferenceServices
 from headrace.wire.tls import ServerTls
 
 logger = logging.getLogger("headrace")
@@ -151,22 +150,14 @@ class FrontEndProcess:
         page = self._observer.needs = SharedPage(descriptors[0])
         return PageState(page, self._arrays.own)
 
-    def _create_services(self) -> Services:
+    def _create_services(self) -> InferenceServices:
         """Create the services of inference; all others are those of the engine."""
-        absent: Any = None
         allows_regions = self._settings.allow_client_shm
-        return Services(
+        return InferenceServices(
             models=cast(Any, self._models),
-            repository=absent,
-            regions=cast(Any, RemoteRegions()) if allows_regions else absent,
-            traces=absent,
+            regions=cast(Any, RemoteRegions() if allows_regions else None),
             observer=cast(Any, self._observer),
-            logs=absent,
-            overview=absent,
-            version=version("headrace"),
             extensions=("system_shared_memory",) if allows_regions else (),
-            explain=absent,
-            name=self._settings.id,
             options_reader=self._reader,
             codec_threads=self._threads,
             quotas=self._models,

@@ -23,7 +23,7 @@ from headrace.wire.requests.codec_threads import LARGE_BYTES
 from headrace.wire.requests.load_report import ServerFigures
 from headrace.wire.requests.request_options import UNORDERED_PARAMETER
 from headrace.wire.requests.service import PendingRequest
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import InferenceServices
 from headrace.wire.requests.tensor_codec import BodyBytes
 
 
@@ -114,7 +114,7 @@ class FrontEndHttp:
 
     def __init__(
         self,
-        services: Services,
+        services: InferenceServices,
         models: ServedModels,
         client_limits: ClientLimits,
         origins: OriginPolicy,
@@ -153,7 +153,7 @@ class FrontEndInference:
     """
 
     def __init__(
-        self, services: Services, models: ServedModels, max_message_bytes: int, proxy: GrpcProxy, path: str
+        self, services: InferenceServices, models: ServedModels, max_message_bytes: int, proxy: GrpcProxy, path: str
     ) -> None:
         self.inference = self._infer = GrpcInference(services, max_message_bytes)
         self._models = models

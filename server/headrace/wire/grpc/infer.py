@@ -18,7 +18,7 @@ from headrace.wire.grpc.methods import GrpcCall, Message, RequestMessage
 from headrace.wire.requests.codec_threads import LARGE_BYTES
 from headrace.wire.requests.request_options import RequestOptions
 from headrace.wire.requests.service import InferenceService, PendingRequest, Wire
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import InferenceServices
 from headrace.wire.requests.status import grpc_code
 
 WIRE = Wire("grpc", "OK", grpc_code, load_in_parameters=True)
@@ -37,7 +37,7 @@ class GrpcInference:
         large_responses: expected size of a response in bytes, by the requested names of the models whose last ones were large.
     """
 
-    def __init__(self, services: Services, max_shared_bytes: int) -> None:
+    def __init__(self, services: InferenceServices, max_shared_bytes: int) -> None:
         regions = services.regions
         self.service = InferenceService(services, WIRE, lambda spec: GrpcCodec(spec, regions, max_shared_bytes))
         self.trailers = LoadTrailers(services.load_reports)

@@ -24,7 +24,7 @@ from headrace.wire.grpc.reflection import NOT_FOUND, V1, V1ALPHA, DescriptorInde
 from headrace.wire.grpc.reflection import pb as reflection_pb
 from headrace.wire.requests.control_plane import ControlPlane
 from headrace.wire.requests.operations import OperationCall, grpc_operation
-from headrace.wire.requests.services import Regions, Services
+from headrace.wire.requests.services import ControlServices, Regions
 from headrace.wire.requests.shared_runs import SharedRuns
 
 # The classes of these modules are created at import, where no type checker sees them.
@@ -131,7 +131,7 @@ def _unary(name: str, handler: Handler, access: AccessControl) -> UnaryMethod:
     return method
 
 
-def control_methods(services: Services) -> dict[str, UnaryMethod]:
+def control_methods(services: ControlServices) -> dict[str, UnaryMethod]:
     """The methods of GRPCInferenceService except inference, by name.
 
     Args:
@@ -416,7 +416,7 @@ class ReflectionService:
         return symbol
 
 
-def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
+def grpc_methods(services: ControlServices, max_message_bytes: int) -> Methods:
     """Make all methods: inference, control, health, reflection, load reports.
 
     Args:

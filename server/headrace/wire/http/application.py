@@ -45,7 +45,7 @@ from headrace.wire.requests.operations import OperationCall, http_operation
 from headrace.wire.requests.request_options import RequestOptionsReader
 from headrace.wire.requests.response_metadata import Header
 from headrace.wire.requests.service import internal_error
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import ControlServices
 from headrace.wire.requests.shared_runs import SharedRuns
 
 logger = logging.getLogger("headrace.http")
@@ -62,7 +62,7 @@ _HIDDEN = re.compile(rb"%(?:2f|5c|[01][0-9a-f]|7f)", re.IGNORECASE)
 _MAX_MESSAGE_CHARS = 200
 
 
-def control_application(services: Services, client_limits: ClientLimits, metrics: Metrics | None) -> FastAPI:
+def control_application(services: ControlServices, client_limits: ClientLimits, metrics: Metrics | None) -> FastAPI:
     """Create the FastAPI application of all routes except inference, which it only documents.
 
     Args:
@@ -311,7 +311,7 @@ class HttpApplication:
 
     def __init__(
         self,
-        services: Services,
+        services: ControlServices,
         client_limits: ClientLimits,
         metrics: Metrics | None,
         origins: OriginPolicy | None = None,

@@ -32,7 +32,7 @@ from headrace.wire.requests.request_template import is_large_response
 from headrace.wire.requests.response_metadata import Headers
 from headrace.wire.requests.response_reader import ResponseReader
 from headrace.wire.requests.service import InferenceService, PendingRequest
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import InferenceServices
 from headrace.wire.requests.tensor_codec import BodyBytes
 
 _Encoded = tuple[bytes, Headers]
@@ -47,7 +47,7 @@ class GenerateEndpoint:
         inference: endpoint of inference, with the same limits: reads headers and bodies, writes responses and errors.
     """
 
-    def __init__(self, services: Services, client_limits: ClientLimits, inference: InferEndpoint) -> None:
+    def __init__(self, services: InferenceServices, client_limits: ClientLimits, inference: InferEndpoint) -> None:
         self._inference = inference
         self._service: InferenceService[bytes | BodyBytes, None, bytes] = InferenceService(
             services, WIRE, lambda spec: GenerateCodec(spec, client_limits)

@@ -30,7 +30,7 @@ from headrace.wire.requests.load_report import LoadHeaders
 from headrace.wire.requests.request_options import NO_OPTIONS, RequestOptionsReader
 from headrace.wire.requests.response_metadata import Header, Headers, header_lines, timing_headers
 from headrace.wire.requests.service import InferenceService, PendingRequest, Wire
-from headrace.wire.requests.services import Handle, Services
+from headrace.wire.requests.services import Handle, InferenceServices
 from headrace.wire.requests.status import http_status, retry_after_ms, retry_after_s
 from headrace.wire.requests.tensor_codec import BodyBytes
 
@@ -196,7 +196,9 @@ class InferEndpoint:
         origins: see Args.
     """
 
-    def __init__(self, services: Services, client_limits: ClientLimits, origins: OriginPolicy | None = None) -> None:
+    def __init__(
+        self, services: InferenceServices, client_limits: ClientLimits, origins: OriginPolicy | None = None
+    ) -> None:
         self.origins = origins or OriginPolicy()
         regions, max_bytes = services.regions, client_limits.limits.max_body_bytes
         self.service = InferenceService(

@@ -24,7 +24,7 @@ from headrace.core.limits import REGION_PATTERN
 from headrace.wire.http import bodies
 from headrace.wire.requests.control_plane import MAX_LISTED_MODELS, ControlPlane
 from headrace.wire.requests.operations import http_operation
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import ControlServices
 
 # Limit of a control request that carries no model files.
 MAX_CONTROL_BYTES = 65536
@@ -106,7 +106,7 @@ class Route:
         return self.response is not None and self.media_type == JSON
 
 
-def routes(services: Services, max_body_bytes: int) -> list[Route]:
+def routes(services: ControlServices, max_body_bytes: int) -> list[Route]:
     """List every route of the control plane; the first that matches a path serves it.
 
     Args:
@@ -220,7 +220,7 @@ def _models(control: ControlPlane) -> Iterator[Route]:
             yield Route(tag, prefix + suffix, summary, run, response, statuses=(404, 503))
 
 
-def _system_regions(services: Services) -> Iterator[Route]:
+def _system_regions(services: ControlServices) -> Iterator[Route]:
     def register(region: str, key: str, offset: int, byte_size: int) -> None:
         services.regions.register_system(region, key, offset, byte_size)
 
@@ -228,7 +228,7 @@ def _system_regions(services: Services) -> Iterator[Route]:
     yield from _regions(services, "system", register, bodies.SystemRegionRequest, responses.SystemRegionStatus, example)
 
 
-def _cuda_regions(services: Services) -> Iterator[Route]:
+def _cuda_regions(services: ControlServices) -> Iterator[Route]:
     def register(region: str, raw_handle: Mapping[str, str], device_id: int, byte_size: int) -> None:
         services.regions.register_cuda(region, base64.b64decode(raw_handle["b64"]), device_id, byte_size)
 
@@ -237,7 +237,7 @@ def _cuda_regions(services: Services) -> Iterator[Route]:
 
 
 def _regions(
-    services: Services,
+    services: ControlServices,
     kind: str,
     register: Callable[..., None],
     body: type[msgspec.Struct],

@@ -15,7 +15,7 @@ from headrace.core.errors import BadRequest, HeadraceError, Unavailable
 from headrace.core.tensor import ModelSpec, TensorSpec
 from headrace.wire.requests.codec_threads import LARGE_BYTES
 from headrace.wire.requests.load_report import describe_load
-from headrace.wire.requests.services import RegistryHandle, Services
+from headrace.wire.requests.services import ControlServices, RegistryHandle
 from headrace.wire.requests.shared_runs import SharedRuns
 
 MAX_LISTED_MODELS = 1000
@@ -31,13 +31,13 @@ _SHORTENED_CHARS = 40
 class ControlPlane:
     """Health, metadata, configuration, statistics, repository control and trace settings.
 
-    The protocols call some services directly, such as `Services.regions` and `Services.logs`: they need no common code.
+    The protocols call some services directly, such as `regions` and `logs` of `ControlServices`: they need no common code.
 
     Args:
         services: of the server.
     """
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: ControlServices) -> None:
         self.services = services
         models = services.models
         self._list = SharedRuns(lambda _: self._listed(self.services.models.index()))

@@ -41,7 +41,7 @@ from headrace.wire.requests.request_template import (
     read_shared,
 )
 from headrace.wire.requests.response_metadata import timing
-from headrace.wire.requests.services import Handle, Services
+from headrace.wire.requests.services import Handle, InferenceServices
 from headrace.wire.requests.status import http_status
 
 
@@ -168,7 +168,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
 
     def __init__(
         self,
-        services: Services,
+        services: InferenceServices,
         wire: Wire,
         new_codec: Callable[[ModelSpec], Codec[Content, Layout, Encoded]],
     ) -> None:

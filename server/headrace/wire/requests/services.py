@@ -233,41 +233,27 @@ class Overview(Protocol):
         """Return the compute time of each layer; raises NotFound (also if it was not measured) or Unavailable."""
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    """Services of the server that the protocols call.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceServices:
+    """Services of the server for inference, which front ends have too.
 
     Attributes:
         models: registry.
-        repository: loads and unloads models.
         regions: shared memory.
-        traces: trace settings.
         observer: traces and logs requests.
-        logs: log settings.
-        overview: data of the web page.
-        version: of Headrace.
         extensions: protocol extensions that are enabled.
-        explain: reports the bottlenecks of a version ("" for the latest); see `headrace.models.explanation`.
-        name: of the server, in its metadata.
         options_reader: parser of the request options and credentials in headers and metadata.
         codec_threads: decode and encode large bodies.
         heartbeat_s: seconds without a response after which an event stream has a comment.
-        load_reports: reports for load balancers.
         quotas: of keys, if another process keeps them; None if the principals of this process do.
+        load_reports: reports for load balancers.
         traffic: distributes requests over the versions of models.
     """
 
     models: Models
-    repository: Repository
     regions: Regions
-    traces: Tracer
     observer: Observer
-    logs: LogSettings
-    overview: Overview
-    version: str
     extensions: Sequence[str]
-    explain: Callable[..., responses.Explanation]
-    name: str = "headrace"
     options_reader: RequestOptionsReader = field(default_factory=RequestOptionsReader)
     codec_threads: CodecThreads = field(default_factory=CodecThreads)
     heartbeat_s: float = 15.0
@@ -279,3 +265,26 @@ class Services:
     def access(self) -> AccessControl:
         """Keys and scopes of callers."""
         return self.options_reader.access
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlServices(InferenceServices):
+    """Services of the server for all routes and methods.
+
+    Attributes:
+        repository: loads and unloads models.
+        traces: trace settings.
+        logs: log settings.
+        overview: data of the web page.
+        version: of Headrace.
+        explain: reports the bottlenecks of a version ("" for the latest); see `headrace.models.explanation`.
+        name: of the server, in its metadata.
+    """
+
+    repository: Repository
+    traces: Tracer
+    logs: LogSettings
+    overview: Overview
+    version: str
+    explain: Callable[..., responses.Explanation]
+    name: str = "headrace"

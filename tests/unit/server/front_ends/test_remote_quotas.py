@@ -22,7 +22,7 @@ from headrace.server.front_ends.remote_quotas import RemoteQuotas
 from headrace.wire.access.access_control import KeyAccess
 from headrace.wire.http.origins import OriginPolicy
 from headrace.wire.requests.request_options import RequestOptionsReader
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import InferenceServices
 
 from tests.support import models
 from tests.support.access_recorder import AccessRecorder
@@ -132,17 +132,11 @@ def test_front_ends_serve_keys_with_quotas_by_themselves(tmp_path: Path) -> None
 def application(served: ServedModels, access: KeyAccess, pass_on: Any) -> FrontEndHttp:
     absent: Any = None
     reader = RequestOptionsReader(access=access)
-    services = Services(
-        cast(Any, served),
-        absent,
-        absent,
-        absent,
-        AccessRecorder(),
-        absent,
-        absent,
-        "0",
-        (),
-        absent,
+    services = InferenceServices(
+        models=cast(Any, served),
+        regions=absent,
+        observer=AccessRecorder(),
+        extensions=(),
         options_reader=reader,
         quotas=served,
     )

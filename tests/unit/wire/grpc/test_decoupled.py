@@ -19,7 +19,7 @@ from headrace.wire.grpc.infer import GrpcInference
 from headrace.wire.grpc.infer_streams import InferStreams
 from headrace.wire.grpc.response_room import ResponseRoom
 from headrace.wire.requests.request_options import NO_OPTIONS, RequestOptions
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import ControlServices
 from tritonclient.grpc import service_pb2
 
 from tests.support.access_recorder import AccessRecorder
@@ -176,7 +176,18 @@ def run(scenario: Scenario, is_quick: bool = True, options: RequestOptions = NO_
     async def main() -> Models:
         models, call = Models(), Call(options, is_quick)
         this: Any = models
-        services = Services(this, this, this, this, models.observer, this, this, "1", (), this)
+        services = ControlServices(
+            models=this,
+            repository=this,
+            regions=this,
+            traces=this,
+            observer=models.observer,
+            logs=this,
+            overview=this,
+            version="1",
+            extensions=(),
+            explain=this,
+        )
         streams = InferStreams(GrpcInference(services, 1 << 20), 1 << 20)
         serving = asyncio.ensure_future(streams.serve(call))
         call.serving = serving  # type: ignore[attr-defined]

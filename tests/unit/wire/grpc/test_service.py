@@ -28,7 +28,7 @@ from headrace.wire.grpc.infer_streams import InferStreams
 from headrace.wire.grpc.response_room import ResponseRoom
 from headrace.wire.grpc.status import error_status
 from headrace.wire.requests.request_options import NO_OPTIONS, RequestOptions
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import ControlServices
 from tritonclient.grpc import service_pb2
 
 from tests.support.access_recorder import AccessRecorder
@@ -82,9 +82,20 @@ class Model(FakeHandle):
             request, completion = self.waiting.pop(0)
             completion.settle(outcome or InferResponse({"y": request.inputs["x"] * 2}))
 
-    def services(self) -> Services:
+    def services(self) -> ControlServices:
         this: Any = self
-        return Services(this, this, this, this, self.observer, this, this, "1", (), this)
+        return ControlServices(
+            models=this,
+            repository=this,
+            regions=this,
+            traces=this,
+            observer=self.observer,
+            logs=this,
+            overview=this,
+            version="1",
+            extensions=(),
+            explain=this,
+        )
 
 
 class Call:

@@ -15,7 +15,7 @@ from headrace.core.limits import ClientLimits, Limits
 from headrace.models.registry import Registry
 from headrace.wire.http.application import HttpApplication
 from headrace.wire.http.routes import MAX_CONTROL_BYTES
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import ControlServices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,8 +76,17 @@ class Backstage:
 
 def application(backstage: Backstage, models: Registry | None = None) -> HttpApplication:
     all_of_it: Any = backstage
-    services = Services(
-        models or all_of_it, all_of_it, all_of_it, all_of_it, all_of_it, all_of_it, all_of_it, "0", (), all_of_it
+    services = ControlServices(
+        models=models or all_of_it,
+        repository=all_of_it,
+        regions=all_of_it,
+        traces=all_of_it,
+        observer=all_of_it,
+        logs=all_of_it,
+        overview=all_of_it,
+        version="0",
+        extensions=(),
+        explain=all_of_it,
     )
     return HttpApplication(services, ClientLimits(Limits(max_body_bytes=LIMIT)), None)
 

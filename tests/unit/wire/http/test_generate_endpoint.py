@@ -19,7 +19,7 @@ from headrace.core.response_stream import ResponseStream
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.wire.http.generate_endpoint import GenerateEndpoint
 from headrace.wire.http.infer_endpoint import InferEndpoint
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import InferenceServices
 
 from tests.support.access_recorder import AccessRecorder
 from tests.support.fake_handles import FakeHandle
@@ -94,8 +94,8 @@ class Client:
 
         nothing: Any = None
         models: Any = Models()
-        services = Services(
-            models, nothing, nothing, nothing, observer or AccessRecorder(), nothing, nothing, "0", (), nothing
+        services = InferenceServices(
+            models=models, regions=nothing, observer=observer or AccessRecorder(), extensions=()
         )
         services = replace(services, heartbeat_s=heartbeat_s)
         self._endpoint = GenerateEndpoint(services, LIMITS, InferEndpoint(services, LIMITS))

@@ -29,7 +29,7 @@ from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.wire.http.codec import IMAGE_BODY
 from headrace.wire.http.infer_endpoint import InferEndpoint, InferHeaders
 from headrace.wire.requests.request_options import RequestOptionsReader
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import InferenceServices
 
 from tests.support.access_recorder import AccessRecorder
 from tests.support.fake_handles import FakeHandle
@@ -97,11 +97,11 @@ class Models:
         return self.handle
 
 
-def services(handle: Handle, observer: AccessRecorder | None = None) -> Services:
+def services(handle: Handle, observer: AccessRecorder | None = None) -> InferenceServices:
     nothing: Any = None
     models: Any = Models(handle)
     recorder = observer or AccessRecorder()
-    return Services(models, nothing, nothing, nothing, recorder, nothing, nothing, "0", (), nothing)
+    return InferenceServices(models=models, regions=nothing, observer=recorder, extensions=())
 
 
 Answer = tuple[int, dict[str, str], bytes]

@@ -16,15 +16,26 @@ from headrace.wire.grpc.service import grpc_methods
 from headrace.wire.http.application import control_application
 from headrace.wire.requests import operations
 from headrace.wire.requests.operations import OPERATIONS, OperationCall
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import ControlServices
 from tritonclient.grpc import service_pb2
 
 NOTHING: Any = None
 
 
-def services() -> Services:
+def services() -> ControlServices:
     nothing: Any = type("Nothing", (), {"__getattr__": lambda self, name: lambda *args, **fields: {}})()
-    return Services(nothing, nothing, nothing, nothing, nothing, nothing, nothing, "0", (), nothing)
+    return ControlServices(
+        models=nothing,
+        repository=nothing,
+        regions=nothing,
+        traces=nothing,
+        observer=nothing,
+        logs=nothing,
+        overview=nothing,
+        version="0",
+        extensions=(),
+        explain=nothing,
+    )
 
 
 def http_routes() -> set[str]:

@@ -23,7 +23,7 @@ from headrace.observability.totals import to_triton
 from headrace.wire.grpc.codec import scan
 from headrace.wire.grpc.infer import GrpcInference
 from headrace.wire.grpc.infer_streams import InferStreams
-from headrace.wire.requests.services import Services
+from headrace.wire.requests.services import InferenceServices
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support.access_recorder import AccessRecorder
@@ -48,7 +48,7 @@ class Holding(FakeModel):
         return {"y": x * 2}
 
 
-def services(served: ModelHandle) -> Services:
+def services(served: ModelHandle) -> InferenceServices:
     class Models:
         def lease(self, name: str, version: str) -> ModelHandle:
             assert served.lease()
@@ -56,7 +56,7 @@ def services(served: ModelHandle) -> Services:
 
     nothing: Any = None
     models: Any = Models()
-    return Services(models, nothing, nothing, nothing, AccessRecorder(), nothing, nothing, "1", (), nothing)
+    return InferenceServices(models=models, regions=nothing, observer=AccessRecorder(), extensions=())
 
 
 def wait_counted(served: ModelHandle, requests: int) -> None:
