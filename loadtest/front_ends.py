@@ -41,9 +41,9 @@ from headrace.server.front_ends import frames
 from headrace.server.front_ends.channel import Ports, Start, SupervisorChannel, close_all, send_start
 from headrace.server.front_ends.control_state import create_control_state
 from headrace.server.front_ends.counter_array import CounterArray
-from headrace.server.front_ends.meeting import Hello, connect, engine_listener
-from headrace.server.front_ends.table import VersionRow, decode_table
+from headrace.server.front_ends.handshake import Hello, connect, engine_listener
 from headrace.server.front_ends.tensors import TensorReader, TensorWriter
+from headrace.server.front_ends.version_table import VersionRow, decode_table
 from headrace.server.settings import Settings
 
 from loadtest.bench.report import markdown_table

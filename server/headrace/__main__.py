@@ -200,7 +200,7 @@ def _serve(args: argparse.Namespace) -> int:
                 stores=tuple((str(folder), str(url)) for folder, url in folders.items() if url is not None),
             )
             if options.front_ends == settings.AUTO:
-                from headrace.server.front_ends.automatic import available_cores, choose_front_ends, memory_limit
+                from headrace.server.front_ends.process_count import available_cores, choose_front_ends, memory_limit
 
                 count, reason = choose_front_ends(available_cores(), memory_bytes=memory_limit())
                 options = replace(options, front_ends=count, front_ends_reason=reason)

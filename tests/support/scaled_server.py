@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.__main__ import main
-from headrace.server.front_ends import automatic, supervisor
+from headrace.server.front_ends import process_count, supervisor
 from headrace.server.front_ends.scaling import Scaling
 
 WANTED, LEAVE_S = "SCALED_SERVER_WANTED", "SCALED_SERVER_LEAVE_S"
@@ -27,7 +27,7 @@ def decide(_scaling: Scaling, _engine: float, _front_ends: Sequence[float], *_lo
 
 
 if __name__ == "__main__":
-    automatic.choose_front_ends = lambda *_args, **_limits: automatic.FrontEndChoice(MOST, "for a test")
+    process_count.choose_front_ends = lambda *_args, **_limits: process_count.FrontEndChoice(MOST, "for a test")
     Scaling.decide = decide  # type: ignore[method-assign]
     supervisor._LEAVE_S = float(os.environ.get(LEAVE_S, supervisor._LEAVE_S))
     sys.exit(main())

@@ -12,7 +12,7 @@ from headrace.core.heap import use_one_arena
 from headrace.runtimes.processes.child_process import ends_with_parent
 from headrace.server import settings
 from headrace.server.front_ends.channel import receive_start
-from headrace.server.front_ends.names import set_process_name
+from headrace.server.front_ends.process_names import set_process_name
 from headrace.server.program import configure_logging, end_process
 
 

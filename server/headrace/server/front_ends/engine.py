@@ -23,12 +23,12 @@ from headrace.server.front_ends.access_records import RecordSink, record_needs
 from headrace.server.front_ends.channel import Start, SupervisorChannel, close_all, repository_filter
 from headrace.server.front_ends.control_state import ControlState
 from headrace.server.front_ends.engine_requests import EngineRequests
-from headrace.server.front_ends.meeting import EngineFacts, Greeting, Listener, answer
+from headrace.server.front_ends.handshake import EngineFacts, Greeting, Listener, answer
 from headrace.server.front_ends.passed_requests import EngineGrpcServer, EngineHttpServer, FrontEndPeer
 from headrace.server.front_ends.passed_servers import PassedHttpServer, PassedServers
 from headrace.server.front_ends.process_figures import ServerProcesses
 from headrace.server.front_ends.shared_page import PageWriter, SharedPage
-from headrace.server.front_ends.sharing import TableSync, shared_arrays, shared_limits
+from headrace.server.front_ends.shared_state import TableSync, shared_arrays, shared_limits
 from headrace.server.listen import (
     is_loopback,
     raise_file_limit,

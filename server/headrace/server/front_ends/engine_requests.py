@@ -35,8 +35,8 @@ from headrace.server.front_ends.arena import ALIGNMENT, MappedArena
 from headrace.server.front_ends.errors import describe_error
 from headrace.server.front_ends.frame_stream import FrameStream
 from headrace.server.front_ends.frames import CountEvent, FrameError, RequestsFrame, TensorPlace, parse_slots
-from headrace.server.front_ends.table import VersionRow, encode_table
 from headrace.server.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
+from headrace.server.front_ends.version_table import VersionRow, encode_table
 from headrace.wire.requests.request_options import SharedRange
 from headrace.wire.requests.request_template import RawInput, named_tensor, read_shared_input, write_shared_output
 from headrace.wire.requests.services import Regions

@@ -18,14 +18,14 @@ from headrace.observability.logs import LogSettings
 from headrace.server.front_ends.access_records import ForwardingObserver
 from headrace.server.front_ends.channel import Start, SupervisorChannel, close_all
 from headrace.server.front_ends.grpc_proxy import FrontEndGrpcServer, GrpcProxy
+from headrace.server.front_ends.handshake import EngineFacts, Hello
 from headrace.server.front_ends.inference import FrontEndHttp, FrontEndInference, ServedModels, StreamForwarder
-from headrace.server.front_ends.meeting import EngineFacts, Hello
 from headrace.server.front_ends.passed_servers import PassedHttpServer, PassedServers
 from headrace.server.front_ends.proxy import EngineLink, HttpProxy
 from headrace.server.front_ends.remote_regions import RemoteRegions
 from headrace.server.front_ends.shared_page import PageState, SharedPage
-from headrace.server.front_ends.sharing import shared_arrays, shared_limits
-from headrace.server.front_ends.table import sticky_headers
+from headrace.server.front_ends.shared_state import shared_arrays, shared_limits
+from headrace.server.front_ends.version_table import sticky_headers
 from headrace.server.listen import origin_policy, raise_file_limit, run_server
 from headrace.server.wiring import Reloads, open_access, open_keys, options_reader
 from headrace.wire.grpc.infer_streams import InferStreams

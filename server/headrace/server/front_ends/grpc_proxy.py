@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from headrace.core.clock import NS_PER_MS, NS_PER_US, monotonic_ns
 from headrace.core.errors import GRPC_CODES, HeadraceError, Unavailable
 from headrace.core.limits import ClientLimits, Limits
-from headrace.server.front_ends.meeting import Client, EngineFacts
+from headrace.server.front_ends.handshake import Client, EngineFacts
 from headrace.server.front_ends.proxy import EngineLink, engine_gone
 from headrace.wire.grpc.call import ServerCall
 from headrace.wire.grpc.methods import GrpcCall, Message, Methods, RequestMessage, StreamCall

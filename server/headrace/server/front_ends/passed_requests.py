@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 from headrace.core.limits import ClientLimits
 from headrace.server.front_ends.frame_stream import FrameStream
 from headrace.server.front_ends.grpc_proxy import UNLIMITED
-from headrace.server.front_ends.meeting import Client, Greeting
+from headrace.server.front_ends.handshake import Client, Greeting
 from headrace.wire.grpc.call import DeadlineTimer, ServerCall
 from headrace.wire.grpc.methods import Methods
 from headrace.wire.grpc.server import GrpcServer

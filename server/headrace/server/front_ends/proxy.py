@@ -17,7 +17,7 @@ import msgspec
 
 from headrace.core.errors import Unavailable
 from headrace.server.front_ends.frames import NOTICE, message_frame
-from headrace.server.front_ends.meeting import Client, EngineFacts, Hello, connect, open_connection
+from headrace.server.front_ends.handshake import Client, EngineFacts, Hello, connect, open_connection
 from headrace.server.front_ends.remote_models import EngineState, RemoteModels
 from headrace.wire.http.event_stream import MEDIA_TYPE, encode_event, error_data
 from headrace.wire.http.infer_endpoint import Connection, Receive, Scope, Send, send_error

@@ -32,8 +32,8 @@ from headrace.server.front_ends.frames import CountEvent, FrameError, TensorPlac
 from headrace.server.front_ends.remote_quotas import RemoteQuotas
 from headrace.server.front_ends.remote_regions import RegionRange, can_name_regions, rows_in_engine
 from headrace.server.front_ends.request_groups import MIN_SLOT_BYTES, group_requests
-from headrace.server.front_ends.table import VersionRow, decode_table
 from headrace.server.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
+from headrace.server.front_ends.version_table import VersionRow, decode_table
 from headrace.wire.requests.load_report import ServerFigures
 
 logger = logging.getLogger("headrace.front_ends")

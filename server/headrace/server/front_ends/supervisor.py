@@ -27,8 +27,8 @@ from headrace.server.front_ends.channel import Ports, Start, close_all
 from headrace.server.front_ends.children import Child, describe_end, prepare_forks
 from headrace.server.front_ends.control_state import create_control_state
 from headrace.server.front_ends.counter_array import CounterArray
-from headrace.server.front_ends.meeting import engine_listener
-from headrace.server.front_ends.names import set_process_name
+from headrace.server.front_ends.handshake import engine_listener
+from headrace.server.front_ends.process_names import set_process_name
 from headrace.server.front_ends.scaling import LOOK_S, Scaling
 from headrace.server.settings import Settings
 from headrace.wire.accept import bind

@@ -10,7 +10,7 @@ import uvloop
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.server.front_ends.inference import ServedModels, StreamForwarder
 from headrace.server.front_ends.remote_models import RemoteModels
-from headrace.server.front_ends.table import VersionRow, encode_table
+from headrace.server.front_ends.version_table import VersionRow, encode_table
 from headrace.wire.grpc.codec import scan
 
 from tests.support.grpc_requests import message

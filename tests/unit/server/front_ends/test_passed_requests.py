@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from headrace.core.limits import ClientLimits
 from headrace.server.front_ends.frame_stream import FrameStream
-from headrace.server.front_ends.meeting import (
+from headrace.server.front_ends.handshake import (
     Client,
     EngineFacts,
     Greeting,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from headrace.server.front_ends.automatic import available_cores, choose_front_ends, memory_limit, quota_cores
+from headrace.server.front_ends.process_count import available_cores, choose_front_ends, memory_limit, quota_cores
 
 
 def reader(name: str = "cpu.max", **files: str) -> Callable[[str], str]:
