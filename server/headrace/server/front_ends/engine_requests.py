@@ -285,25 +285,15 @@ def _row(handle: VersionHandle, versions: Sequence[str], traffic: Traffic | None
 
 
 class _Group(msgspec.Struct, eq=False):
-    """A group of requests between its arrival and its last answer.
+    """A group of requests between its arrival and its last answer."""
 
-    Attributes:
-        number: given by the front end.
-        version: of its requests.
-        received_ns: monotonic arrival of each member.
-        unanswered: members without an answer.
-        completions: of its parts, to cancel them.
-        room: slot for its outputs, None for none.
-        targets: shared memory of clients for outputs, by their names.
-    """
-
-    number: int
-    version: ServedVersion
-    received_ns: Sequence[int]
-    unanswered: int
-    completions: list[LoopCompletion] = []
-    room: Room | None = None
-    targets: dict[str, OutputTarget] = {}
+    number: int  # given by the front end
+    version: ServedVersion  # of its requests
+    received_ns: Sequence[int]  # monotonic arrival of each member
+    unanswered: int  # members without an answer
+    completions: list[LoopCompletion] = []  # of its parts, to cancel them
+    room: Room | None = None  # slot for its outputs, None for none
+    targets: dict[str, OutputTarget] = {}  # shared memory of clients for outputs, by their names
 
 
 class OutputTarget(NamedTuple):

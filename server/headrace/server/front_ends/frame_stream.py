@@ -76,7 +76,7 @@ class FrameStream(asyncio.Protocol):
         await self._loop.create_unix_connection(lambda: self, sock=sock)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
+        """Write the frames that were collected before the connection."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's have no common base class
         self._transport.set_write_buffer_limits(HIGH_WATER_BYTES)
         if self._parts:
@@ -179,20 +179,20 @@ class FrameStream(asyncio.Protocol):
         self._loop.call_soon(self.flush)
 
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
+        """Set `is_full`: the write buffer has reached its limit."""
         self.is_full = True
 
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
+        """Reset `is_full`, and report that there is room again."""
         self.is_full = False
         self._on_room()
 
     def eof_received(self) -> bool:
-        """See `asyncio.Protocol`; both directions end together."""
+        """Close the connection: both directions end together."""
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """End the stream."""
         self._end(exc)
 
     def close(self) -> None:

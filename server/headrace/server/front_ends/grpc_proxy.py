@@ -99,14 +99,14 @@ class EngineCall(Http2Stream):
         self._changed.set()
 
     def on_closed(self) -> None:
-        """See `Http2Stream`."""
+        """Called after the stream is closed before its end: the peer has reset it or disconnected, or the server has reset it."""
         self._changed.set()
 
     def on_timeout(self) -> None:
         """Never called: `awaiting_body` is False."""
 
     def on_flushed(self) -> None:
-        """See `Http2Stream`."""
+        """Called when a part of `pending` was sent."""
         self._changed.set()
 
     # --- Messages -----------------------------------------------------------------------------------------------------
@@ -224,18 +224,20 @@ class EngineConnection(Http2Connection):
     # --- Application ------------------------------------------------------------------------------------------------
 
     def parse_head(self, fields: Sequence[HeaderField] | None) -> Sequence[HeaderField]:
-        """See `Application`."""
+        """Parse header fields into a head."""
         return fields or ()
 
     def open_stream(self, connection: Http2Connection, stream_id: int, head: Any, end: bool) -> None:
-        """See `Application`; the engine opens no streams."""
+        """Create the stream of a new request; None if the request was answered here, with END_STREAM. The engine opens no
+        streams.
+        """
 
     def connection_opened(self, connection: Http2Connection) -> bool:
-        """See `Application`."""
+        """Accept or refuse a new connection; False refuses it."""
         return True
 
     def connection_closed(self, connection: Http2Connection) -> None:
-        """See `Application`."""
+        """Called once after the connection and all its streams are closed."""
         self._link.discard(self.transport)
 
 
@@ -361,7 +363,7 @@ class FrontEndGrpcServer(GrpcServer):
         self._proxy = proxy
 
     def connection_closed(self, connection: Http2Connection) -> None:
-        """See `Application`."""
+        """Called once after the connection and all its streams are closed."""
         super().connection_closed(connection)
         self._proxy.close(connection)
 

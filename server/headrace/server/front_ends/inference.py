@@ -89,13 +89,15 @@ class ServedModels:
         )
 
     def lease(self, name: str, version: str) -> RemoteHandle:
-        """See `Models.lease`; raises Unavailable without an engine."""
+        """Lease a version, "" for the latest; raises NotFound, or Unavailable as it does without an engine. The caller
+        ends the lease with `release`.
+        """
         if self.current is None:
             raise engine_gone()
         return self.current.lease(name, version)
 
     async def charge(self, bucket: QuotaBucket) -> None:
-        """See `headrace.wire.requests.services.KeyQuotas`; raises Unavailable without an engine."""
+        """Take a token; raises QuotaExceeded, or Unavailable without an engine."""
         if self.current is None or not self.current.is_attached:
             raise engine_gone()
         await self.current.quotas.charge(bucket)
@@ -173,7 +175,7 @@ class FrontEndInference:
         return response
 
     def start(self, message: RequestMessage, call: GrpcCall) -> PendingRequest | None:
-        """See `DirectMethod`: None for a request that is passed on."""
+        """Start a request; None if it needs the coroutine in `Methods.unary`, or is passed on. Raises as the coroutine."""
         if len(message) > LARGE_BYTES:
             return None
         try:
@@ -192,7 +194,7 @@ class FrontEndInference:
             raise
 
     def end(self, request: Any, call: GrpcCall) -> Message | Awaitable[Message]:
-        """See `DirectMethod`."""
+        """Return the response to a started request of `call` whose completion is settled, once; raises as the coroutine."""
         return self._infer.end(request, call)
 
 
@@ -211,18 +213,20 @@ class StreamForwarder:
         self._path = path
 
     def takes(self, envelope: Envelope) -> bool:
-        """See `Forwarder`."""
+        """Return True for a request that the other process serves."""
         return not self._models.serves(envelope.model_name, envelope.model_version)
 
     def is_unordered(self, envelope: Envelope) -> bool:
-        """See `Forwarder`: as the engine sends the responses."""
+        """Return True if the responses to a request need not have its place in the order, as the engine sends them."""
         is_decoupled = self._models.is_decoupled(envelope.model_name, envelope.model_version)
         return is_decoupled or UNORDERED_PARAMETER.encode() in envelope.header
 
     def sequence_of(self, envelope: Envelope) -> object:
-        """See `Forwarder`: name of the model and `sequence_id`."""
+        """Return the sequence of a request, whose requests are sent one after the other; None without one: name of the
+        model and `sequence_id`.
+        """
         return sequence_of(envelope)
 
     def responses(self, message: bytes, call: StreamCall) -> AsyncGenerator[Message]:
-        """See `Forwarder`."""
+        """Send a request; yields each ModelStreamInferResponse."""
         return self._proxy.responses(self._path, message, call)

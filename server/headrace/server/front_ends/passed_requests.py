@@ -157,7 +157,7 @@ class EngineGrpcServer(GrpcServer):
         return connection
 
     def connection_opened(self, connection: Http2Connection) -> bool:
-        """See `Application`."""
+        """Accept or refuse a new connection; False refuses it."""
         peer, client = self._opened[connection]
         peer.grpc_connections.add(connection)
         accepted = super().connection_opened(connection)
@@ -166,7 +166,7 @@ class EngineGrpcServer(GrpcServer):
         return accepted
 
     def connection_closed(self, connection: Http2Connection) -> None:
-        """See `Application`."""
+        """Called once after the connection and all its streams are closed."""
         peer, _ = self._opened.pop(connection)
         peer.grpc_connections.discard(connection)
         super().connection_closed(connection)
@@ -174,14 +174,14 @@ class EngineGrpcServer(GrpcServer):
     def open_stream(
         self, connection: Http2Connection, stream_id: int, head: RequestHead, end: bool
     ) -> Http2Stream | None:
-        """See `Application`."""
+        """Create the stream of a new request; None if the request was answered here, with END_STREAM."""
         stream = super().open_stream(connection, stream_id, head, end)
         if isinstance(stream, StreamingCall) and self._opened[connection][0].is_stopping:
             stream.notify_stopping()
         return stream
 
     def peer(self, connection: Http2Connection) -> tuple[str, int] | None:
-        """See `GrpcServer`."""
+        """Return host and port of the client of a connection; None if the system does not report it."""
         return self._opened[connection][1].address
 
 

@@ -16,9 +16,10 @@ import httptools
 import msgspec
 
 from headrace.core.errors import Unavailable
+from headrace.server.front_ends.engine_state import EngineState
 from headrace.server.front_ends.frames import NOTICE, message_frame
 from headrace.server.front_ends.handshake import Client, EngineFacts, Hello, connect, open_connection
-from headrace.server.front_ends.remote_models import EngineState, RemoteModels
+from headrace.server.front_ends.remote_models import RemoteModels
 from headrace.wire.http.event_stream import MEDIA_TYPE, encode_event, error_data
 from headrace.wire.http.infer_endpoint import Connection, Receive, Scope, Send, send_error
 
@@ -141,17 +142,11 @@ class EngineLink:
 
 
 class _Tunnel:
-    """A connection to the engine for the requests of one client.
-
-    Attributes:
-        reader, writer: of the connection.
-        transport: of the connection.
-        timer: closes it; None while it has a request.
-    """
+    """A connection to the engine for the requests of one client."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer, self.transport = reader, writer, writer.transport
-        self.timer: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None  # closes it; None while it has a request
 
 
 class HttpProxy:
@@ -221,19 +216,14 @@ class _ResponseReader:
 
     Args:
         method: of the request.
-
-    Attributes:
-        messages: parsed since they were cleared.
-        wants_body: the engine reads the body: "100 Continue" has arrived.
-        is_complete: the last message is in `messages`.
-        is_last: the engine closes the connection.
     """
 
     def __init__(self, method: str) -> None:
         self._is_head = method == "HEAD"
         self._parser = httptools.HttpResponseParser(self)
         self._headers: list[tuple[bytes, bytes]] = []
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []  # parsed since they were cleared
+        # The engine reads the body since "100 Continue"; the last message is in `messages`; the engine closes the connection.
         self.wants_body = self.is_complete = self.is_last = False
 
     def feed(self, data: bytes) -> None:

@@ -13,7 +13,7 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from headrace.core.tensor import Array, ModelSpec, as_input, is_resident
 from headrace.observability.counters import Recorder
 from headrace.server.front_ends import frames
 from headrace.server.front_ends.arena import ALIGNMENT, Arena
+from headrace.server.front_ends.engine_state import EngineState, NoState
 from headrace.server.front_ends.errors import restore_error
 from headrace.server.front_ends.frame_stream import FrameStream
 from headrace.server.front_ends.frames import CountEvent, FrameError, TensorPlace
@@ -34,7 +35,6 @@ from headrace.server.front_ends.remote_regions import RegionRange, can_name_regi
 from headrace.server.front_ends.request_groups import MIN_SLOT_BYTES, group_requests
 from headrace.server.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
 from headrace.server.front_ends.version_table import VersionRow, decode_table
-from headrace.wire.requests.load_report import ServerFigures
 
 logger = logging.getLogger("headrace.front_ends")
 
@@ -47,43 +47,6 @@ _MAX_CODEC_TIMES = 1024
 _RECEIVED_NS, _ROWS, _INPUTS = attrgetter("received_ns"), attrgetter("rows"), attrgetter("inputs")
 
 UINT8 = frames.datatype_number("UINT8")
-
-_NO_LOAD = ModelLoad(0, 0, 0, 0, 0, 0, 0, 0.0, 0, ())
-
-
-class EngineState(Protocol):
-    """Shared page of the engine: state of each version by its number."""
-
-    def load(self, version: int) -> ModelLoad:
-        """Return the load of a version."""
-
-    def server_figures(self, now_ns: int) -> ServerFigures | None:
-        """Return the load of the whole server; None while it is unknown."""
-
-    def check_load(self, version: int, deadline_ns: int) -> None:
-        """Raise the error with which the engine would reject any request of a version now."""
-
-    def count_failure(self, version: int, reason: str, time_ns: int) -> bool:
-        """Count a failed request of a version; False if the engine must count it."""
-
-
-class NoState:
-    """An engine without a shared page: no load figures, and every request is sent."""
-
-    def load(self, version: int) -> ModelLoad:
-        """Return zeros."""
-        return _NO_LOAD
-
-    def server_figures(self, now_ns: int) -> ServerFigures | None:
-        """Return None."""
-        return None
-
-    def check_load(self, version: int, deadline_ns: int) -> None:
-        """Accept."""
-
-    def count_failure(self, version: int, reason: str, time_ns: int) -> bool:
-        """Count nothing."""
-        return False
 
 
 class RemoteCompletion(LoopCompletion):
@@ -152,7 +115,7 @@ class RemoteRecorder(Recorder):
         self._models, self._version = models, version
 
     def record_codec_times(self, *times_ns: int) -> None:
-        """See `Recorder.record_codec_times`."""
+        """Count the time to decode a request and to encode its response; `record_batch` counts the request itself."""
         if self._histograms:
             if not self._codecs_ns:
                 self._models.expect_counts(self)
@@ -167,19 +130,21 @@ class RemoteRecorder(Recorder):
             del self._codecs_ns[:]
 
     def failure(self, reason: str, time_ns: int, answered_ns: int | None = None) -> None:
-        """See `Recorder.failure`."""
+        """Count a request that failed."""
         if answered_ns is None and self._models.state.count_failure(self._version, reason, time_ns):
             return
         answered_ns = -1 if answered_ns is None else answered_ns
         self._models.add_event(CountEvent(self._version, "failure", reason, time_ns, answered_ns))
 
     def record_undelivered(self, requests: int, time_ns: int) -> None:
-        """See `Recorder.record_undelivered`; one request at a time."""
+        """Count requests that were counted as answered although an error had ended them before; `failure` counts the error. One
+        request at a time.
+        """
         for _ in range(requests):
             self._models.add_event(CountEvent(self._version, "undelivered", "", time_ns // requests))
 
     def add_exemplar(self, total_ns: int, trace_id: str) -> None:
-        """See `Recorder.add_exemplar`."""
+        """Make a traced request the exemplar of its bucket of `total`."""
         self._models.add_event(CountEvent(self._version, "exemplar", trace_id, total_ns))
 
 
@@ -232,7 +197,7 @@ class RemoteHandle:
         """Accept: the engine checks the version."""
 
     def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
-        """See `Handle`: by the engine's page."""
+        """Reject a request before it is decoded, if its model is overloaded by the engine's page; raises HeadraceError."""
         self.models.state.check_load(self.number, deadline_ns)
 
     def load(self, by_level: bool = True) -> ModelLoad:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from headrace.core.limits import ClientLimits
+from headrace.server.front_ends.engine_state import NoState
 from headrace.server.front_ends.frame_stream import FrameStream
 from headrace.server.front_ends.handshake import (
     Client,
@@ -28,7 +29,7 @@ from headrace.server.front_ends.handshake import (
 )
 from headrace.server.front_ends.passed_requests import EngineHttpServer, FrontEndPeer
 from headrace.server.front_ends.proxy import EngineLink, HttpProxy
-from headrace.server.front_ends.remote_models import NoState, RemoteModels
+from headrace.server.front_ends.remote_models import RemoteModels
 from headrace.server.listen import uvicorn_config
 from headrace.server.settings import Settings
 from headrace.wire.http.connection import HeadraceHttpProtocol

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from headrace.core.errors import Unavailable
 from headrace.server.front_ends import frames
+from headrace.server.front_ends.engine_state import NoState
 from headrace.server.front_ends.handshake import Client, EngineFacts, Hello, answer, engine_listener
 from headrace.server.front_ends.proxy import EngineLink
-from headrace.server.front_ends.remote_models import NoState, RemoteModels
+from headrace.server.front_ends.remote_models import RemoteModels
 
 from tests.support.waiting import until_async
 
