@@ -103,7 +103,7 @@ COMPLETION = (
     ),
     Mutant(
         "the mailbox is not armed again after its first wake-up",
-        "        self._armed = False\n        settled = self._settled\n",
+        "        self.is_armed = False\n        settled = self._settled\n",
         "        settled = self._settled\n",
         ("test_each_batch_wakes_the_loop_once",),
     ),
