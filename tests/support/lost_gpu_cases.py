@@ -47,7 +47,10 @@ def check_other_gpu_serves(server: Server, file: Path) -> None:
         assert _statuses(server, "first") <= {200, 500, 503}
         return _index(server, "first") == ("READY", "2 of 4 instances live")
 
-    until(has_failed)
+    try:
+        until(has_failed)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {_index(server, 'first')}\n{server.text}") from None
     assert _statuses(server, "first") == {200}, "no request meets the lost GPU any more"
     np.testing.assert_allclose(infer(server, "first", "X", _X)["Y"], before, rtol=1e-3, atol=1e-4)
     until(lambda: "GPU 0 has failed in this server" in _index(server, "second")[1])
