@@ -40,10 +40,12 @@ def fail() -> None:
     while not path.exists():
         time.sleep(0.02)
     driver = load()
-    with current(0), suppress(driver.Error):
-        driver.module_from_buffer(_KERNEL).get_function("fail")(block=(1, 1, 1), grid=(1, 1))
-        driver.Context.synchronize()
-        os._exit(70)  # the GPU works on
+    with current(0):
+        kernel = driver.module_from_buffer(_KERNEL).get_function("fail")
+        with suppress(driver.Error):
+            kernel(block=(1, 1, 1), grid=(1, 1))
+            driver.Context.synchronize()
+            os._exit(70)  # the GPU works on
 
 
 if __name__ == "__main__":
