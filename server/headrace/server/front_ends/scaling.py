@@ -11,8 +11,9 @@ from headrace.server.front_ends.process_figures import process_usage
 LOOK_S = 0.1
 """Interval of the looks at the load."""
 
-# Share of a core that an event loop uses, from which on it is full; and the looks in a row that see it so.
-_FULL, _FULL_LOOKS = 0.7, 2
+# Shares of a core that the event loop of the engine process, and those of front ends on average, use when they are full; and the
+# looks in a row that see it so. Front ends wait for each other's batches: eight of them serve most with half a core each.
+_FULL, _FULL_FRONT_ENDS, _FULL_LOOKS = 0.7, 0.5, 2
 # With GPUs the threads that launch and finish batches take turns with the event loop for the interpreter's lock, and compute
 # nothing: from these shares of the loop and of all threads on, the interpreter is full, if so many connections are busy.
 _SHARED, _ALL_THREADS, _MANY = 0.4, 1.0, 16
@@ -80,7 +81,7 @@ class Scaling:
         """
         running = len(front_ends)
         busy, self._last_busy = max(busy, self._last_busy), busy  # one look may fall between two batches
-        is_full = sum(front_ends) >= _FULL * running
+        is_full = sum(front_ends) >= _FULL_FRONT_ENDS * running
         if not running:
             is_shared = engine >= _SHARED and all_threads >= _ALL_THREADS and busy >= _MANY
             is_full = is_shared or (engine >= _FULL and busy >= _CROWD)

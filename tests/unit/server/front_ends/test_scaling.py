@@ -62,7 +62,8 @@ def test_a_lone_caller_after_a_crowd_gets_one_process() -> None:
 def test_full_front_ends_double() -> None:
     assert decisions(Scaling(4), *[(0.5, [0.9, 0.8], 64)] * 2) == [2, 4]
     assert decisions(Scaling(3), *[(0.5, [0.9, 0.8], 64)] * 2) == [2, 3]
-    assert decisions(Scaling(4), *[(0.9, [0.9, 0.2], 64)] * 4) == [2] * 4, "one more core does not help"
+    assert decisions(Scaling(4), *[(0.9, [0.6, 0.5], 64)] * 2) == [2, 4], "half a core each is full"
+    assert decisions(Scaling(4), *[(0.9, [0.7, 0.2], 64)] * 4) == [2] * 4, "one more core does not help"
 
 
 def test_front_ends_end_after_ten_quiet_seconds() -> None:
