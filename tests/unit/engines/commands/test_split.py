@@ -104,7 +104,7 @@ def test_files_larger_than_a_protobuf(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(onnx_graph, "_PROTOBUF_LIMIT_BYTES", 100)
     monkeypatch.setattr(target, "_MAX_REWRITTEN_BYTES", 100)
     split(tmp_path)
-    assert (tmp_path / "net_part2/1/model.onnx.data").is_file()
+    assert list(tmp_path.glob("net_part?/1/model.onnx.data")), "the measured times decide which part has the weights"
     check_served(tmp_path, {"pixels": np.ones((2, 3, 8, 8), np.float32)})
 
 
