@@ -207,8 +207,12 @@ def make_folder(path: Path) -> None:
     """Create a folder for pages and check that it can be written.
 
     Raises:
-        BuildError: it cannot be created or written.
+        BuildError: it cannot be created or written, or has the name of a page.
     """
+    if path.suffix in (".html", ".json", ".svg") and not path.is_dir():
+        raise BuildError(
+            f"{path} would be a folder with the name of a file: name the folder, e.g. {path.with_suffix('')}"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path):

@@ -322,6 +322,9 @@ def test_a_read_only_output_folder_is_reported_before_a_build(project: Project, 
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match=r"file cannot be written: .*name another folder"):
         call(project, tmp_path, "--output", tmp_path / "file")
+    with pytest.raises(BuildError, match=r"name the folder, e\.g\. .*/x$"):
+        call(project, tmp_path, "--output", tmp_path / "x.html")
+    assert not (tmp_path / "x.html").exists()
     assert not (tmp_path / "store").exists()
 
 
