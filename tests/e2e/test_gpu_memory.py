@@ -146,7 +146,7 @@ def test_the_cpu_serves_until_the_gpu_is_ready_and_all_status_pages_agree(road: 
             "artefact": "model.onnx",
             "not_on_gpu": reason,
         }
-        assert re.search(r"r +1 +READY +onnxruntime +CPU +as in model.onnx +\S", server.text)
+        assert re.search(r"r +1 +READY +onnxruntime +CPU +as in model.onnx *\nr 1: \S", server.text)
         explained = json.loads(server.request("GET", "/v2/models/r/explain")[2])
         assert explained["limit"] == "not_on_gpu"
         assert reason in explained["summary"]
@@ -180,5 +180,5 @@ def test_strict_refuses_cpu_fallback_for_a_required_gpu(tmp_path: Path, config: 
             assert "--strict: model r version 1 requires a GPU" in server.text
         else:
             server.wait_until_ready()
-            assert re.search(r"r +1 +READY +onnxruntime +CPU .*model\.onnx serves on the CPU", server.text)
+            assert re.search(r"r +1 +READY +onnxruntime +CPU .*\nr 1: model\.onnx serves on the CPU", server.text)
             server.stop()

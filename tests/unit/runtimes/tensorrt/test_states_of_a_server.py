@@ -56,6 +56,7 @@ def test_states_of_a_server(
         caplog.at_level(logging.INFO, "headrace"),
         headrace.Server(tmp_path / "repository", state_dir="") as server,
     ):
+        on_gpu.clear()  # of the proof of its batches
         assert [send(server, value, value == 5, value == 7) for value in (5, 6, 7)] == [5, 11, 18]
         assert send(server, 4, True, True) == 4
     assert len(on_gpu) == (4 if dims == "[ 1 ]" else 0)
