@@ -9,43 +9,34 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 from headrace.__main__ import main
-from headrace.runtimes.cuda.driver import current, load
+from headrace.runtimes.cuda.driver import current, is_context_usable, load
+from headrace.runtimes.cuda.kernels.loading import compile_cuda
 
 from tests.support.lost_gpu_cases import FILE
 
 COMMAND = (sys.executable, "-m", "tests.support.failing_gpu_server")
-_KERNEL = b"""
-.version 7.0
-.target sm_75
-.address_size 64
-.visible .entry fail()
-{
-    .reg .b32 %value;
-    .reg .b64 %address;
-    mov.u32 %value, 1;
-    mov.u64 %address, 0;
-    st.global.u32 [%address], %value;
-    ret;
-}
-"""
+_KERNEL = 'extern "C" __global__ void fail(int* address) { *address = 1; }'
 
 
 def fail() -> None:
-    """Wait for the file, then make every later call of GPU 0 in this process fail."""
+    """Wait for the file, then make every later call of GPU 0 in this process fail; the log says what came of it."""
     path = Path(os.environ[FILE])
     while not path.exists():
         time.sleep(0.02)
     driver = load()
     with current(0):
-        kernel = driver.module_from_buffer(_KERNEL).get_function("fail")
-        with suppress(driver.Error):
-            kernel(block=(1, 1, 1), grid=(1, 1))
+        code = compile_cuda(_KERNEL, "fail.cu", driver.Device(0).compute_capability())
+        driver.module_from_buffer(code).get_function("fail")(np.uint64(0), block=(1, 1, 1), grid=(1, 1))
+        try:
             driver.Context.synchronize()
-            os._exit(70)  # the GPU works on
+            result = "works on"
+        except driver.Error as error:
+            result = f"fails: {error}, its context is usable: {is_context_usable()}"
+        sys.stderr.write(f"GPU 0 {result}\n")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class FakeCuda:
         exported: arrays in place of memory of another process, by IPC handle.
         opened: number of times that each of them is open in this process, by address.
         broken_ipc: makes copies of such memory fail.
+        stream_fails: makes queries of a stream fail for good.
         has_pools: True if the GPU has memory pools.
         pool_bytes: memory that was allocated from the pool since it was trimmed.
         pool_attributes: numbers of the attributes of the pool that were set, and their values.
@@ -77,6 +78,7 @@ class FakeCuda:
         self.exported: dict[bytes, Any] = {}
         self.opened: Counter[int] = Counter()
         self.broken_ipc = False
+        self.stream_fails = False
         self.has_pools = True
         self.pool_bytes = 0
         self.pool_attributes: dict[int, int] = {4: 0}
@@ -388,6 +390,9 @@ class _Library(DriverModules):
         pinned = any(start <= address.value < start + size for start, size in self._cuda.registered.items())
         actual._obj.value = address.value
         return 0 if pinned else 1
+
+    def cuStreamQuery(self, stream: Any) -> int:  # noqa: N802
+        return 700 if self._cuda.stream_fails else 0
 
     def cuCtxGetDevice(self, device: Any) -> int:  # noqa: N802
         device._obj.value = self._cuda.pushed[-1]

@@ -259,6 +259,11 @@ class CompletionEvent:
         self._event.synchronize()
 
 
+# CUDA_ERROR_ECC_UNCORRECTABLE, _NVLINK_UNCORRECTABLE, _ILLEGAL_ADDRESS, _LAUNCH_TIMEOUT, _ASSERT, _HARDWARE_STACK_ERROR,
+# _ILLEGAL_INSTRUCTION, _MISALIGNED_ADDRESS, _INVALID_ADDRESS_SPACE, _INVALID_PC, _LAUNCH_FAILED
+_STICKY = frozenset({214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719})
+
+
 def is_context_usable() -> bool:
     """Return False once the current context has failed permanently: after e.g. an illegal access every call returns the
     same error.
@@ -270,7 +275,7 @@ def is_context_usable() -> bool:
         cuda.mem_get_info()
     except cuda.Error:
         return False
-    return True
+    return library().cuStreamQuery(None) not in _STICKY  # it waits for nothing
 
 
 def mark_lost(ordinal: int) -> None:

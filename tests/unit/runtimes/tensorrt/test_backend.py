@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from headrace.core.errors import ConfigError, ModelFailed
 from headrace.runtimes.base import ExecutionLost
-from headrace.runtimes.cuda.driver import DeviceError
+from headrace.runtimes.cuda.driver import DeviceError, current, is_context_usable
 from headrace.runtimes.tensorrt.backend import GPUS, TensorRtBackend
 
 from tests.support.fake_streams import LateCuda
@@ -71,6 +71,13 @@ def test_a_gpu_that_has_failed_ends_the_execution(cuda: LateCuda, trt: Any, tmp_
         with pytest.raises(ExecutionLost, match=r"GPU 0 has failed, model\.plan runs there no more"):
             execution.finish(batch)
         cuda.broken = False
+
+
+def test_a_gpu_whose_memory_can_still_be_read_may_have_failed(cuda: LateCuda) -> None:
+    with current():
+        assert is_context_usable()
+        cuda.stream_fails = True
+        assert not is_context_usable()
 
 
 def test_instances_share_the_engine(cuda: LateCuda, trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
