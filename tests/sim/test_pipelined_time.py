@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from headrace.core.request import InferResponse
-from headrace.engine.scheduling.executor import OutputCheck, SerialRunner
+from headrace.engine.scheduling.output_check import OutputCheck
 from headrace.engine.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.engine.scheduling.policy import BatchPolicy
 from headrace.engine.scheduling.queue import Entry
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.scheduling.selector import Batch
+from headrace.engine.scheduling.serial_runner import SerialRunner
 from headrace.observability.counters import Recorder
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import grpc
 import numpy as np
-from headrace.engine.scheduling import executor
+from headrace.engine.scheduling import inline_gate
 from headrace.models.registry import Registry
 from headrace.server import settings
 from headrace.server.app import HeadraceServer
@@ -108,7 +108,7 @@ def main() -> int:
     options = ["--model-repository", repository, "--http-port", "0", "--grpc-port", "0"]
     # A busy machine makes runs slow, and after a slow one requests take the longer way over the queue for a while.
     options += ["--inline-bound-us", str(US_PER_S)]
-    executor.INLINE_PAUSE = 0
+    inline_gate.INLINE_PAUSE = 0
     # Lone requests run on the event loop, also where the machine is too busy for the default bound.
     options += ["--inline-bound-us", "1000000"]
     chosen = settings.from_arguments(parser.parse_args(options))

@@ -14,15 +14,17 @@ from headrace.core.errors import Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import FP32, Array, TensorSpec
 from headrace.engine.scheduling.admission import AdmissionController
+from headrace.engine.scheduling.batch_results import BatchResults
 from headrace.engine.scheduling.batching import CostModel
-from headrace.engine.scheduling.executor import BatchResults, OutputCheck, SerialRunner
 from headrace.engine.scheduling.instance import BatchRunner, Instance, OnDeath
 from headrace.engine.scheduling.latency_table import LatencyTable
+from headrace.engine.scheduling.output_check import OutputCheck
 from headrace.engine.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.engine.scheduling.policy import BatchPolicy
 from headrace.engine.scheduling.queue import Entry
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.scheduling.selector import Batch
+from headrace.engine.scheduling.serial_runner import SerialRunner
 from headrace.observability.counters import Recorder
 from headrace.runtimes.base import Execution, PipelinedExecution
 

@@ -12,7 +12,7 @@ from headrace.core.errors import Cancelled
 from headrace.core.request import InferResponse
 from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
-from headrace.engine.scheduling.executor import OutputCheck
+from headrace.engine.scheduling.output_check import OutputCheck
 from headrace.engine.scheduling.policy import SequencePolicy
 from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.live_sequence import SequenceEntry

@@ -18,7 +18,7 @@ from headrace.core.completion import Completion, Outcome, settle_all
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, TooLarge
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import Array, ModelSpec
-from headrace.engine.scheduling.executor import OutputMismatch
+from headrace.engine.scheduling.output_check import OutputMismatch
 from headrace.engine.scheduling.policy import HandlePolicy
 from headrace.engine.scheduling.queue import Entry
 from headrace.runtimes.base import BatchMember

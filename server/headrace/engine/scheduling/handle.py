@@ -19,18 +19,14 @@ from headrace.core.limits import BodyMemory
 from headrace.core.request import GroupMembers, InferRequest, InferResponse, LevelLoad, ModelLoad, Probe
 from headrace.core.tensor import BYTES, ModelSpec
 from headrace.engine.scheduling.admission import AdmissionController
+from headrace.engine.scheduling.batch_results import BatchResults
 from headrace.engine.scheduling.batching import CostModel
 from headrace.engine.scheduling.entries import EntryFactory, Sequencer
-from headrace.engine.scheduling.executor import (
-    BatchResults,
-    InlineGate,
-    OutputCheck,
-    OutputMismatch,
-    SerialRunner,
-)
+from headrace.engine.scheduling.inline_gate import InlineGate
 from headrace.engine.scheduling.instance import BatchRunner, ModelInstances, OnDeath, WarmUp
 from headrace.engine.scheduling.joining import RaggedLayout
 from headrace.engine.scheduling.latency_table import LatencyTable
+from headrace.engine.scheduling.output_check import OutputCheck, OutputMismatch
 from headrace.engine.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.engine.scheduling.policy import HandlePolicy, LevelPolicy
 from headrace.engine.scheduling.queue import FAR_NS, Entry, QueueOrder
@@ -38,6 +34,7 @@ from headrace.engine.scheduling.quotas import Quotas
 from headrace.engine.scheduling.ragged import PaddedLayout, batch_layout
 from headrace.engine.scheduling.row_sampler import RowSampler
 from headrace.engine.scheduling.scheduler import IdleTask, Scheduler
+from headrace.engine.scheduling.serial_runner import SerialRunner
 from headrace.engine.scheduling.version_handle import OverloadFigures, Prediction, VersionHandle, decoupled_error
 from headrace.observability.counters import Recorder
 from headrace.runtimes.base import Execution, LoadedModel, ProcessStatus, is_pipelined

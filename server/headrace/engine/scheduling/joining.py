@@ -15,7 +15,7 @@ import numpy as np
 from headrace.core.ragged import ShapeRanges, SourceSizes, computed_values, fits_ranges
 from headrace.core.tensor import Array, ModelSpec
 from headrace.engine.scheduling.assembly import Division, Staging, aligned
-from headrace.engine.scheduling.executor import OutputMismatch
+from headrace.engine.scheduling.output_check import OutputMismatch
 from headrace.engine.scheduling.policy import RaggedPolicy
 from headrace.engine.scheduling.queue import Entry
 

@@ -40,13 +40,15 @@ from headrace.core.request import BatchTimes
 from headrace.core.scattered_rows import ScatteredRows, in_pieces, is_scattered
 from headrace.core.tensor import NOWHERE, Array, ResidentRows, is_resident
 from headrace.engine.scheduling.admission import InFlightWork
-from headrace.engine.scheduling.executor import BatchResults, InlineGate, SerialRunner, exceed_deadline
+from headrace.engine.scheduling.batch_results import BatchResults, exceed_deadline
+from headrace.engine.scheduling.inline_gate import InlineGate
 from headrace.engine.scheduling.instance import OnDeath
 from headrace.engine.scheduling.joining import RaggedLayout
 from headrace.engine.scheduling.queue import Entry
 from headrace.engine.scheduling.ragged import PaddedLayout
 from headrace.engine.scheduling.scheduler import CallerThread, Scheduler
 from headrace.engine.scheduling.selector import Batch
+from headrace.engine.scheduling.serial_runner import SerialRunner
 from headrace.runtimes.base import ExecutionLost, InFlightBatch, PipelinedExecution, brief_rows, never_blocks
 
 # Larger requests are copied by the instance's thread, so that the event loop is not blocked for other callers.

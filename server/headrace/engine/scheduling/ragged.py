@@ -18,9 +18,9 @@ from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.shapes import ExactShapeKey, PaddedShapeKey
 from headrace.core.tensor import Array, ModelSpec, TensorSpec
 from headrace.engine.scheduling.assembly import BatchLayout, Division, Staging, aligned, pad_rows
-from headrace.engine.scheduling.executor import OutputMismatch
 from headrace.engine.scheduling.joining import RaggedLayout
 from headrace.engine.scheduling.length_table import LengthTable
+from headrace.engine.scheduling.output_check import OutputMismatch
 from headrace.engine.scheduling.policy import HandlePolicy, PaddingPolicy
 from headrace.engine.scheduling.queue import Entry
 from headrace.observability.counters import Recorder

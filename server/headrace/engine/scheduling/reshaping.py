@@ -7,7 +7,7 @@ from functools import partial
 
 from headrace.core.errors import HeadraceError
 from headrace.core.tensor import Array
-from headrace.engine.scheduling.executor import OutputMismatch
+from headrace.engine.scheduling.output_check import OutputMismatch
 from headrace.runtimes.base import (
     BatchMember,
     Execution,

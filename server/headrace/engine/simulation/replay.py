@@ -31,8 +31,8 @@ from headrace.core.request import BatchTimes, InferRequest
 from headrace.core.tensor import Array, ModelSpec
 from headrace.engine.pipelines.pipeline_handle import PipelineHandle
 from headrace.engine.scheduling.admission import InFlightWork
+from headrace.engine.scheduling.batch_results import BatchResults
 from headrace.engine.scheduling.batching import WaitUntil
-from headrace.engine.scheduling.executor import BatchResults
 from headrace.engine.scheduling.handle import ModelHandle
 from headrace.engine.scheduling.pipeline import LaunchPacing
 from headrace.engine.scheduling.policy import HandlePolicy

@@ -14,8 +14,8 @@ from headrace.core.completion import GroupCompletion, Mailbox
 from headrace.core.errors import ModelFailed, Overloaded, QueueTimeout
 from headrace.core.request import GroupMembers, InferRequest, InferResponse
 from headrace.engine.scheduling.batching import CloseReason
-from headrace.engine.scheduling.executor import OutputMismatch
 from headrace.engine.scheduling.handle import ModelHandle
+from headrace.engine.scheduling.output_check import OutputMismatch
 from headrace.engine.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits, RateLimits, Sharing
 from headrace.engine.scheduling.queue import Entry
 

@@ -15,8 +15,8 @@ from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.errors import DeadlineExceeded, ModelFailed, Unavailable
 from headrace.core.tensor import BYTES, FP32, ModelSpec, TensorSpec
-from headrace.engine.scheduling.executor import INLINE_BATCH_PAUSE
 from headrace.engine.scheduling.handle import ModelHandle
+from headrace.engine.scheduling.inline_gate import INLINE_BATCH_PAUSE
 from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.engine.scheduling.reshaping import ReshapingExecution
 from headrace.observability.counters import Recorder

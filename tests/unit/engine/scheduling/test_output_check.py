@@ -16,8 +16,8 @@ from headrace.core.errors import ModelFailed
 from headrace.core.request import InferResponse
 from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
 from headrace.engine.pipelines.execution import PictureExecution, Steps
-from headrace.engine.scheduling.executor import OutputCheck, OutputMismatch
 from headrace.engine.scheduling.handle import ModelHandle
+from headrace.engine.scheduling.output_check import OutputCheck, OutputMismatch
 from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.engine.scheduling.reshaping import ReshapingExecution
 from headrace.observability.counters import Recorder

@@ -12,8 +12,8 @@ from headrace.core.ragged import computed_values
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_CONFIG_NAME, Array, ModelSpec, PaddedInputs, TensorSpec
 from headrace.engine.scheduling.assembly import Staging
-from headrace.engine.scheduling.executor import OutputMismatch
 from headrace.engine.scheduling.joining import RaggedLayout
+from headrace.engine.scheduling.output_check import OutputMismatch
 from headrace.engine.scheduling.policy import ComputedInput, HandlePolicy, PaddingPolicy, RaggedPolicy
 from headrace.engine.scheduling.queue import Entry
 from headrace.engine.scheduling.ragged import (

@@ -10,7 +10,7 @@ from headrace.core.clock import Clock
 from headrace.core.request import BatchTimes
 from headrace.core.sequence_state import BatchSlots, SlotStates
 from headrace.core.tensor import BYTES, Array, ModelSpec
-from headrace.engine.scheduling.executor import BatchResults, SerialRunner
+from headrace.engine.scheduling.batch_results import BatchResults
 from headrace.engine.scheduling.policy import SequencePolicy
 from headrace.engine.scheduling.queue import Entry
 from headrace.engine.scheduling.selector import Batch
@@ -18,6 +18,7 @@ from headrace.engine.scheduling.sequences.controls import control_rows
 from headrace.engine.scheduling.sequences.live_sequence import SequenceEntry
 from headrace.engine.scheduling.sequences.scheduler import SequenceScheduler
 from headrace.engine.scheduling.sequences.state import HostStates, find_slot_states
+from headrace.engine.scheduling.serial_runner import SerialRunner
 from headrace.runtimes.base import Execution, MemberResult, Rescheduled, find_inner
 
 _DIED = "the instance that has its state died"

@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.core.sequence_state import BatchSlots, SlotStates, StateTensor
 from headrace.core.tensor import BYTES, Array, fits_shape
-from headrace.engine.scheduling.executor import OutputMismatch
+from headrace.engine.scheduling.output_check import OutputMismatch
 from headrace.runtimes.base import Execution, find_inner
 
 

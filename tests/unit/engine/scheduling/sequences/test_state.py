@@ -13,7 +13,7 @@ from headrace.core.request import InferRequest, InferResponse
 from headrace.core.sequence_state import BatchSlots, StateTensor
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.engine.scheduling.batching import CloseReason
-from headrace.engine.scheduling.executor import OutputMismatch
+from headrace.engine.scheduling.output_check import OutputMismatch
 from headrace.engine.scheduling.policy import QueueLimits, SequencePolicy
 from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.sequences.controls import ControlledExecution

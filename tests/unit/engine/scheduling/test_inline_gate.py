@@ -17,13 +17,13 @@ from headrace.core.limits import BodyMemory, ClientLimits, Limits
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.engine.scheduling.batching import CloseReason, Take, WaitUntil, decide
-from headrace.engine.scheduling.executor import (
+from headrace.engine.scheduling.handle import ModelHandle
+from headrace.engine.scheduling.inline_gate import (
     INLINE_DEVICE_BOUND_NS,
     INLINE_MAX_PAUSE_NS,
     INLINE_PAUSE,
     INLINE_QUIET_NS,
 )
-from headrace.engine.scheduling.handle import ModelHandle
 from headrace.engine.scheduling.latency_table import TAIL, LatencyTable
 from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
 from headrace.engine.scheduling.queue import Entry, QueueOrder, ShapeQueue
