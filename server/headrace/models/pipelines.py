@@ -33,8 +33,9 @@ from headrace.engine.scheduling.version_handle import VersionHandle
 from headrace.models.builtin_steps import PipelineMembers, open_builtin_steps
 from headrace.models.dependencies import load_order
 from headrace.models.folders import RepositoryModel
-from headrace.models.loader import Loader, handle_policy, model_spec
+from headrace.models.loader import Loader
 from headrace.models.registry import Registry
+from headrace.models.version_policies import handle_policy, model_spec
 from headrace.observability.counters import Recorder
 from headrace.python.python_models import files_digest
 

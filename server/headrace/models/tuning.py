@@ -35,7 +35,8 @@ from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array, Datatype, fits_shape
 from headrace.engine.scheduling.handle import ModelHandle
 from headrace.models.accounted_model import free_bytes
-from headrace.models.loader import Loader, handle_policy
+from headrace.models.loader import Loader
+from headrace.models.version_policies import handle_policy
 from headrace.models.warmup import MAX_RANDOM_BYTES, feeds, make_warmups, sizes, unmeasurable
 from headrace.python.environments import Environments
 

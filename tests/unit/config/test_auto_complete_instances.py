@@ -8,7 +8,7 @@ import pytest
 from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import read_model_folder
 from headrace.config.triton_json import to_triton_json
-from headrace.models.loader import handle_policy
+from headrace.models.version_policies import handle_policy
 from onnx import TensorProto
 
 from tests.support.onnx_models import identity_model, write_model

@@ -9,8 +9,8 @@ import pytest
 from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import read_model_folder
 from headrace.core.errors import ConfigError
-from headrace.models.loader import handle_policy
 from headrace.models.sequence_policy import state_tensors
+from headrace.models.version_policies import handle_policy
 from headrace.models.warmup import MAX_RANDOM_BYTES, sizes
 from onnx import TensorProto
 

@@ -30,7 +30,7 @@ from headrace.engine.simulation.replay import LatencyProfile, SimulatedModel, pa
 from headrace.engine.simulation.report import panels, print_reports, print_sequence_reports, report, sequence_report
 from headrace.engine.simulation.sequences import SequenceLoad, replay_sequences, sequence_rules
 from headrace.engine.simulation.traces import ArrivalPattern, Trace, Workload, make_trace, read_trace
-from headrace.models.loader import handle_policy
+from headrace.models.version_policies import handle_policy
 from headrace.server.embedding import Server
 
 _PROFILE = "1000+100n"

@@ -8,7 +8,7 @@ from headrace.config.model_config import ModelConfig
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.quota import Quota
 from headrace.engine.scheduling.policy import HandlePolicy, LevelPolicy, QueueLimits, RateLimits, Sharing
-from headrace.models.loader import handle_policy
+from headrace.models.version_policies import handle_policy
 
 
 def policy(**fields: Any) -> HandlePolicy:
