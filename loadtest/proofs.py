@@ -44,8 +44,8 @@ import onnx
 from headrace.config.model_folder import read_model_folder
 from headrace.config.optimization_config import Calibration
 from headrace.core.tensor import BY_ORT_NAME
-from headrace.models import batch_proofs
-from headrace.models.batch_proofs import BOUNDS, LARGEST_BOUND
+from headrace.models import proof_run
+from headrace.models.proof_run import BOUNDS, LARGEST_BOUND
 from headrace_engines.precision.casting import cast_model
 from headrace_engines.progress import silent
 from headrace_engines.quantization.calibration import calibrate
@@ -171,7 +171,7 @@ def prove(source: Path, precision: str, rows: int, work: Path) -> Row:
     row = {"build s": f"{time.monotonic() - begun_s:.0f}", "differs": differences(source, plan, folder, rows)}
     # A plan of a builder has a stamp with its precision, which this one has not.
     bound = BOUNDS.get("tf32" if precision == "fp32" else precision, LARGEST_BOUND)
-    with patch.object(batch_proofs, "smallest_bound", lambda _plan: bound), tempfile.TemporaryDirectory() as state:
+    with patch.object(proof_run, "smallest_bound", lambda _plan: bound), tempfile.TemporaryDirectory() as state:
         columns, row["first"] = load(folder, Path(state))
         _, row["second"] = load(folder, Path(state))
     return row | columns

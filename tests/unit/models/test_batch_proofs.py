@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import headrace
@@ -24,11 +23,11 @@ from headrace.core.ledger import CPU
 from headrace.core.request import InferRequest, InferResponse
 from headrace.engine.scheduling.ragged import PaddedLayout
 from headrace.engine.scheduling.row_sampler import MAX_SAMPLES
-from headrace.models import batch_proofs
-from headrace.models.batch_proofs import BatchProofs, StoredDifference, allowed_rows, candidates, smallest_bound
+from headrace.models.batch_proofs import BatchProofs, StoredDifference
 from headrace.models.control_policy import ControlPolicy
 from headrace.models.explanation import explain
 from headrace.models.gpu_model_cache import GpuModelCache
+from headrace.models.proof_run import ProofRun
 from headrace.models.registry import Registry
 from headrace.observability.metrics import MetricsPage
 from headrace.runtimes.onnxruntime import OnnxRuntimeExecution
@@ -369,7 +368,7 @@ async def test_a_process_that_ended_twice_while_proving_serves_one_request_at_a_
         raise Ended
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch_proofs._Proof, "run", end)
+        patch.setattr(ProofRun, "run", end)
         for _ in range(2):
             async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
                 assert not registry.used_sources()
@@ -404,27 +403,6 @@ async def test_random_inputs_that_the_model_refuses_prove_nothing(
     assert (batches["state"], batches["verified_batches"]) == ("untested", [])
     assert batches["reason"] == "random inputs prove nothing: output 'y' of a row alone is not finite"
     assert "batches are not proven, and run" in caplog.text
-
-
-def test_the_most_important_sizes_come_first() -> None:
-    assert candidates(8, (), int, False) == [2, 3, 8, 4, 1 + 4, 6, 7]
-    assert candidates(64, (24,), int, False)[:5] == [2, 3, 64, 24, 4]
-    assert candidates(1, (), int, False) == []
-
-    def padded(rows: int) -> int:
-        return next(bucket for bucket in (1, 4, 8) if bucket >= rows)
-
-    assert candidates(8, (), padded, True) == [2, 3, 8, 4, 5]
-
-
-def test_no_batch_runs_in_a_bucket_with_a_size_that_is_not_proven() -> None:
-    def padded(rows: int) -> int:
-        return next(bucket for bucket in (2, 4, 8) if bucket >= rows)
-
-    assert allowed_rows(8, [], padded) == list(SIZES)
-    assert allowed_rows(8, [3], padded) == [1, 2, 5, 6, 7, 8]
-    assert allowed_rows(8, [8], padded) == [1, 2, 3, 4]
-    assert allowed_rows(8, [2, 4], padded) == [1, 5, 6, 7, 8]  # one row has no other bucket
 
 
 def shifted_sums() -> onnx.ModelProto:
@@ -513,24 +491,6 @@ async def test_whole_numbers_fill_the_table_that_they_index(repository: Path, mo
         assert explain(registry, "m")["batches"]["state"] == "alone"
     assert 20 < max(values) < 50
     assert min(values) >= 0
-
-
-@pytest.mark.parametrize(
-    ("runtime", "precision", "bound"),
-    [
-        ("onnxruntime", None, 1e-5),
-        ("onnxruntime", "int8", 1e-2),
-        ("onnxruntime_cuda", None, 1e-3),
-        ("tensorrt", "fp32", 1e-3),
-        ("tensorrt", "bf16", 8e-3),
-        ("tensorrt", "fp8", 1e-2),
-        ("tensorrt", None, 1e-2),
-    ],
-)
-def test_the_smallest_bound_follows_the_precision(runtime: str, precision: str | None, bound: float) -> None:
-    stamp = None if precision is None else SimpleNamespace(precision=precision)
-    plan: Any = SimpleNamespace(runtime=runtime, stamp=stamp)
-    assert smallest_bound(plan) == bound
 
 
 class Fault:

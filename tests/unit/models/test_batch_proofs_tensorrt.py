@@ -98,7 +98,7 @@ async def test_a_second_start_runs_no_tests(trt: Any, tmp_path: Path, monkeypatc
     for _ in range(2):
         async with running(repository, cases.ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
             seen.append(explain(registry, "m")["batches"])
-        monkeypatch.setattr("headrace.models.batch_proofs._Proof.run", None)
+        monkeypatch.setattr("headrace.models.proof_run.ProofRun.run", None)
     assert seen[0] == seen[1]
 
 
