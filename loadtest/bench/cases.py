@@ -120,7 +120,7 @@ class OverHttp(Paired):
 
     @contextmanager
     def headrace(self, bench: Bench, name: str) -> Iterator[Measure]:
-        """See `Paired`."""
+        """Start Headrace and yield its measure."""
         question = bench.question(MODEL)
         with bench.headrace(MODEL, name=name) as server:
             request = self._request(question)
@@ -128,7 +128,7 @@ class OverHttp(Paired):
             yield self._contender(bench, server, request)
 
     def beside_others(self, bench: Bench) -> CaseResult:
-        """See `Paired`."""
+        """Compare Headrace with the other servers."""
         question = bench.question(MODEL)
         request = self._request(question)
         body = json.dumps({"input": question.inputs["input"].tolist()}).encode()
@@ -191,13 +191,13 @@ class OverGrpc(Paired):
 
     @contextmanager
     def headrace(self, bench: Bench, name: str) -> Iterator[Measure]:
-        """See `Paired`."""
+        """Start Headrace and yield its measure."""
         question = bench.question(MODEL)
         with bench.headrace(MODEL, name=name) as server:
             yield self._contender(bench, server, question.message, _checked_size(server, question))
 
     def beside_others(self, bench: Bench) -> CaseResult:
-        """See `Paired`."""
+        """Compare Headrace with the other servers."""
         question = bench.question(MODEL)
         message = question.message
         with bench.headrace(MODEL, name=HEADRACE) as ours:
@@ -238,7 +238,7 @@ class InProcess(Paired):
 
     @contextmanager
     def headrace(self, bench: Bench, name: str) -> Iterator[Measure]:
-        """See `Paired`."""
+        """Start Headrace and yield its measure."""
         program = ROOT / "loadtest" / "bench" / "embedded.py"
         command = [
             *pinned(bench.cores.server),
@@ -258,7 +258,7 @@ class InProcess(Paired):
         yield measure
 
     def beside_others(self, bench: Bench) -> CaseResult:
-        """See `Paired`: nothing is beside it."""
+        """Measure Headrace alone."""
         with self.headrace(bench, HEADRACE) as measure:
             return self.result(interleave({HEADRACE: measure}, bench.rounds), ())
 

@@ -79,19 +79,12 @@ CELLS = tuple(Cell(transport, *load) for load in _LOADS for transport in ("http"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Model:
-    """A model of the table.
-
-    Attributes:
-        setup: of this model.
-        name: in the repository.
-        engine: alone.
-        requests: rows by the number of rows of a request, FP32.
-    """
+    """A model of the table."""
 
     setup: Setup
     name: str
     engine: RawEngine
-    requests: dict[int, Array]
+    requests: dict[int, Array]  # FP32, by the number of rows of a request
 
     def file(self, rows: int) -> Path:
         """Requests for `headrace bench`."""

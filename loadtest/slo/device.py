@@ -234,23 +234,16 @@ def _sleep_until(done_ns: int) -> None:
 
 @dataclass
 class _Real:
-    """A trace on its way through a real handle, with its threads and locks.
+    """A trace on its way through a real handle, with its threads and locks."""
 
-    Attributes:
-        requests: in the order of arrival, their times counted from the beginning.
-        handle: the model.
-        result: outcome of each request.
-        missing: requests that are not answered.
-        behind_ns: delay of each request after its due time, caused by this process.
-        done: set once none is missing.
-    """
-
-    requests: list[InferRequest]
+    requests: list[InferRequest]  # in the order of arrival, their times counted from the beginning
     handle: ModelHandle
     result: Replay
-    missing: int = 0
-    behind_ns: list[int] = field(default_factory=list)
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    missing: int = 0  # requests that are not answered
+    behind_ns: list[int] = field(
+        default_factory=list
+    )  # delay of each request after its due time, caused by this process
+    done: asyncio.Event = field(default_factory=asyncio.Event)  # set once none is missing
 
     async def run(self) -> None:
         """Until everything is answered."""

@@ -133,7 +133,7 @@ class HttpClient(Client):
         self.ledger.note("HTTP", case.model, outcome, took_s, detail)
 
     def close(self) -> None:
-        """See `Client`."""
+        """Close the connection."""
         self._connection.close()
 
 

@@ -406,7 +406,7 @@ PEOPLE = re.compile(
     r"hears?|heard|patience)\b",
     re.IGNORECASE,
 )
-RIDDLE = re.compile(r"(What|Who|Whom|Whose|Whoever|How|Where|Why|When|Whatever|All that|That which|The one)\b")
+RIDDLE = re.compile(r"(What|Who|Whom|Whose|Whoever|How|Where|Why|When|Whatever|All that|That which|The one|See)\b")
 
 
 def _public_classes(source: str) -> list[str]:
@@ -474,7 +474,7 @@ def refused_identifiers(source: str) -> list[tuple[int, str]]:
 
 
 def refused_prose(source: str) -> list[tuple[int, str]]:
-    """Line and text of every comment and docstring that speaks of people or begins as a riddle."""
+    """Line and text of prose that speaks of people, begins as a riddle or lists the attributes of a private class."""
     result = []
     for node in _nodes(source):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -482,6 +482,8 @@ def refused_prose(source: str) -> list[tuple[int, str]]:
             line = node.body[0].lineno if text else 0
             result += [(line, match.group()) for match in PEOPLE.finditer(text)]
             result += [(line, f"{match.group()} ...") for match in [RIDDLE.match(text)] if match]
+            if isinstance(node, ast.ClassDef) and node.name.startswith("_") and "Attributes:" in text:
+                result.append((line, f"Attributes of {node.name}"))
     # The tokenizer is slow: a file without such a word anywhere needs none.
     for token in tokenize.generate_tokens(io.StringIO(source if PEOPLE.search(source) else "").readline):
         if token.type == tokenize.COMMENT:

@@ -45,6 +45,10 @@ def test_cycles_and_refused_identifiers_are_reported() -> None:
         (3, "Tells"),
         (3, "nobody"),
     ]
+    assert refused_prose('"""See `X`."""\nclass _C:\n    """Record.\n\n    Attributes:\n        a: x.\n    """') == [
+        (1, "See ..."),
+        (3, "Attributes of _C"),
+    ]
     assert refused_prose('def f():\n    """Return the tasks of a model."""\n    return "told"  # taskset') == []
 
 

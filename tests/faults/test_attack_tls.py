@@ -128,7 +128,7 @@ def test_connections_that_never_begin_the_handshake(secure: Secure, listener: st
 
 @pytest.mark.parametrize("first_bytes", [HELLO[:10], HALF_BLOCK, OPEN_CALL], ids=["preface", "header block", "call"])
 def test_slow_grpc_connections_give_way(tmp_path: Path, first_bytes: bytes) -> None:
-    """See the test of the same name without TLS."""
+    """As the test of the same name without TLS."""
     options = ("--max-connections", "8", "--header-timeout-s", "600")
     with secured(tmp_path, *options) as secure, ExitStack() as stack:
         secure.call()

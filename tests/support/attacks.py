@@ -109,7 +109,7 @@ def busy_request(steps: int) -> Any:
 
 @dataclass
 class Attacked:
-    """See the module.
+    """Server under attack.
 
     Attributes:
         server: its process and ports.

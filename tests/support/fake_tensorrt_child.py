@@ -15,7 +15,7 @@ FACTORY = "tests.support.fake_tensorrt_child:Backend"
 
 
 class Backend:
-    """See `headrace.runtimes.base.Backend`."""
+    """TensorRT backend on the fake GPU."""
 
     def __init__(self) -> None:
         install_gpu(pytest.MonkeyPatch())

@@ -30,7 +30,7 @@ logger = logging.getLogger("headrace.fragile")
 
 
 class FragileBackend:
-    """See `headrace.runtimes.base.Backend`."""
+    """Backend whose models fail by the words of their file and by values of requests."""
 
     def load(
         self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount | None = None
@@ -53,7 +53,7 @@ class FragileBackend:
 
 
 class FragileModel:
-    """See `headrace.runtimes.base.LoadedModel`."""
+    """Loaded model that fails by the words of its file and by values of requests."""
 
     def __init__(self, words: list[str], go: Path) -> None:
         self._words = words

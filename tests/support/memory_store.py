@@ -36,7 +36,7 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def list_objects(self, stop: threading.Event) -> Sequence[StoredObject]:
-        """See `ModelStore`."""
+        """Return the objects, or raise the error that is set."""
         if stop.is_set():
             raise Stopped
         if self.error is not None:
@@ -49,7 +49,7 @@ class MemoryStore:
         return StoredObject(path, len(content), etag, digest and f"md5:{digest}", self.are_certain)
 
     def fetch(self, item: StoredObject, target: Path, on_bytes: Callable[[int], None], stop: threading.Event) -> None:
-        """See `ModelStore`."""
+        """Write an object to a file, or raise the error that is set."""
         with self._lock:
             self.on_fetch(item.path)
             content = self.objects.get(item.path)

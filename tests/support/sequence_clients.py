@@ -163,7 +163,7 @@ class HttpClient(SequenceClient):
         self._client.close()
 
     def send(self, value: int, sequence_id: int, start: bool, end: bool, timeout_us: int, cancel_s: float) -> int:
-        """See `SequenceClient.send`."""
+        """Send a request of a sequence and return its result."""
         if cancel_s:
             return self._send_and_leave(value, sequence_id, start, end, cancel_s)
         fields = {"sequence_id": sequence_id, "sequence_start": start, "sequence_end": end}
@@ -194,7 +194,7 @@ class GrpcClient(SequenceClient):
         self._client.close()
 
     def send(self, value: int, sequence_id: int, start: bool, end: bool, timeout_us: int, cancel_s: float) -> int:
-        """See `SequenceClient.send`."""
+        """Send a request of a sequence and return its result."""
         answers: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
         fields: dict[str, Any] = {"sequence_id": sequence_id, "sequence_start": start, "sequence_end": end}
         call = self._client.async_infer(
@@ -237,7 +237,7 @@ class StreamClient(GrpcClient):
         super().close()
 
     def send(self, value: int, sequence_id: int, start: bool, end: bool, timeout_us: int, cancel_s: float) -> int:
-        """See `SequenceClient.send`."""
+        """Send a request of a sequence and return its result."""
         fields: dict[str, Any] = {"sequence_id": sequence_id, "sequence_start": start, "sequence_end": end}
         self._client.async_stream_infer(self.model, _tensor(triton_grpc, value), timeout=timeout_us or None, **fields)
         if cancel_s:

@@ -65,17 +65,11 @@ _MAX_CASES = 64
 
 @dataclass(slots=True)
 class _Record:
-    """Content of a file.
+    """Content of a file."""
 
-    Attributes:
-        starts: proofs that have begun since the last one that ended.
-        verdict: of the last proof.
-        is_complete: True if all sizes were tested.
-    """
-
-    starts: int = 0
-    verdict: BatchVerdict | None = None
-    is_complete: bool = False
+    starts: int = 0  # proofs that have begun since the last one that ended
+    verdict: BatchVerdict | None = None  # of the last proof
+    is_complete: bool = False  # all sizes were tested
 
 
 class BatchProofs:

@@ -72,19 +72,12 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """Inputs of a loaded version; equal signatures give equal versions.
-
-    Attributes:
-        files: files of the version.
-        config: digest of the configuration and the labels.
-        samples: calibration samples from which its engine would be built.
-        engines: engines of the version in the state folder, used if its own folder is read-only.
-    """
+    """Inputs of a loaded version; equal signatures give equal versions."""
 
     files: Fingerprint
-    config: str
-    samples: tuple[tuple[str, int, int], ...]
-    engines: Fingerprint
+    config: str  # digest of the configuration and the labels
+    samples: tuple[tuple[str, int, int], ...]  # of the calibration from which its engine would be built
+    engines: Fingerprint  # in the state folder, used if the version's own folder is read-only
 
 
 @dataclass(frozen=True, slots=True, eq=False)

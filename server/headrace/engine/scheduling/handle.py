@@ -158,7 +158,7 @@ class ModelHandle(VersionHandle):
             instances.admit()
 
     def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
-        """See `VersionHandle`: rejects what the latest rejection applies to. The response cache may have any response."""
+        """Reject a request that the latest rejection applies to; not with a response cache, which may have its response."""
         if self._admission.standing is not None and self._cache is None and self.policy.levels == 1:
             now_ns = self._clock()
             error = self._admission.standing_error(received_ns, deadline_ns, now_ns)
@@ -355,7 +355,7 @@ class ModelHandle(VersionHandle):
         self._instance_group.end_on(gpus)
 
     def shortage(self) -> str:
-        """See `VersionHandle.shortage`."""
+        """Return which part of the instances serves, for the index; "" if all do, or none."""
         instances = self._instance_group
         is_short = 0 < instances.alive < instances.size and not instances.evicted
         return f"{instances.alive} of {instances.size} instances live" if is_short else ""
@@ -401,7 +401,7 @@ class ModelHandle(VersionHandle):
         )
 
     def queue_load(self, now_ns: int) -> tuple[int, int]:
-        """See the base class; without the other figures of `load`, since responses have only these two."""
+        """Return depth and wait in nanoseconds without the other figures of `load`: responses have only these two."""
         return self._scheduler.depth, self._admission.wait_ns(self.policy.default_level - 1, now_ns)
 
     def overload(self, now_ns: int) -> OverloadFigures | None:
@@ -427,7 +427,7 @@ class ModelHandle(VersionHandle):
         )
 
     def learn_rejections(self, count: int, kind: int) -> None:
-        """See `AdmissionController.learn_rejections`."""
+        """Learn from requests of an urgency class that front ends have rejected because of the margin."""
         self._admission.learn_rejections(count, kind)
 
     def predict_ns(self, rows: int, level: int, now_ns: int) -> Prediction:

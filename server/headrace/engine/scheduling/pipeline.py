@@ -58,15 +58,10 @@ _BRIEF_BYTES = 1 << 20
 
 
 class _Finished(NamedTuple):
-    """Result of an in-flight batch, for the instance's thread.
+    """Result of an in-flight batch, for the instance's thread."""
 
-    Attributes:
-        done_ns: monotonic time at which its outputs were complete; 0 if it failed.
-        retries: its members, to be run one by one, if it failed.
-    """
-
-    done_ns: int
-    retries: list[Batch]
+    done_ns: int  # monotonic time at which its outputs were complete; 0 if it failed
+    retries: list[Batch]  # its members, to be run one by one, if it failed
 
 
 @dataclass(eq=False, repr=False)

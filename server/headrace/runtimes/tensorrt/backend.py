@@ -324,13 +324,7 @@ _MAX_CACHED_SHAPES = 4096
 
 
 class _BatchState(NamedTuple):
-    """Slot, context and views of a batch in flight.
-
-    Attributes:
-        slot: memory of the batch.
-        context: its prepared context.
-        views: arrays on that memory.
-    """
+    """Memory, prepared context and views of a batch in flight."""
 
     slot: BufferSlot
     context: PreparedContext

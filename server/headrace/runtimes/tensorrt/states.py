@@ -75,19 +75,16 @@ class _StateBuffers:
     Args:
         state: the state.
         allocator: of the GPU.
-
-    Attributes:
-        row_bytes: bytes of a row.
-        pair: the buffers that the plan reads and writes.
-        rows: the third buffer.
-        initial: a row with the value at START.
     """
 
     def __init__(self, state: StateTensor, allocator: Allocator) -> None:
         self.state, self._allocator = state, allocator
         self.row_bytes = math.prod(state.dims) * state.datatype.dtype.itemsize
-        self.pair = allocator.device(), allocator.device()
-        self.rows, self.initial = allocator.device(), allocator.device()
+        self.pair = allocator.device(), allocator.device()  # the plan reads and writes them
+        self.rows, self.initial = (
+            allocator.device(),
+            allocator.device(),
+        )  # the third buffer; a row with the value at START
 
     def open(self, max_rows: int, slots: int, stream: CudaStream) -> None:
         """Allocate the buffers, with the value at START in every row: rows without a request are computed, too.
