@@ -53,10 +53,10 @@ class World:
 
     def __post_init__(self) -> None:
         policy = BatchPolicy(8, objective_ns=self.objective_ns)
-        self.scheduler = Scheduler(policy, QueueLimits(), self.levels, lambda: self.now_ns, order=self.order)
         profile = LatencyTable()
         profile.seed({rows: [self.takes_ns(rows)] for rows in range(1, 9)})
-        self.scheduler.set_cost_model(CostModel(profile, policy))
+        costs, clock = CostModel(profile, policy), lambda: self.now_ns
+        self.scheduler = Scheduler(policy, QueueLimits(), self.levels, clock, order=self.order, cost_model=costs)
         self.scheduler.set_instances(self.instances)
         self.free_ns = [0] * self.instances
         self.entries: list[Entry] = []

@@ -78,7 +78,8 @@ class ModelHandle(VersionHandle):
         bound_ns = policy.inline_bound_ns
         super().__init__(spec, policy, recorder, table := LatencyTable(bound_ns), clock)
         self._mailbox, self._on_wanted, self.is_unused = mailbox, on_wanted, model is None
-        self._scheduler = self._create_scheduler(policy, clock, mailbox)
+        self._cost_model = cost_model = CostModel(table, policy.batch)
+        self._scheduler = self._create_scheduler(policy, clock, mailbox, cost_model)
         undelivered = recorder.record_undelivered
         sequencer = Sequencer(undelivered) if policy.preserve_ordering else None
         deliver = settle_all if sequencer is None else sequencer.deliver
@@ -87,8 +88,6 @@ class ModelHandle(VersionHandle):
         self._entry_factory = EntryFactory(spec, policy, self._scheduler.discard, sequencer, undelivered, queue_key)
         name = f"{spec.name}/{spec.version}"
         self._inline_gate = InlineGate(name, bound_ns, table, mailbox, recorder, bodies, clock)
-        cost_model = CostModel(table, policy.batch)
-        self._scheduler.set_cost_model(cost_model)
         self._instance_group = ModelInstances(
             name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock
         )
@@ -116,16 +115,18 @@ class ModelHandle(VersionHandle):
             cost_model.thread_work.observe,
             clock,
         )
-        self._timeouts, self._cost_model = RequestTimeouts(policy, self._scheduler, clock), cost_model
+        self._timeouts = RequestTimeouts(policy, self._scheduler, clock)
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
         self._rest = LoopRest(mailbox, policy.batch.objective_ns)
         self._merges, self._takes_groups = policy.batch.merge, layout is None and _takes_groups(policy, spec)
         self._restore_requested = False  # guarded by _lock, as the first mismatch of outputs
 
-    def _create_scheduler(self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox) -> Scheduler:
+    def _create_scheduler(
+        self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox, cost_model: CostModel
+    ) -> Scheduler:
         order, defer = QueueOrder(policy.aging_ns, policy.sharing, policy.batch.max_rows), mailbox.loop.call_soon
         delay = mailbox.loop.call_later
-        return Scheduler(policy.batch, policy.queue_limits, policy.levels, clock, defer, order, delay)
+        return Scheduler(policy.batch, policy.queue_limits, policy.levels, clock, defer, order, delay, cost_model)
 
     @property
     def padding(self) -> Mapping[str, str] | None:

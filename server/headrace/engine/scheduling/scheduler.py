@@ -111,6 +111,7 @@ class Scheduler:
             `call_soon`: requests that arrive together cause one wake-up and share a batch.
         order: order of serving; by default priority, then due time.
         delay: schedules a callback after a number of seconds; None holds no requests back.
+        cost_model: durations of batches; None to ignore due times.
 
     Attributes:
         on_dropped: callback for entries that were dropped because they would miss their due time; called without the lock.
@@ -127,12 +128,15 @@ class Scheduler:
         defer: Callable[[Callable[[], None]], object] = lambda callback: callback(),
         order: QueueOrder | None = None,
         delay: Callable[[float, Callable[[], None]], object] | None = None,
+        cost_model: CostModel | None = None,
     ) -> None:
         self.on_dropped: Callable[[list[Entry]], object] = lambda _entries: None
         self.retry_after_s: Callable[[int], float] = lambda _now_ns: 1.0
         self._clock = clock
         self._lock = threading.Lock()
-        self._selector = BatchSelector(policy, limits or QueueLimits(), levels, order or QueueOrder(), self._retry_s)
+        self._selector = BatchSelector(
+            policy, limits or QueueLimits(), levels, order or QueueOrder(), self._retry_s, cost_model
+        )
         self.queue = self._selector.queue
         self._defer = defer
         self._waking = False  # a call of `_wake` is scheduled
@@ -486,10 +490,6 @@ class Scheduler:
         with self._lock:
             task = self._offers.pop(sleeper, None)
             return task if task is None or not (self.is_ending() or self.queue.count) else _do_nothing
-
-    def set_cost_model(self, cost_model: CostModel) -> None:
-        """Decide by due times and measured latencies from now on."""
-        self._selector.cost_model = cost_model
 
     def set_merging(self, merge: bool) -> None:
         """Let requests share batches, or run each alone; batches that are closed already are not affected."""

@@ -76,20 +76,26 @@ class BatchSelector:
         levels: number of priority levels.
         order: order of serving.
         retry_s: returns the delay in seconds after which a client should retry if the queue is full.
+        cost_model: durations of batches; None to ignore due times.
 
     Attributes:
-        cost_model: durations of batches; None to ignore due times.
         dropped: dropped entries with their errors; the caller settles them after it has released the lock.
     """
 
     def __init__(
-        self, policy: BatchPolicy, limits: QueueLimits, levels: int, order: QueueOrder, retry_s: Callable[[], float]
+        self,
+        policy: BatchPolicy,
+        limits: QueueLimits,
+        levels: int,
+        order: QueueOrder,
+        retry_s: Callable[[], float],
+        cost_model: CostModel | None = None,
     ) -> None:
         self.policy = policy
         self.limits = limits
         self.queue = Queue(levels, order)
         self._retry_s = retry_s
-        self.cost_model: CostModel | None = None
+        self.cost_model = cost_model
         self.dropped: list[tuple[Entry, HeadraceError]] = []
 
     def push(self, entries: list[Entry]) -> None:

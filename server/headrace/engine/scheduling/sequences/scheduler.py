@@ -9,7 +9,7 @@ from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import settle_all
 from headrace.core.errors import QueueTimeout, Unavailable
 from headrace.core.response_bodies import SequenceFigures
-from headrace.engine.scheduling.batching import WaitUntil
+from headrace.engine.scheduling.batching import CostModel, WaitUntil
 from headrace.engine.scheduling.policy import BatchPolicy, QueueLimits, SequencePolicy
 from headrace.engine.scheduling.queue import FAR_NS, Entry
 from headrace.engine.scheduling.scheduler import Scheduler
@@ -31,8 +31,7 @@ class SequenceScheduler(Scheduler):
         limits: bounds of all queued requests.
         clock: returns monotonic nanoseconds.
         defer: as in `Scheduler`: requests that arrive together share a batch.
-
-    Attributes:
+        cost_model: durations of batches; None to ignore due times.
         on_ended: called with a number of sequences that have ended, on any thread, without the lock.
     """
 
@@ -42,11 +41,13 @@ class SequenceScheduler(Scheduler):
         limits: QueueLimits,
         clock: Clock = monotonic_ns,
         defer: Callable[[Callable[[], None]], object] = lambda callback: callback(),
+        cost_model: CostModel | None = None,
+        on_ended: Callable[[int], object] = lambda _count: None,
     ) -> None:
-        super().__init__(BatchPolicy(merge=False), limits, clock=clock, defer=defer)
+        super().__init__(BatchPolicy(merge=False), limits, clock=clock, defer=defer, cost_model=cost_model)
         self._table = SequenceTable(policy, limits, self._retry_s)
         self._work: dict[int, threading.Condition] = {}
-        self.on_ended: Callable[[int], object] = lambda _count: None
+        self._on_ended = on_ended
 
     # Called by protocols
 
@@ -271,4 +272,4 @@ class SequenceScheduler(Scheduler):
             ended, table.ended = table.ended, 0
         settle_all([(entry.completion, error) for entry, error in refused])
         if ended:
-            self.on_ended(ended)
+            self._on_ended(ended)

@@ -11,6 +11,7 @@ from headrace.core.errors import BadRequest, DeadlineExceeded, Unavailable
 from headrace.core.request import InferRequest, InferResponse, SequenceFields
 from headrace.core.response_bodies import SequenceFigures
 from headrace.engine.scheduling.admission import rejection
+from headrace.engine.scheduling.batching import CostModel
 from headrace.engine.scheduling.entries import member_of
 from headrace.engine.scheduling.handle import DEADLINE_PASSED, ModelHandle, set_deadline
 from headrace.engine.scheduling.instance import BatchRunner, OnDeath
@@ -50,11 +51,13 @@ class SequenceHandle(ModelHandle):
         self._directory = directory
         rules = self._rules(self.policy)
         self._max_id, self._is_iterative = max_number(rules.controls), rules.is_iterative
-        self._scheduler.on_ended = self._end_holds
         directory.add(self)
 
-    def _create_scheduler(self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox) -> Scheduler:
-        return SequenceScheduler(self._rules(policy), policy.queue_limits, clock, mailbox.loop.call_soon)
+    def _create_scheduler(
+        self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox, cost_model: CostModel
+    ) -> Scheduler:
+        rules, limits, defer = self._rules(policy), policy.queue_limits, mailbox.loop.call_soon
+        return SequenceScheduler(rules, limits, clock, defer, cost_model, self._end_holds)
 
     @staticmethod
     def _rules(policy: HandlePolicy) -> SequencePolicy:

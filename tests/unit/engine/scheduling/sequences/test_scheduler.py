@@ -25,9 +25,8 @@ class Instances:
 
     def __init__(self, idle_ns: int = HOUR_NS, slots: int = 2, count: int = 1) -> None:
         policy = SequencePolicy(slots=slots, is_direct=False, max_rows=8, idle_ns=idle_ns)
-        self.scheduler = SequenceScheduler(policy, QueueLimits(max_count=50))
+        self.scheduler = SequenceScheduler(policy, QueueLimits(max_count=50), on_ended=self._count)
         self.ended = 0
-        self.scheduler.on_ended = self._count
         self.run: list[int | str] = []
         self.threads = [threading.Thread(target=self._serve, args=(index,), daemon=True) for index in range(count)]
 
