@@ -250,3 +250,9 @@ def test_a_grpc_connection_that_is_closed_or_reset_names_the_likely_reason(detai
     options = ConnectionOptions()
     assert "requires a client certificate: send" in channel_error_text(details, options, is_tls=True)
     assert "if it has TLS, write grpcs://" in channel_error_text(details, options, is_tls=False)
+
+
+def test_grpc_on_the_http_port_names_the_other_port() -> None:
+    for peer in running_peer(Peer()):
+        reason = failure(f"127.0.0.1:{peer.server_port}", ConnectionOptions())
+        assert "the server speaks HTTP on this port: write its gRPC port" in reason
