@@ -389,8 +389,8 @@ def channel_error_text(details: str, options: ConnectionOptions, is_tls: bool) -
         return f"the server's certificate is not trusted: {_CA_CURE}"
     if "WRONG_VERSION_NUMBER" in details:
         return "the server does not speak TLS on this port: write HOST:PORT without grpcs://"
-    if "http1.x server" in details:
-        return "the server speaks HTTP on this port: write its gRPC port, 8001 by default"
+    if "Expected SETTINGS frame" in details:
+        return "the server speaks no gRPC on this port, but perhaps HTTP: write its gRPC port, 8001 by default"
     # The server's alert is lost: grpcio only reports that the connection was closed, or reset if data were on their way.
     is_closed = "Socket closed" in details or "Connection reset by peer" in details
     if is_closed and is_tls:

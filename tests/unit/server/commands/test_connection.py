@@ -255,4 +255,4 @@ def test_a_grpc_connection_that_is_closed_or_reset_names_the_likely_reason(detai
 def test_grpc_on_the_http_port_names_the_other_port() -> None:
     for peer in running_peer(Peer()):
         reason = failure(f"127.0.0.1:{peer.server_port}", ConnectionOptions())
-        assert "the server speaks HTTP on this port: write its gRPC port" in reason
+        assert "the server speaks no gRPC on this port, but perhaps HTTP: write its gRPC port" in reason
