@@ -152,7 +152,7 @@ ERRORS: list[tuple[tuple[str, ...], int, str]] = [
         2,
         r"carry fewer requests than --concurrency 4: .* raise",
     ),
-    (("URL",), 2, r"the model are missing: write headrace bench"),
+    (("URL",), 2, r"the model is missing: write headrace bench MODEL"),
     (("URL", "net", "--trace", "/no/such"), 2, r"/no/such: cannot be read: .*: write one arrival"),
     (("--compare", "/no/a", "/no/b"), 2, r"/no/a: cannot be read: .*: name a file"),
     (("URL", "net", "--shape", "X=1"), 2, r"is no shape: write NAME:SIZE"),

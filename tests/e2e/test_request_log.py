@@ -178,8 +178,12 @@ def test_errors_are_logged_to_standard_error_by_default(tmp_path: Path) -> None:
     with serving(repository(tmp_path), tmp_path) as server:
         assert server.request("POST", "/v2/models/affine/infer", BODY)[0] == 200
         assert server.request("POST", "/v2/models/affine/infer", b"{}")[0] == 400
-    lines = [json.loads(line) for line in server.text.splitlines() if line.startswith('{"time"')]
-    assert [line["status"] for line in lines] == ["400"]
+    lines = [line for line in server.text.splitlines() if " http " in line]
+    assert [line[26:52] for line in lines] == ["WARNING  http 400  affine/"], "text in a log of text"
+    with serving(tmp_path / "models", tmp_path, "--log-format", "json") as server:
+        assert server.request("POST", "/v2/models/affine/infer", b"{}")[0] == 400
+    lines = [line for line in server.text.splitlines() if '"headrace.request"' in line]
+    assert [json.loads(line)["status"] for line in lines] == ["400"]
 
 
 def test_a_key_that_names_the_client_is_logged_as_a_pseudonym(tmp_path: Path) -> None:
