@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from headrace.core.request import InferResponse
+from headrace.engine.scheduling.launch_pacing import LaunchPacing
 from headrace.engine.scheduling.output_check import OutputCheck
-from headrace.engine.scheduling.pipeline import LaunchPacing, Pipeline
+from headrace.engine.scheduling.pipeline import Pipeline
 from headrace.engine.scheduling.policy import BatchPolicy
 from headrace.engine.scheduling.queue import Entry
 from headrace.engine.scheduling.scheduler import Scheduler

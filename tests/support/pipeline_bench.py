@@ -18,8 +18,9 @@ from headrace.engine.scheduling.batch_results import BatchResults
 from headrace.engine.scheduling.batching import CostModel
 from headrace.engine.scheduling.instance import BatchRunner, Instance, OnDeath
 from headrace.engine.scheduling.latency_table import LatencyTable
+from headrace.engine.scheduling.launch_pacing import LaunchPacing
 from headrace.engine.scheduling.output_check import OutputCheck
-from headrace.engine.scheduling.pipeline import LaunchPacing, Pipeline
+from headrace.engine.scheduling.pipeline import Pipeline
 from headrace.engine.scheduling.policy import BatchPolicy
 from headrace.engine.scheduling.queue import Entry
 from headrace.engine.scheduling.scheduler import Scheduler

@@ -27,7 +27,7 @@ from headrace.engine.scheduling.policy import (
 from headrace.models.accounted_model import cpu_batch_size
 from headrace.models.sequence_policy import sequence_policy
 
-# More threads copy no faster: see headrace.engine.scheduling.pipeline.
+# More threads copy no faster: see headrace.engine.scheduling.filler.
 _MAX_FILL_THREADS = 4
 
 

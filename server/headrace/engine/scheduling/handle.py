@@ -26,8 +26,9 @@ from headrace.engine.scheduling.inline_gate import InlineGate
 from headrace.engine.scheduling.instance import BatchRunner, ModelInstances, OnDeath, WarmUp
 from headrace.engine.scheduling.joining import RaggedLayout
 from headrace.engine.scheduling.latency_table import LatencyTable
+from headrace.engine.scheduling.launch_pacing import LaunchPacing
 from headrace.engine.scheduling.output_check import OutputCheck, OutputMismatch
-from headrace.engine.scheduling.pipeline import LaunchPacing, Pipeline
+from headrace.engine.scheduling.pipeline import Pipeline
 from headrace.engine.scheduling.policy import HandlePolicy, LevelPolicy
 from headrace.engine.scheduling.queue import FAR_NS, Entry, QueueOrder
 from headrace.engine.scheduling.quotas import Quotas

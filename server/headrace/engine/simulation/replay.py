@@ -34,7 +34,7 @@ from headrace.engine.scheduling.admission import InFlightWork
 from headrace.engine.scheduling.batch_results import BatchResults
 from headrace.engine.scheduling.batching import WaitUntil
 from headrace.engine.scheduling.handle import ModelHandle
-from headrace.engine.scheduling.pipeline import LaunchPacing
+from headrace.engine.scheduling.launch_pacing import LaunchPacing
 from headrace.engine.scheduling.policy import HandlePolicy
 from headrace.engine.scheduling.selector import Batch
 from headrace.engine.scheduling.version_handle import VersionHandle

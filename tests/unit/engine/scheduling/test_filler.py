@@ -17,7 +17,7 @@ from headrace.core.errors import BadRequest
 from headrace.core.request import InferRequest
 from headrace.core.tensor import FP32, Array, ResidentRows, TensorSpec
 from headrace.engine.scheduling import pipeline as filling
-from headrace.engine.scheduling.pipeline import Filler, _shares
+from headrace.engine.scheduling.filler import Filler, _shares
 from headrace.engine.scheduling.queue import Entry
 from headrace.runtimes.base import InFlightBatch
 from hypothesis import given, settings

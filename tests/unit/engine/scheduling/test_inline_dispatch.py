@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from headrace.core.errors import Cancelled, ModelFailed, Unavailable
 from headrace.core.request import InferRequest, InferResponse
-from headrace.engine.scheduling.pipeline import _SHORT_BYTES, LaunchPacing
+from headrace.engine.scheduling.launch_pacing import LaunchPacing
+from headrace.engine.scheduling.pipeline import _SHORT_BYTES
 from headrace.engine.scheduling.policy import BatchPolicy
 from headrace.engine.scheduling.queue import Entry
 from headrace.runtimes.base import ExecutionLost

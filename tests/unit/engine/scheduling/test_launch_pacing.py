@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from headrace.core.clock import NS_PER_US
-from headrace.engine.scheduling.pipeline import LaunchPacing
+from headrace.engine.scheduling.launch_pacing import LaunchPacing
 from headrace.engine.scheduling.policy import BatchPolicy
 
 from tests.support.fake_pipeline import DIES, RAISES, FakePipeline

@@ -12,7 +12,7 @@ from headrace.core.scattered_rows import ScatteredRows, is_scattered
 from headrace.core.tensor import NOWHERE, PINNED, Array, as_input
 from headrace.engine.scheduling.assembly import Staging
 from headrace.engine.scheduling.entries import split_request
-from headrace.engine.scheduling.pipeline import Filler
+from headrace.engine.scheduling.filler import Filler
 from headrace.engine.scheduling.queue import Entry
 from headrace.runtimes.base import InFlightBatch
 
