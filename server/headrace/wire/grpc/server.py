@@ -166,8 +166,7 @@ class GrpcServer:
         """
         rest = sorted(self._connections, key=lambda connection: not connection.timers.is_shutting_down)[: max(most, 0)]
         for connection in rest:
-            if not connection.timers.is_shutting_down:
-                connection.timers.leave()
+            connection.timers.leave()
 
     @property
     def running_calls(self) -> int:

@@ -15,8 +15,8 @@ _KEEPALIVE_PING = b"alive?  "
 _SHUTDOWN_PING, _LAST_PING = b"draining", b"drained?"
 # The final GOAWAY waits at most this many times `drain_s` for the PINGs of a peer that still sends.
 _MOST_DRAINS = 30
-# A connection that moves is observed for so long, then it moves when as many streams are open as ever; their number that counts
-# as many halves in each of the second time.
+# A connection that leaves is observed for the first time. Then it leaves when as many streams are open as ever since; that number
+# is halved each time that the second has passed.
 _OBSERVED_NS, _HALVED_NS = NS_PER_S // 20, NS_PER_S // 2
 # Event loop iterations from the reset of a stream to the end of its task: the completion's wake-up, the task's step, the task's
 # callback, and one spare.
@@ -108,7 +108,8 @@ class ConnectionTimers:
         A call that gRPC's C core begins while GOAWAY arrives is cancelled by the client. It repeats the call, unless the
         request is larger than 256 KiB: then its caller gets UNAVAILABLE. A caller that waits for a response begins none.
         """
-        self._leaving_from_ns, self._connection.leaving = monotonic_ns(), True
+        if not self.is_shutting_down:
+            self._leaving_from_ns, self._connection.leaving = monotonic_ns(), True
 
     def on_stream_opened(self) -> None:
         """Begin the shutdown of a connection that leaves if this is the moment."""
@@ -190,7 +191,7 @@ class ConnectionTimers:
                 self._keepalive_sent = True
                 connection.write_buffer.write_control(frames.ping(_KEEPALIVE_PING, ack=False))
             self._check_streams(now_ns)
-            if self._old_from_ns and now_ns >= self._old_from_ns and not self.is_shutting_down:
+            if self._old_from_ns and now_ns >= self._old_from_ns:
                 self.leave()
             if not connection.transport.is_closing():
                 self.start()
