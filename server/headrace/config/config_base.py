@@ -87,17 +87,21 @@ class OneOf:
         return handler.generate_schema(Annotated[source, BeforeValidator(spell_out), WithJsonSchema({"enum": enum})])
 
 
+# Names of datatypes in other libraries.
+_MEANT = {
+    "BFLOAT16": "BF16", "HALF": "FP16", "FLOAT16": "FP16", "FLOAT": "FP32", "FLOAT32": "FP32", "DOUBLE": "FP64",
+    "FLOAT64": "FP64", "INT": "INT32", "STR": "STRING",
+}  # fmt: skip
+
+
 def _data_type_name(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     word = value.upper().removeprefix("TYPE_")
     name = "TYPE_" + {"BYTES": "STRING"}.get(word, word)
     if name not in BY_CONFIG_NAME:
-        meant = re.sub("^B?FLOAT", lambda found: found[0].replace("FLOAT", "F" if "B" in found[0] else "FP"), word)
-        meant = {"FP": "FP32", "HALF": "FP16", "DOUBLE": "FP64", "STR": "STRING", "INT": "INT32"}.get(meant, meant)
-        cure = f"write one of {', '.join(BY_CONFIG_NAME)}"
-        if f"TYPE_{meant}" in BY_CONFIG_NAME:
-            cure = f"write TYPE_{meant}"
+        meant = _MEANT.get(word)
+        cure = f"write TYPE_{meant}" if meant else f"write one of {', '.join(BY_CONFIG_NAME)}"
         raise Problems([Problem((), f'"{value}" is not a datatype', cure)])
     return name
 

@@ -6,7 +6,7 @@ import logging
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import orjson
@@ -120,7 +120,9 @@ def announce(addresses: Addresses, registry: Registry, first_model: str = "") ->
     for row in rows:  # below the table: one long reason would widen every row
         if row["note"]:
             console.print(f"{row['model']} {row['version']}: {row['note']}", soft_wrap=True, markup=False)
-    console.print(_counts_line(rows), markup=False)
+    ready: set[object] = {row["model"] for row in rows if row["state"] == "READY"}
+    failed = {row["model"] for row in rows} - ready
+    console.print(f"{plural(len(ready), 'model')} ready" + f", {len(failed)} failed" * bool(failed), markup=False)
     console.print()
     console.print(_addresses_line(addresses), soft_wrap=True, markup=False)
     if addresses.grpc:
@@ -129,7 +131,6 @@ def announce(addresses: Addresses, registry: Registry, first_model: str = "") ->
         console.print(f"Access: {addresses.access}.", soft_wrap=True, markup=False)
     if addresses.processes:
         console.print(f"Processes: {addresses.processes}", soft_wrap=True, markup=False)
-    ready: set[object] = {row["model"] for row in rows if row["state"] == "READY"}
     line = (
         model_example(url, first_model, registry.config(first_model, ""))
         if first_model in ready
@@ -165,13 +166,6 @@ def log_announcement(addresses: Addresses, registry: Registry) -> None:
         "processes": addresses.processes,
     }
     logger.info("%s", _addresses_line(addresses), extra={FIELDS: fields})
-
-
-def _counts_line(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return the number of models that serve, and of those that do not."""
-    ready = {row["model"] for row in rows if row["state"] == "READY"}
-    failed = {row["model"] for row in rows} - ready
-    return f"{plural(len(ready), 'model')} ready" + f", {len(failed)} failed" * bool(failed)
 
 
 def _addresses_line(addresses: Addresses) -> str:
