@@ -1,4 +1,4 @@
-"""A real GPU that fails for good under load: another GPU serves in its place, and a model without another one says why not."""
+"""A real GPU that fails for good under load: another one runs the requests; a model without one is unavailable, with a reason."""
 
 from __future__ import annotations
 

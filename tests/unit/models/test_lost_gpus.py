@@ -1,4 +1,4 @@
-"""A GPU that fails for good: other GPUs and the CPU serve in its place, and loads leave it out."""
+"""A GPU that fails for good: other GPUs and the CPU run the requests, and loads leave it out."""
 
 from __future__ import annotations
 

@@ -81,10 +81,8 @@ class _StateBuffers:
         self.state, self._allocator = state, allocator
         self.row_bytes = math.prod(state.dims) * state.datatype.dtype.itemsize
         self.pair = allocator.device(), allocator.device()  # the plan reads and writes them
-        self.rows, self.initial = (
-            allocator.device(),
-            allocator.device(),
-        )  # the third buffer; a row with the value at START
+        self.rows = allocator.device()  # the third buffer
+        self.initial = allocator.device()  # a row with the value at START
 
     def open(self, max_rows: int, slots: int, stream: CudaStream) -> None:
         """Allocate the buffers, with the value at START in every row: rows without a request are computed, too.

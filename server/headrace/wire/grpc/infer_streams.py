@@ -427,7 +427,7 @@ class _Stream:
         is_unordered: bool,
         before: asyncio.Task[None] | None,
     ) -> None:
-        """Send the responses of another process to a request: without an order as they come, else the last one in its place."""
+        """Send the responses of another process to a request: at once without an order, else the last one in its turn."""
         last: StreamResponse | None = None
         if before is not None:  # calls of their own may overtake each other
             await asyncio.wait([before])
