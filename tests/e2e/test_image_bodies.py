@@ -16,8 +16,8 @@ import onnxruntime
 import pytest
 import skimage
 import tritonclient.grpc as grpc_client
-from headrace.engine.pipelines.image import decode, prepare
-from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.inference.pipelines.image import decode, prepare
+from headrace.inference.pipelines.recipe import ImageRecipe
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 

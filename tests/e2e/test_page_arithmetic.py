@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
-from headrace.engine.pipelines.image import decode, prepare, to_pixels
-from headrace.engine.pipelines.recipe import ImageRecipe, Resampling, axis
+from headrace.inference.pipelines.image import decode, prepare, to_pixels
+from headrace.inference.pipelines.recipe import ImageRecipe, Resampling, axis
 from PIL import Image
 
 from tests.support.browser import Page, chromium
@@ -82,7 +82,7 @@ def test_pixels_are_those_of_the_client(page: Page, fields: dict[str, object], p
     expected = to_pixels(image, recipe) if recipe.by == "server" else prepare(image, recipe)
     actual = in_browser(page, picture, recipe, "FP32")
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-    # One of 255 where Pillow begins with the other pass, a few where a bicubic one overshoots: see engine/pipelines/recipe.py.
+    # One of 255 where Pillow begins with the other pass, a few where a bicubic one overshoots: see inference/pipelines/recipe.py.
     pixels = np.abs(actual.astype(float) - expected.astype(float))
     if recipe.by == "client":
         pixels *= recipe.std if recipe.layout == "nhwc" else np.reshape(recipe.std, (-1, 1, 1))

@@ -11,9 +11,9 @@ import pytest
 import skimage
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
-from headrace.engine.pipelines.execution import softmax
-from headrace.engine.pipelines.image import decode, prepare, to_pixels
-from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.inference.pipelines.execution import softmax
+from headrace.inference.pipelines.image import decode, prepare, to_pixels
+from headrace.inference.pipelines.recipe import ImageRecipe
 
 from tests.support import models
 from tests.support.serving import Server, run_headrace, serving

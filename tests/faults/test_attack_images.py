@@ -23,7 +23,7 @@ from tests.support.models import add_model, add_pipeline, channel_means
 from tests.support.processes import isolated_children, stop
 from tests.support.serving import Server, serving
 from tests.support.waiting import on_threads, until
-from tests.unit.engine.pipelines.test_image import (
+from tests.unit.inference.pipelines.test_image import (
     WEBP_KINDS,
     jpeg_claiming,
     png_chunk,

@@ -23,10 +23,10 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import Cancelled
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
-from headrace.engine.caching.key import KeyFactory
-from headrace.engine.caching.local import LocalStore, frozen
-from headrace.engine.caching.response_caches import ResponseCaches
-from headrace.engine.caching.values import MAX_VALUE_BYTES
+from headrace.inference.caching.key import KeyFactory
+from headrace.inference.caching.local import LocalStore, frozen
+from headrace.inference.caching.response_caches import ResponseCaches
+from headrace.inference.caching.values import MAX_VALUE_BYTES
 
 from tests.e2e.test_response_cache import CACHED, body, explained, post, statistics
 from tests.support import models

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from headrace.engine.scheduling.latency_table import LatencyEntry
+from headrace.inference.scheduling.latency_table import LatencyEntry
 from headrace.models.control_policy import ControlPolicy
 from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry

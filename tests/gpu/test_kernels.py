@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.inference.pipelines.recipe import ImageRecipe
 
 from tests.support.gpu_marks import gpu_marks
 from tests.support.kernel_cases import (

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from headrace.core.errors import ModelFailed
 from headrace.core.tensor import ResidentRows
-from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.inference.pipelines.recipe import ImageRecipe
 from headrace.runtimes.cuda.driver import current, loaded
 from headrace.runtimes.cuda.kernels.launching import ClassStage, PictureStage
 from headrace.runtimes.cuda.memory import DeviceBuffer, pinned_empty, pinned_rows

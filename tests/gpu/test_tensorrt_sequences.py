@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BY_NAME
-from headrace.engine.scheduling.policy import SequencePolicy
+from headrace.inference.scheduling.policy import SequencePolicy
 
 from tests.support import gpu_sequence_cases as cases
 from tests.support.gpu_marks import gpu_marks

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from headrace.core.clock import NS_PER_MS
 from headrace.core.request import BatchTimes
-from headrace.engine.scheduling.bottlenecks import Bottleneck, LoadSnapshot, find_bottlenecks, snapshot_figures
-from headrace.engine.scheduling.latency_table import LatencyTable
-from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
-from headrace.engine.simulation import replay
-from headrace.engine.simulation.replay import BatchHistory, BatchRecorder, SimulatedModel, StepLatency
-from headrace.engine.simulation.replay import LatencyProfile as Steps
-from headrace.engine.simulation.traces import ArrivalPattern, Workload, make_trace
+from headrace.inference.scheduling.bottlenecks import Bottleneck, LoadSnapshot, find_bottlenecks, snapshot_figures
+from headrace.inference.scheduling.latency_table import LatencyTable
+from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
+from headrace.inference.simulation import replay
+from headrace.inference.simulation.replay import BatchHistory, BatchRecorder, SimulatedModel, StepLatency
+from headrace.inference.simulation.replay import LatencyProfile as Steps
+from headrace.inference.simulation.traces import ArrivalPattern, Workload, make_trace
 from headrace.observability.counters import BatchRecord, Recorder
 
 MS = NS_PER_MS

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from headrace.core.errors import HeadraceError, WouldMiss
 from headrace.core.request import InferResponse
-from headrace.engine.scheduling.admission import AdmissionController
-from headrace.engine.scheduling.batching import CostModel, WaitUntil
-from headrace.engine.scheduling.latency_table import LatencyTable
-from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
-from headrace.engine.scheduling.queue import FAR_NS, Entry, QueueOrder
-from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.selector import Batch
-from headrace.engine.simulation.replay import ANSWERED, SimulatedModel, StepLatency, replay
-from headrace.engine.simulation.replay import LatencyProfile as Simulated
-from headrace.engine.simulation.report import Figures, report
-from headrace.engine.simulation.traces import ArrivalPattern, Workload, make_trace
+from headrace.inference.scheduling.admission import AdmissionController
+from headrace.inference.scheduling.batching import CostModel, WaitUntil
+from headrace.inference.scheduling.latency_table import LatencyTable
+from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
+from headrace.inference.scheduling.queue import FAR_NS, Entry, QueueOrder
+from headrace.inference.scheduling.scheduler import Scheduler
+from headrace.inference.scheduling.selector import Batch
+from headrace.inference.simulation.replay import ANSWERED, SimulatedModel, StepLatency, replay
+from headrace.inference.simulation.replay import LatencyProfile as Simulated
+from headrace.inference.simulation.report import Figures, report
+from headrace.inference.simulation.traces import ArrivalPattern, Workload, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

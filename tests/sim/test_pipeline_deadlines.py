@@ -13,16 +13,16 @@ from headrace.core.completion import Completion, LoopCompletion, Mailbox
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import ModelSpec
-from headrace.engine.pipelines.graph import build_graph
-from headrace.engine.pipelines.pipeline_handle import PipelineHandle
-from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
-from headrace.engine.simulation import replay
-from headrace.engine.simulation.replay import LatencyProfile, SimulatedModel, StepLatency, VirtualDevice
-from headrace.engine.simulation.virtual_time import VirtualLoop
+from headrace.inference.pipelines.graph import build_graph
+from headrace.inference.pipelines.pipeline_handle import PipelineHandle
+from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
+from headrace.inference.simulation import replay
+from headrace.inference.simulation.replay import LatencyProfile, SimulatedModel, StepLatency, VirtualDevice
+from headrace.inference.simulation.virtual_time import VirtualLoop
 from headrace.observability.counters import Recorder
 
 from tests.support.fake_versions import FakeMembers, spec_of
-from tests.unit.engine.pipelines.test_graph import config, step
+from tests.unit.inference.pipelines.test_graph import config, step
 
 MAX_ROWS = 8
 STEPS = [step("a", {"X": "x"}, {"Y": "m"}), step("b", {"X": "m"}, {"Y": "n"}), step("c", {"X": "n"}, {"Y": "y"})]

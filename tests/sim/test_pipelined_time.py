@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from headrace.core.request import InferResponse
-from headrace.engine.scheduling.launch_pacing import LaunchPacing
-from headrace.engine.scheduling.output_check import OutputCheck
-from headrace.engine.scheduling.pipeline import Pipeline
-from headrace.engine.scheduling.policy import BatchPolicy
-from headrace.engine.scheduling.queue import Entry
-from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.selector import Batch
-from headrace.engine.scheduling.serial_runner import SerialRunner
+from headrace.inference.scheduling.launch_pacing import LaunchPacing
+from headrace.inference.scheduling.output_check import OutputCheck
+from headrace.inference.scheduling.pipeline import Pipeline
+from headrace.inference.scheduling.policy import BatchPolicy
+from headrace.inference.scheduling.queue import Entry
+from headrace.inference.scheduling.scheduler import Scheduler
+from headrace.inference.scheduling.selector import Batch
+from headrace.inference.scheduling.serial_runner import SerialRunner
 from headrace.observability.counters import Recorder
 from hypothesis import given, settings
 from hypothesis import strategies as st

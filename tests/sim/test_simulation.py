@@ -11,11 +11,11 @@ from collections import Counter
 import numpy as np
 import pytest
 from headrace.core.request import InferResponse
-from headrace.engine.scheduling import latency_table as dataplane
-from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy, QueueLimits
-from headrace.engine.simulation.replay import LatencyProfile, Replay, SimulatedModel, StepLatency, replay
-from headrace.engine.simulation.report import report
-from headrace.engine.simulation.traces import Trace, Workload, make_trace
+from headrace.inference.scheduling import latency_table as dataplane
+from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy, QueueLimits
+from headrace.inference.simulation.replay import LatencyProfile, Replay, SimulatedModel, StepLatency, replay
+from headrace.inference.simulation.report import report
+from headrace.inference.simulation.traces import Trace, Workload, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -222,7 +222,7 @@ def test_overlapping_batches_match_the_virtual_pipeline(
 
 def unpaced(trace: Trace, simulated: SimulatedModel) -> Replay:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.engine.simulation.replay.LaunchPacing", lambda _rows: None)
+        patch.setattr("headrace.inference.simulation.replay.LaunchPacing", lambda _rows: None)
         return replay(trace, [simulated])
 
 

@@ -11,11 +11,11 @@ import itertools
 from dataclasses import dataclass, field
 
 from headrace.core.errors import Overloaded, QueueTimeout
-from headrace.engine.scheduling.batching import Idle, WaitUntil
-from headrace.engine.scheduling.policy import BatchPolicy, QueueLimits
-from headrace.engine.scheduling.queue import Entry
-from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.selector import Batch
+from headrace.inference.scheduling.batching import Idle, WaitUntil
+from headrace.inference.scheduling.policy import BatchPolicy, QueueLimits
+from headrace.inference.scheduling.queue import Entry
+from headrace.inference.scheduling.scheduler import Scheduler
+from headrace.inference.scheduling.selector import Batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import grpc
 import numpy as np
-from headrace.engine.scheduling import inline_gate
+from headrace.inference.scheduling import inline_gate
 from headrace.models.registry import Registry
 from headrace.server import settings
 from headrace.server.app import HeadraceServer

@@ -10,7 +10,7 @@ import numpy as np
 from headrace.core.completion import Completion, LoopCompletion, Outcome
 from headrace.core.request import InferRequest
 from headrace.core.response_stream import ResponseStream
-from headrace.engine.scheduling.queue import Entry
+from headrace.inference.scheduling.queue import Entry
 
 
 class RecordedCompletion(Completion):

@@ -9,10 +9,10 @@ from headrace.core.completion import LoopCompletion, Mailbox, Outcome
 from headrace.core.errors import HeadraceError, NotFound, Unavailable
 from headrace.core.request import BatchTimes, InferRequest, InferResponse, ModelLoad
 from headrace.core.tensor import FP32, Array, Datatype, ModelSpec, TensorSpec
-from headrace.engine.scheduling.instance import WarmUp
-from headrace.engine.scheduling.latency_table import LatencyTable
-from headrace.engine.scheduling.policy import HandlePolicy
-from headrace.engine.scheduling.version_handle import Prediction, VersionHandle
+from headrace.inference.scheduling.instance import WarmUp
+from headrace.inference.scheduling.latency_table import LatencyTable
+from headrace.inference.scheduling.policy import HandlePolicy
+from headrace.inference.scheduling.version_handle import Prediction, VersionHandle
 from headrace.observability.counters import Recorder
 from headrace.runtimes.base import LoadedModel, ProcessStatus
 

@@ -11,8 +11,8 @@ from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
-from headrace.engine.scheduling.handle import ModelHandle
-from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
+from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
 
 POISON = -1.0  # the model raises on a batch that holds this value

@@ -40,7 +40,7 @@ MODULES = (
     "headrace.server.commands.tune",
     "headrace.server.front_ends.supervisor",
     "headrace.wire.grpc.server",
-    "headrace.engine.simulation.options",
+    "headrace.inference.simulation.options",
     "headrace.models.stores.cache",
     "pydantic.v1",
     "uvicorn.lifespan.off",

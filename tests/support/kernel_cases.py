@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.inference.pipelines.recipe import ImageRecipe
 from headrace.runtimes.cuda import driver
 from headrace.runtimes.cuda.driver import CudaGraph
 from headrace.runtimes.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather, picture_kernel

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 from headrace.core.tensor import Array
-from headrace.engine.pipelines.execution import softmax, top_k
-from headrace.engine.pipelines.recipe import PRECISION_BITS, Axis, ImageRecipe, Resampling
+from headrace.inference.pipelines.execution import softmax, top_k
+from headrace.inference.pipelines.recipe import PRECISION_BITS, Axis, ImageRecipe, Resampling
 
 
 def prepare(pixels: npt.NDArray[np.uint8], recipe: ImageRecipe, dtype: npt.DTypeLike) -> Array:

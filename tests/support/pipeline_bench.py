@@ -13,19 +13,19 @@ from headrace.core.completion import settle_all
 from headrace.core.errors import Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import FP32, Array, TensorSpec
-from headrace.engine.scheduling.admission import AdmissionController
-from headrace.engine.scheduling.batch_results import BatchResults
-from headrace.engine.scheduling.batching import CostModel
-from headrace.engine.scheduling.instance import BatchRunner, Instance, OnDeath
-from headrace.engine.scheduling.latency_table import LatencyTable
-from headrace.engine.scheduling.launch_pacing import LaunchPacing
-from headrace.engine.scheduling.output_check import OutputCheck
-from headrace.engine.scheduling.pipeline import Pipeline
-from headrace.engine.scheduling.policy import BatchPolicy
-from headrace.engine.scheduling.queue import Entry
-from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.selector import Batch
-from headrace.engine.scheduling.serial_runner import SerialRunner
+from headrace.inference.scheduling.admission import AdmissionController
+from headrace.inference.scheduling.batch_results import BatchResults
+from headrace.inference.scheduling.batching import CostModel
+from headrace.inference.scheduling.instance import BatchRunner, Instance, OnDeath
+from headrace.inference.scheduling.latency_table import LatencyTable
+from headrace.inference.scheduling.launch_pacing import LaunchPacing
+from headrace.inference.scheduling.output_check import OutputCheck
+from headrace.inference.scheduling.pipeline import Pipeline
+from headrace.inference.scheduling.policy import BatchPolicy
+from headrace.inference.scheduling.queue import Entry
+from headrace.inference.scheduling.scheduler import Scheduler
+from headrace.inference.scheduling.selector import Batch
+from headrace.inference.scheduling.serial_runner import SerialRunner
 from headrace.observability.counters import Recorder
 from headrace.runtimes.base import Execution, PipelinedExecution
 

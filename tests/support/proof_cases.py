@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 from headrace.core.request import InferRequest, InferResponse
-from headrace.engine.scheduling.sequences.state import find_slot_states
+from headrace.inference.scheduling.sequences.state import find_slot_states
 from headrace.models.batch_proofs import BatchProofs
 from headrace.models.control_policy import ControlPolicy
 from headrace.models.explanation import explain

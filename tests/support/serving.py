@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from headrace.engine.scheduling.latency_table import WINDOW
+from headrace.inference.scheduling.latency_table import WINDOW
 
 from tests.support.fork_server import ForkedProcess, ForkServer
 from tests.support.processes import children, processor_s

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from headrace.core.ledger import MemoryAccount
 from headrace.core.tensor import ModelSpec
-from headrace.engine.scheduling.policy import SequencePolicy
-from headrace.engine.scheduling.sequences.controls import ControlledExecution
-from headrace.engine.scheduling.sequences.runner import SequenceRunner
+from headrace.inference.scheduling.policy import SequencePolicy
+from headrace.inference.scheduling.sequences.controls import ControlledExecution
+from headrace.inference.scheduling.sequences.runner import SequenceRunner
 from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend, TensorRtModel
 from headrace.runtimes.tensorrt.states import DeviceStates, PlanStates
 from headrace_engines.targets.base import ShapeRange, TargetSpec

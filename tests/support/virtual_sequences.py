@@ -18,10 +18,10 @@ import numpy as np
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Overloaded
 from headrace.core.request import InferRequest, InferResponse
-from headrace.engine.scheduling.policy import QueueLimits, SequencePolicy
-from headrace.engine.scheduling.selector import Batch
-from headrace.engine.scheduling.sequences.live_sequence import SequenceEntry
-from headrace.engine.scheduling.sequences.sequence_table import SequenceTable
+from headrace.inference.scheduling.policy import QueueLimits, SequencePolicy
+from headrace.inference.scheduling.selector import Batch
+from headrace.inference.scheduling.sequences.live_sequence import SequenceEntry
+from headrace.inference.scheduling.sequences.sequence_table import SequenceTable
 
 
 @dataclass(eq=False)

@@ -12,11 +12,11 @@ from headrace.core.errors import Cancelled
 from headrace.core.request import InferResponse
 from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
-from headrace.engine.scheduling.output_check import OutputCheck
-from headrace.engine.scheduling.policy import SequencePolicy
-from headrace.engine.scheduling.selector import Batch
-from headrace.engine.scheduling.sequences.live_sequence import SequenceEntry
-from headrace.engine.scheduling.sequences.runner import SequenceRunner
+from headrace.inference.scheduling.output_check import OutputCheck
+from headrace.inference.scheduling.policy import SequencePolicy
+from headrace.inference.scheduling.selector import Batch
+from headrace.inference.scheduling.sequences.live_sequence import SequenceEntry
+from headrace.inference.scheduling.sequences.runner import SequenceRunner
 from headrace.runtimes.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeModel
 
 from tests.support.sequence_models import state_sums

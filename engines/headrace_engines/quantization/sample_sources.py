@@ -37,8 +37,8 @@ from headrace.config.documents import within
 from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import filename_problem, read_labels
 from headrace.core.errors import BadRequest, ConfigError
-from headrace.engine.pipelines.image import decode, prepare
-from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.inference.pipelines.image import decode, prepare
+from headrace.inference.pipelines.recipe import ImageRecipe
 
 from headrace_engines.errors import BuildError
 from headrace_engines.quantization.samples import (

@@ -1,6 +1,6 @@
 """Configuration of pipelines: Triton's `ensemble_scheduling`, and Headrace's `pipeline` for what Triton's form lacks.
 
-These classes check single fields. Rules over the whole graph are in `headrace.engine.pipelines.graph`.
+These classes check single fields. Rules over the whole graph are in `headrace.inference.pipelines.graph`.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def decoupled_problems(config: ModelConfig) -> Iterator[Problem]:
         config: configuration, identity completed.
     """
     loc = ("model_transaction_policy", "decoupled")
-    # The steps of a pipeline decide: see headrace.engine.pipelines.decoupled_rules.
+    # The steps of a pipeline decide: see headrace.inference.pipelines.decoupled_rules.
     if not config.is_decoupled or config.kind == "pipeline":
         return
     if config.kind != "python" or config.backend != "python":

@@ -44,7 +44,7 @@ class Responses(Protocol):
 
 
 class SequenceFields(NamedTuple):
-    """Sequence parameters of a request as the client sent them; `headrace.engine.scheduling.sequences` checks them.
+    """Sequence parameters of a request as the client sent them; `headrace.inference.scheduling.sequences` checks them.
 
     Attributes:
         id: `sequence_id`: a number or a text.

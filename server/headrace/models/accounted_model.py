@@ -12,12 +12,12 @@ from headrace.config.model_config import ModelConfig
 from headrace.config.onnx_model import external_files
 from headrace.core.heap import heap_bytes
 from headrace.core.ledger import CPU, Kind, MemoryAccount
-from headrace.engine.pipelines.execution import Steps
-from headrace.engine.scheduling.batch_proof import BatchVerdict
-from headrace.engine.scheduling.proven_sizes import ProvenSizes
-from headrace.engine.scheduling.reshaping import ReshapingExecution
-from headrace.engine.scheduling.row_sampler import RowSampler
-from headrace.engine.scheduling.sequences.controls import ControlledExecution
+from headrace.inference.pipelines.execution import Steps
+from headrace.inference.scheduling.batch_proof import BatchVerdict
+from headrace.inference.scheduling.proven_sizes import ProvenSizes
+from headrace.inference.scheduling.reshaping import ReshapingExecution
+from headrace.inference.scheduling.row_sampler import RowSampler
+from headrace.inference.scheduling.sequences.controls import ControlledExecution
 from headrace.models.sequence_policy import sequence_policy
 from headrace.runtimes.base import Execution, LoadedModel
 

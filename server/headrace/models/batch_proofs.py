@@ -34,14 +34,14 @@ from headrace.config.ragged_rules import is_ragged
 from headrace.config.serving_plan import PYTHON_RUNTIMES, ServingPlan
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import HeadraceError
-from headrace.engine.scheduling.batch_proof import (
+from headrace.inference.scheduling.batch_proof import (
     BatchVerdict,
     ProofError,
     ProofInterrupted,
 )
-from headrace.engine.scheduling.joining import RaggedLayout
-from headrace.engine.scheduling.proven_sizes import ProvenSizes
-from headrace.engine.scheduling.row_sampler import MAX_SAMPLES, RowSample, RowSampler
+from headrace.inference.scheduling.joining import RaggedLayout
+from headrace.inference.scheduling.proven_sizes import ProvenSizes
+from headrace.inference.scheduling.row_sampler import MAX_SAMPLES, RowSample, RowSampler
 from headrace.models.accounted_model import AccountedModel
 from headrace.models.proof_run import NOT_TESTED, ProofRun, untestable
 from headrace.models.warmup import CONFIG_FIELDS, machine_of

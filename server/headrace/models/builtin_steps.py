@@ -18,13 +18,13 @@ from headrace.core.errors import ConfigError
 from headrace.core.limits import BodyMemory
 from headrace.core.request import BatchTimes, InferRequest, InferResponse
 from headrace.core.tensor import ModelSpec
-from headrace.engine.pipelines.graph import PipelineGraph, Step, run_rows
-from headrace.engine.pipelines.steps.options import DecodeOptions, read_options
-from headrace.engine.pipelines.yaml_steps import builtin_spec
-from headrace.engine.scheduling.batching import CloseReason
-from headrace.engine.scheduling.handle import ModelHandle
-from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.pipelines.graph import PipelineGraph, Step, run_rows
+from headrace.inference.pipelines.steps.options import DecodeOptions, read_options
+from headrace.inference.pipelines.yaml_steps import builtin_spec
+from headrace.inference.scheduling.batching import CloseReason
+from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.loader import Loader
 from headrace.models.registry import Registry
 from headrace.observability.counters import BatchRecord, Recorder
@@ -178,6 +178,6 @@ def _load(step: Step, folder: ModelFolder, batched: bool, instances: int, decode
         options: DecodeOptions = read_options(step.builtin, step.options)
         return PooledDecoder(decoders, step.options, batched, instances, float(options.timeout_s))
     # Imported here, so that servers without such pipelines do not load Pillow.
-    from headrace.engine.pipelines.steps.execution import BuiltinBackend, parameters_of
+    from headrace.inference.pipelines.steps.execution import BuiltinBackend, parameters_of
 
     return BuiltinBackend().load(folder.path, instances, parameters_of(step.builtin, step.options, batched))

@@ -24,7 +24,7 @@ from headrace.config.triton_json import to_triton_json
 from headrace.core.cancellation import current_cancellation
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.ledger import NoRoom
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.builds import BuildOrder, EngineBuilds
 from headrace.models.dependencies import DependencyGraph
 from headrace.models.folders import ABSENT, Fingerprint, fingerprint_version, fingerprint_versions, without_builds

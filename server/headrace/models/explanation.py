@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from headrace.core.clock import NS_PER_MS, NS_PER_US, monotonic_ns
 from headrace.core.response_bodies import Bottleneck, Explanation
-from headrace.engine.pipelines.pipeline_handle import PipelineHandle
-from headrace.engine.pipelines.step_totals import slowest_step
-from headrace.engine.scheduling.bottlenecks import LoadSnapshot, find_bottlenecks, find_full_slots, snapshot_figures
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.pipelines.pipeline_handle import PipelineHandle
+from headrace.inference.pipelines.step_totals import slowest_step
+from headrace.inference.scheduling.bottlenecks import LoadSnapshot, find_bottlenecks, find_full_slots, snapshot_figures
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.registry import Registry
 
 

@@ -16,7 +16,7 @@ from headrace.config.serving_plan import CUDA_RUNTIME
 from headrace.config.tensor_config import ModelInput, ModelOutput
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.tensor import BY_CONFIG_NAME
-from headrace.engine.pipelines.execution import Steps
+from headrace.inference.pipelines.execution import Steps
 from headrace.models.sequence_policy import sequence_policy, state_tensors
 from headrace.runtimes.cuda import devices as gpus
 from headrace.runtimes.cuda.driver import lost_gpus

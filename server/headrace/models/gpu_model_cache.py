@@ -26,7 +26,7 @@ from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import HeadraceError, Unavailable
 from headrace.core.ledger import CPU, HOST, Ledger, MemoryAccount, NoRoom, format_bytes
 from headrace.core.telemetry import LoadCounts
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 
 logger = logging.getLogger("headrace.memory")
 

@@ -12,7 +12,7 @@ import numpy as np
 from headrace.config.model_folder import MAX_INPUT_BYTES
 from headrace.core.clock import NS_PER_MS, Clock, monotonic_ns
 from headrace.core.tensor import BF16, BYTES, Array, ModelSpec, TensorSpec
-from headrace.engine.scheduling.ragged import PaddedLayout
+from headrace.inference.scheduling.ragged import PaddedLayout
 from headrace.models.warmup import random_values
 from headrace.runtimes.base import Execution, ExecutionLost
 

@@ -41,16 +41,16 @@ from headrace.core.errors import ConfigError, Finding, Unsupported
 from headrace.core.ledger import CPU, MemoryAccount, NoRoom
 from headrace.core.limits import BodyMemory
 from headrace.core.sequence_state import StateTensor
-from headrace.engine.caching.response_caches import ResponseCaches
-from headrace.engine.pipelines.execution import Steps, steps_of
-from headrace.engine.scheduling.handle import ModelHandle
-from headrace.engine.scheduling.joining import RaggedLayout
-from headrace.engine.scheduling.policy import (
+from headrace.inference.caching.response_caches import ResponseCaches
+from headrace.inference.pipelines.execution import Steps, steps_of
+from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.joining import RaggedLayout
+from headrace.inference.scheduling.policy import (
     HandlePolicy,
 )
-from headrace.engine.scheduling.sequences.directory import SequenceDirectory
-from headrace.engine.scheduling.sequences.sequence_handle import SequenceHandle
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.sequences.directory import SequenceDirectory
+from headrace.inference.scheduling.sequences.sequence_handle import SequenceHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.accounted_model import AccountedModel, HostMemory, cpu_batch_size, file_id
 from headrace.models.batch_proofs import BatchProofs
 from headrace.models.gpu_model_cache import GpuModelCache
@@ -204,7 +204,7 @@ class Loader:
         profile_s: maximum time in seconds to measure each version before it serves; 0 measures nothing.
         latency_store: stored latency tables; None stores nothing.
         state: the state folder with engines of read-only model folders; None if there is none.
-        inline_bound_ns: see `headrace.engine.scheduling.policy.HandlePolicy`.
+        inline_bound_ns: see `headrace.inference.scheduling.policy.HandlePolicy`.
         bodies: counts requests in the front ends; None without front ends.
         interpreters: chooses the interpreters of Python models; None for the server's own.
         calls: receives calls of Python models to other models; None without them.

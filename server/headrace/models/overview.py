@@ -16,10 +16,10 @@ from headrace.core import response_bodies as responses
 from headrace.core.clock import NS_PER_MS, NS_PER_S, REPORT_STEP_NS, Clock, allow_pauses, monotonic_ns, pause
 from headrace.core.errors import ConfigError, NotFound
 from headrace.core.telemetry import StoreStatus
-from headrace.engine.pipelines.graph import Step
-from headrace.engine.pipelines.pipeline_handle import PipelineHandle
-from headrace.engine.pipelines.step_totals import slowest_step
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.pipelines.graph import Step
+from headrace.inference.pipelines.pipeline_handle import PipelineHandle
+from headrace.inference.pipelines.step_totals import slowest_step
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.folders import find
 from headrace.models.registry import Registry, placement
 from headrace.observability.histograms import FIRST_NATIVE, SCHEMA, Counts

@@ -17,8 +17,8 @@ from headrace.config.model_folder import CONFIG_FILES, ModelFolder, read_documen
 from headrace.config.serving_plan import ServingPlan
 from headrace.core.errors import ConfigError, Finding, HeadraceError
 from headrace.core.tensor import ModelSpec
-from headrace.engine.pipelines.decoupled_rules import decoupled_step, decoupled_step_problems
-from headrace.engine.pipelines.graph import (
+from headrace.inference.pipelines.decoupled_rules import decoupled_step, decoupled_step_problems
+from headrace.inference.pipelines.graph import (
     MAX_LEVELS,
     MAX_STEPS,
     PipelineGraph,
@@ -27,9 +27,9 @@ from headrace.engine.pipelines.graph import (
     check_members,
     run_rows,
 )
-from headrace.engine.pipelines.pipeline_handle import PipelineHandle
-from headrace.engine.pipelines.yaml_steps import build_yaml_graph, builtin_spec
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.pipelines.pipeline_handle import PipelineHandle
+from headrace.inference.pipelines.yaml_steps import build_yaml_graph, builtin_spec
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.builtin_steps import PipelineMembers, open_builtin_steps
 from headrace.models.dependencies import load_order
 from headrace.models.folders import RepositoryModel

@@ -19,9 +19,9 @@ from headrace.config.tensor_config import ModelInput, ModelOutput, row_bytes_of
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array
-from headrace.engine.pipelines.execution import steps_of
-from headrace.engine.scheduling.assembly import Staging
-from headrace.engine.scheduling.batch_proof import (
+from headrace.inference.pipelines.execution import steps_of
+from headrace.inference.scheduling.assembly import Staging
+from headrace.inference.scheduling.batch_proof import (
     BatchTests,
     BatchVerdict,
     Fault,
@@ -31,11 +31,11 @@ from headrace.engine.scheduling.batch_proof import (
     RunBatch,
     run_rows,
 )
-from headrace.engine.scheduling.joining import RaggedLayout
-from headrace.engine.scheduling.policy import SequencePolicy
-from headrace.engine.scheduling.proven_sizes import size_at
-from headrace.engine.scheduling.row_sampler import RowSample
-from headrace.engine.scheduling.sequences.state import find_slot_states, run_new_sequences
+from headrace.inference.scheduling.joining import RaggedLayout
+from headrace.inference.scheduling.policy import SequencePolicy
+from headrace.inference.scheduling.proven_sizes import size_at
+from headrace.inference.scheduling.row_sampler import RowSample
+from headrace.inference.scheduling.sequences.state import find_slot_states, run_new_sequences
 from headrace.models.accounted_model import AccountedModel, served_execution
 from headrace.models.sequence_policy import sequence_policy
 from headrace.models.warmup import Warmup, make_warmups, random_values

@@ -31,7 +31,7 @@ from headrace.core.errors import (
     Unavailable,
 )
 from headrace.core.threads import start_thread
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models import folders
 from headrace.models.builds import BUILDER, EngineBuilds
 from headrace.models.control_policy import ControlPolicy, ModelSelection

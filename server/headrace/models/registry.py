@@ -21,8 +21,8 @@ from headrace.config.traffic_config import Traffic
 from headrace.core.clock import pause, stepwise
 from headrace.core.errors import BadRequest, HeadraceError, NotFound, Unavailable
 from headrace.core.response_bodies import IndexRow, TrafficReport, VersionStatistics
-from headrace.engine.scheduling.sequences.directory import SequenceDirectory
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.sequences.directory import SequenceDirectory
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.observability.totals import to_triton
 
 

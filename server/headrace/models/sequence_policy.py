@@ -13,7 +13,7 @@ from headrace.config.sequence_config import DEFAULT_IDLE_US, ControlInput, Direc
 from headrace.core.clock import NS_PER_US
 from headrace.core.sequence_state import StateTensor
 from headrace.core.tensor import BY_CONFIG_NAME
-from headrace.engine.scheduling.policy import ControlTensor, SequencePolicy
+from headrace.inference.scheduling.policy import ControlTensor, SequencePolicy
 from headrace.models.data_files import read_values, zeros
 
 

@@ -29,8 +29,8 @@ from headrace.core.clock import NS_PER_S
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.heap import trim_heap
 from headrace.core.ledger import MemoryAccount, NoRoom, format_bytes
-from headrace.engine.pipelines.execution import steps_of
-from headrace.engine.scheduling.latency_table import LatencyTable
+from headrace.inference.pipelines.execution import steps_of
+from headrace.inference.scheduling.latency_table import LatencyTable
 from headrace.models.accounted_model import AccountedModel, free_bytes
 from headrace.models.warmup import LatencyMeasurement, WarmupRunner, machine_of, make_warmups
 from headrace.runtimes.isolated.backend import memory_terms

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.registry import Registry, State
 
 logger = logging.getLogger("headrace.control")

@@ -12,9 +12,9 @@ from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import ModelFolder
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.ledger import MemoryAccount
-from headrace.engine.scheduling.handle import ModelHandle
-from headrace.engine.scheduling.output_check import OutputMismatch
-from headrace.engine.scheduling.ragged import PaddedLayout
+from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.output_check import OutputMismatch
+from headrace.inference.scheduling.ragged import PaddedLayout
 from headrace.models.accounted_model import AccountedModel, file_id
 from headrace.models.idle_tasks import IdleTasks
 from headrace.models.length_measurement import LengthMeasurement

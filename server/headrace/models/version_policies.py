@@ -13,7 +13,7 @@ from headrace.config.ragged_rules import is_ragged
 from headrace.core.clock import NS_PER_MS, NS_PER_US
 from headrace.core.quota import Quota
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, PaddedInputs, TensorSpec
-from headrace.engine.scheduling.policy import (
+from headrace.inference.scheduling.policy import (
     BatchPolicy,
     ComputedInput,
     HandlePolicy,
@@ -27,7 +27,7 @@ from headrace.engine.scheduling.policy import (
 from headrace.models.accounted_model import cpu_batch_size
 from headrace.models.sequence_policy import sequence_policy
 
-# More threads copy no faster: see headrace.engine.scheduling.filler.
+# More threads copy no faster: see headrace.inference.scheduling.filler.
 _MAX_FILL_THREADS = 4
 
 

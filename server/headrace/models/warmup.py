@@ -36,8 +36,8 @@ from headrace.config.serving_plan import CUDA_RUNTIME, PYTHON_RUNTIMES
 from headrace.config.tensor_config import ModelInput, WarmupInput, row_bytes_of
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.tensor import BF16, BY_CONFIG_NAME, BYTES, Array, Datatype
-from headrace.engine.scheduling.assembly import BatchLayout, Staging
-from headrace.engine.scheduling.latency_table import LatencyTable, MeasuredTimes
+from headrace.inference.scheduling.assembly import BatchLayout, Staging
+from headrace.inference.scheduling.latency_table import LatencyTable, MeasuredTimes
 from headrace.models.data_files import read_values, zeros
 from headrace.runtimes.base import Execution, ExecutionLost, LoadedModel, find_inner
 

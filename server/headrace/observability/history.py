@@ -22,7 +22,7 @@ class Counts(Protocol):
 
 
 class Counted(Protocol):
-    """A version with its counts; see `headrace.engine.scheduling.version_handle.VersionHandle`."""
+    """A version with its counts; see `headrace.inference.scheduling.version_handle.VersionHandle`."""
 
     @property
     def recorder(self) -> Counts:

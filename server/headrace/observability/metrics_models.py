@@ -305,7 +305,7 @@ class Policy(Protocol):
 
 
 class HandleStatus(Protocol):
-    """State of a loaded version; see `headrace.engine.scheduling.version_handle.VersionHandle`."""
+    """State of a loaded version; see `headrace.inference.scheduling.version_handle.VersionHandle`."""
 
     @property
     def policy(self) -> Policy:
@@ -336,7 +336,7 @@ class ScrapedCache(Protocol):
 
 
 class ScrapedModel(HandleStatus, Protocol):
-    """A loaded model version; see `headrace.engine.scheduling.version_handle.VersionHandle`."""
+    """A loaded model version; see `headrace.inference.scheduling.version_handle.VersionHandle`."""
 
     recorder: Recorder
     spec: ModelSpec

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace_model.slots import START
 
 from headrace.core.completion import LoopCompletion
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.python.process import RunningBatch
 from headrace.runtimes.base import BatchMember
 

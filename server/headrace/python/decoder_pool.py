@@ -28,7 +28,7 @@ _LENT_IMAGES = 8
 _DEFAULT_LIMIT_S = 10.0
 _NAME = "decode_image"
 # The module is imported by the processes only: servers without such pipelines do not load Pillow.
-_FACTORY = "headrace.engine.pipelines.steps.execution:DecoderBackend"
+_FACTORY = "headrace.inference.pipelines.steps.execution:DecoderBackend"
 # Seconds between two looks for a process that serves, while all that serve are busy.
 _LOOK_S = 0.05
 
@@ -82,7 +82,7 @@ class DecoderPool:
         """Decode the images of a request in the first process that is free.
 
         Args:
-            inputs: as `headrace.engine.pipelines.steps.execution.DecoderExecution` takes them.
+            inputs: as `headrace.inference.pipelines.steps.execution.DecoderExecution` takes them.
             limit_s: seconds after which the process counts as hanging and is killed.
 
         Returns:

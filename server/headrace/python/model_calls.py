@@ -45,7 +45,7 @@ from headrace.core.errors import (
 from headrace.core.request import InferRequest, InferResponse, Probe, SequenceFields
 from headrace.core.shapes import CheckedShapes
 from headrace.core.tensor import Array, ModelSpec
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.registry import Registry
 from headrace.python.call_cycles import CallingProcess, ModelCall, find_cycle
 from headrace.python.process import CallSocket, RunningBatch

@@ -14,7 +14,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.ledger import CPU
 from headrace.core.limits import BodyMemory
 from headrace.core.store_url import parse_store_url
-from headrace.engine.caching.response_caches import ResponseCaches
+from headrace.inference.caching.response_caches import ResponseCaches
 from headrace.models.batch_proofs import BatchProofs
 from headrace.models.control_policy import ControlPolicy, ModelSelection
 from headrace.models.gpu_model_cache import GpuModelCache

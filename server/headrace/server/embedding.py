@@ -29,7 +29,7 @@ from headrace.core.response_bodies import ProfileRow
 from headrace.core.shapes import CheckedShapes
 from headrace.core.store_url import is_store_url, parse_store_url
 from headrace.core.tensor import BF16, BYTES, Array, ModelSpec, TensorSpec
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.folders import open_paths
 from headrace.models.stores.cache import open_mirrors
 from headrace.server.data_plane import DataPlane

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.inference.pipelines.recipe import ImageRecipe
 from headrace.runtimes.cuda import driver
 from headrace.runtimes.cuda.driver import CudaStream
 from headrace.runtimes.cuda.kernels import launching, loading

@@ -16,8 +16,8 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, ModelFailed
 from headrace.core.request import InferRequest
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
-from headrace.engine.scheduling.handle import ModelHandle
-from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
+from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
 from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace_engines.targets.base import ShapeRange, TargetSpec

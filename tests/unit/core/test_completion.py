@@ -9,7 +9,7 @@ import pytest
 from headrace.core.completion import Completion, LoopCompletion, Mailbox, settle_all
 from headrace.core.errors import Cancelled, ModelFailed
 from headrace.core.request import InferResponse
-from headrace.engine.scheduling.entries import Sequencer
+from headrace.inference.scheduling.entries import Sequencer
 
 from tests.support.completions import RecordedCompletion
 from tests.support.waiting import on_threads, until_async

@@ -89,7 +89,7 @@ def test_classes_and_methods_of_a_page_exist(name: str) -> None:
 
 def test_missing_paths_and_symbols_are_reported() -> None:
     assert missing_paths(
-        "`wire/http/codec.py` `engine/scheduling/` `tests/unit` `wire/http/no_such.py`, `infer/x` `model.onnx`"
+        "`wire/http/codec.py` `inference/scheduling/` `tests/unit` `wire/http/no_such.py`, `infer/x` `model.onnx`"
     ) == ["wire/http/no_such.py"]
     assert missing_paths("```\n`wire/http/no_such.py`\n```\n    `wire/grpc/no_such.py`\n") == []
     assert missing_symbols("`ModelHandle.compute` `ModelHandle` `decide` `NoSuchClass` `ModelHandle.no_such`") == [

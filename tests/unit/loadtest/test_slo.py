@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from headrace.engine.simulation.replay import ANSWERED, BatchHistory, Replay
-from headrace.engine.simulation.traces import Trace
+from headrace.inference.simulation.replay import ANSWERED, BatchHistory, Replay
+from headrace.inference.simulation.traces import Trace
 
 from loadtest.slo import device, served
 from loadtest.slo.__main__ import main

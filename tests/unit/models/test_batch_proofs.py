@@ -21,8 +21,8 @@ import pytest
 from headrace.core.errors import ModelFailed
 from headrace.core.ledger import CPU
 from headrace.core.request import InferRequest, InferResponse
-from headrace.engine.scheduling.ragged import PaddedLayout
-from headrace.engine.scheduling.row_sampler import MAX_SAMPLES
+from headrace.inference.scheduling.ragged import PaddedLayout
+from headrace.inference.scheduling.row_sampler import MAX_SAMPLES
 from headrace.models.batch_proofs import BatchProofs, StoredDifference
 from headrace.models.control_policy import ControlPolicy
 from headrace.models.explanation import explain

@@ -12,10 +12,10 @@ import pytest
 from headrace.core.errors import Unsupported
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
-from headrace.engine.pipelines import image
-from headrace.engine.pipelines.execution import Ranking, softmax
-from headrace.engine.pipelines.image import PixelSteps
-from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.inference.pipelines import image
+from headrace.inference.pipelines.execution import Ranking, softmax
+from headrace.inference.pipelines.image import PixelSteps
+from headrace.inference.pipelines.recipe import ImageRecipe
 from headrace.models.control_policy import ControlPolicy
 from headrace.runtimes.cuda.kernels import launching, loading
 from headrace_engines.progress import silent

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from headrace.core.tensor import BY_CONFIG_NAME, Array, ModelSpec, PaddedInputs, TensorSpec
-from headrace.engine.scheduling.policy import PaddingPolicy
-from headrace.engine.scheduling.ragged import PaddedLayout
+from headrace.inference.scheduling.policy import PaddingPolicy
+from headrace.inference.scheduling.ragged import PaddedLayout
 from headrace.models.length_measurement import LengthMeasurement
 
 INT64, FP32, STRING = (BY_CONFIG_NAME[f"TYPE_{name}"] for name in ("INT64", "FP32", "STRING"))

@@ -11,8 +11,8 @@ import pytest
 from headrace.config.traffic_config import Traffic
 from headrace.core.completion import Mailbox
 from headrace.core.errors import NotFound, Unavailable
-from headrace.engine.scheduling.handle import ModelHandle
-from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
+from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.models.registry import TRANSITIONS, Registry, Serving, State, transition
 from headrace.models.version_closer import VersionCloser
 from headrace.observability.counters import Recorder

@@ -10,7 +10,7 @@ import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import QuotaExceeded
 from headrace.core.quota import Quota
-from headrace.engine.scheduling.policy import RateLimits
+from headrace.inference.scheduling.policy import RateLimits
 from headrace.models.explanation import explain
 
 from tests.support.fakes import FakeModel, handle, infer_request

@@ -11,15 +11,15 @@ import pytest
 from headrace.core.clock import NS_PER_MS, monotonic_ns
 from headrace.core.errors import NotFound
 from headrace.core.response_bodies import ProcessFigures, VersionStatus
-from headrace.engine.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.handle import ModelHandle
 from headrace.models import overview as overview_module
 from headrace.models.overview import ServerOverview
 from headrace.models.registry import Registry, Serving, State
 
 from tests.support.fakes import infer_request
 from tests.support.waiting import until
-from tests.unit.engine.pipelines.test_run import turns
-from tests.unit.engine.pipelines.test_run_branches import YamlCase
+from tests.unit.inference.pipelines.test_run import turns
+from tests.unit.inference.pipelines.test_run_branches import YamlCase
 from tests.unit.models.test_registry import loop_with_handles
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from headrace.config.model_config import ModelConfig
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.quota import Quota
-from headrace.engine.scheduling.policy import HandlePolicy, LevelPolicy, QueueLimits, RateLimits, Sharing
+from headrace.inference.scheduling.policy import HandlePolicy, LevelPolicy, QueueLimits, RateLimits, Sharing
 from headrace.models.version_policies import handle_policy
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import read_model_folder
-from headrace.engine.scheduling.latency_table import LatencyTable
+from headrace.inference.scheduling.latency_table import LatencyTable
 from headrace.models import warmup
 from headrace.models.warmup import NO_LATENCIES, LatencyFile, LatencyStore, StoredLatencies
 from hypothesis import given

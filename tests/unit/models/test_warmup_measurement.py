@@ -16,7 +16,7 @@ from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import read_model_folder
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.tensor import Array
-from headrace.engine.scheduling.latency_table import LatencyTable
+from headrace.inference.scheduling.latency_table import LatencyTable
 from headrace.models.warmup import LatencyMeasurement, StoredLatencies, sizes
 from headrace.runtimes.base import ExecutionLost
 

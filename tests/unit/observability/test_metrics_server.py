@@ -6,7 +6,7 @@ import gc
 
 from headrace.core.clock import NS_PER_S
 from headrace.core.limits import ClientLimits, Limits
-from headrace.engine.simulation.virtual_time import VirtualLoop
+from headrace.inference.simulation.virtual_time import VirtualLoop
 from headrace.observability.labelled_counter import LOADS
 from headrace.observability.metrics import PROTOBUF, MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headrace.core.tensor import ModelSpec, TensorSpec
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 
 
 def contract_problem(stable: VersionHandle, other: VersionHandle) -> str:

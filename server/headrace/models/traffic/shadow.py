@@ -20,7 +20,7 @@ from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import HeadraceError, ModelFailed
 from headrace.core.request import NO_RANGES, InferRequest, InferResponse
 from headrace.core.tensor import Array, is_resident
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.traffic.comparison import OutputComparison, compare
 
 logger = logging.getLogger("headrace.traffic")

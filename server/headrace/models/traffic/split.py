@@ -19,7 +19,7 @@ from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import BadRequest, Conflict, HeadraceError, Unavailable
 from headrace.core.request import InferRequest, InferResponse, ModelLoad
 from headrace.core.response_bodies import TrafficReport, VersionTraffic
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.traffic.comparison import OutputComparison
 from headrace.models.traffic.contract import contract_problem
 from headrace.models.traffic.figures import Sums, VersionFigures, broken_rule, missing_evidence

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from headrace.core.clock import NS_PER_MS
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed
-from headrace.engine.pipelines.recipe import ImageRecipe, parameter_value
+from headrace.inference.pipelines.recipe import ImageRecipe, parameter_value
 from headrace.server.commands import connection
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def picture_tensor(file: str, task: PictureTask) -> AnyArray:
         BadRequest: the file cannot be read or is no picture.
     """
     # Imported here, so that commands without pictures do not load Pillow.
-    from headrace.engine.pipelines.image import decode, prepare, to_pixels
+    from headrace.inference.pipelines.image import decode, prepare, to_pixels
 
     try:
         image = decode(Path(file).read_bytes())

@@ -21,15 +21,15 @@ from headrace.config.model_folder import find_model_folder, read_model_folder
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.errors import ConfigError, HeadraceError, NotFound
 from headrace.core.quota import Quota
-from headrace.engine.pipelines.graph import PipelineGraph, build_graph
-from headrace.engine.pipelines.yaml_steps import build_yaml_graph
-from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy, RateLimits, Sharing
-from headrace.engine.simulation.options import KINDS, SettingParser, add_setting
-from headrace.engine.simulation.pipelines import SimulatedPipeline, called_by, plain_graph
-from headrace.engine.simulation.replay import LatencyProfile, SimulatedModel, parse_profile, profile_of, replay
-from headrace.engine.simulation.report import panels, print_reports, print_sequence_reports, report, sequence_report
-from headrace.engine.simulation.sequences import SequenceLoad, replay_sequences, sequence_rules
-from headrace.engine.simulation.traces import ArrivalPattern, Trace, Workload, make_trace, read_trace
+from headrace.inference.pipelines.graph import PipelineGraph, build_graph
+from headrace.inference.pipelines.yaml_steps import build_yaml_graph
+from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, RateLimits, Sharing
+from headrace.inference.simulation.options import KINDS, SettingParser, add_setting
+from headrace.inference.simulation.pipelines import SimulatedPipeline, called_by, plain_graph
+from headrace.inference.simulation.replay import LatencyProfile, SimulatedModel, parse_profile, profile_of, replay
+from headrace.inference.simulation.report import panels, print_reports, print_sequence_reports, report, sequence_report
+from headrace.inference.simulation.sequences import SequenceLoad, replay_sequences, sequence_rules
+from headrace.inference.simulation.traces import ArrivalPattern, Trace, Workload, make_trace, read_trace
 from headrace.models.version_policies import handle_policy
 from headrace.server.embedding import Server
 

@@ -26,8 +26,8 @@ from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unavailab
 from headrace.core.request import NO_PARAMETERS, NO_RANGES, GroupMembers, InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
 from headrace.core.tensor import Array, Region, TensorSpec
-from headrace.engine.scheduling.handle import ModelHandle
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.registry import Registry
 from headrace.models.shared_memory import Pin, SharedMemoryRegions
 from headrace.server.front_ends import frames
@@ -41,7 +41,7 @@ from headrace.wire.requests.request_options import SharedRange
 from headrace.wire.requests.request_template import RawInput, named_tensor, read_shared_input, write_shared_output
 from headrace.wire.requests.services import Regions
 
-logger = logging.getLogger("headrace.engine")
+logger = logging.getLogger("headrace.inference")
 
 _REPLACED = "the model was replaced while the request arrived: retry"
 _GONE = "the front-end process of the request has ended"

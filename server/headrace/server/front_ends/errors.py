@@ -9,7 +9,7 @@ from headrace.core.errors import HeadraceError
 from headrace.server.front_ends.frames import ErrorRecord
 from headrace.wire.requests.service import internal_error
 
-logger = logging.getLogger("headrace.engine")
+logger = logging.getLogger("headrace.inference")
 
 
 def _classes(kind: type[HeadraceError]) -> dict[str, type[HeadraceError]]:

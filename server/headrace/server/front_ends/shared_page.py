@@ -24,10 +24,10 @@ import numpy as np
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import HeadraceError
 from headrace.core.request import ModelLoad
-from headrace.engine.scheduling.admission import LATE_TEXT, STANDING_TEXT, WaitForecast, rejection, wait_too_long
-from headrace.engine.scheduling.queue import FAR_NS
-from headrace.engine.scheduling.selector import queue_full
-from headrace.engine.scheduling.version_handle import OverloadFigures, VersionHandle
+from headrace.inference.scheduling.admission import LATE_TEXT, STANDING_TEXT, WaitForecast, rejection, wait_too_long
+from headrace.inference.scheduling.queue import FAR_NS
+from headrace.inference.scheduling.selector import queue_full
+from headrace.inference.scheduling.version_handle import OverloadFigures, VersionHandle
 from headrace.server.front_ends.counter_array import (
     SLOTS,
     CounterArray,
@@ -73,7 +73,7 @@ class VersionRecord(NamedTuple):
         max_count, max_size_bytes: bounds of the queue; `max_count` is 0 if the engine process decides.
         objective_ns: promised latency.
         retry_after_ns: delay before a retry.
-        wait_until_ns, wait_bound_ns: as in `headrace.engine.scheduling.admission.WaitForecast`; 0 without one.
+        wait_until_ns, wait_bound_ns: as in `headrace.inference.scheduling.admission.WaitForecast`; 0 without one.
     """
 
     depth: int

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.registry import Registry
 from headrace.server.front_ends.channel import Start
 from headrace.server.front_ends.counter_array import CounterArray, CounterArrays

@@ -56,7 +56,7 @@ class ServerFigures(NamedTuple):
 
 
 class LoadedVersion(Protocol):
-    """A served version; see `headrace.engine.scheduling.version_handle.VersionHandle`."""
+    """A served version; see `headrace.inference.scheduling.version_handle.VersionHandle`."""
 
     def load(self, by_level: bool = True) -> ModelLoad:
         """Return the load of the version; also of each priority level if `by_level`."""

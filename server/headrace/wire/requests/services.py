@@ -24,7 +24,7 @@ from headrace.wire.requests.request_options import RequestOptionsReader
 
 
 class ComputeTimes(Protocol):
-    """Compute times of a version by batch size; see `headrace.engine.scheduling.latency_table.LatencyTable`."""
+    """Compute times of a version by batch size; see `headrace.inference.scheduling.latency_table.LatencyTable`."""
 
     def table(self) -> list[responses.ProfileRow]:
         """Return one entry per measured batch size."""

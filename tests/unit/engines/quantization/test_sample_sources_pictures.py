@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from headrace.config.model_config import ModelConfig
 from headrace.config.tensor_config import ModelInput, ModelOutput, Preprocess
-from headrace.engine.pipelines.image import decode, prepare
-from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.inference.pipelines.image import decode, prepare
+from headrace.inference.pipelines.recipe import ImageRecipe
 from headrace_engines.errors import BuildError
 from headrace_engines.quantization import sample_sources as picture_folder
 from headrace_engines.quantization.sample_sources import open_samples

@@ -17,7 +17,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest, Cancelled, Conflict, HeadraceError, ModelFailed, NotFound, Unavailable
 from headrace.core.request import NO_RANGES, InferRequest, InferResponse
 from headrace.core.tensor import BY_NAME, Array, ModelSpec, PaddedInputs
-from headrace.engine.scheduling.version_handle import VersionHandle
+from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.traffic import shadow as shadow_module
 from headrace.models.traffic.router import TrafficRouter
 from headrace.models.traffic.split import TrafficSplit

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from headrace.core.tensor import PINNED, is_resident
-from headrace.engine.pipelines.recipe import ImageRecipe
+from headrace.inference.pipelines.recipe import ImageRecipe
 from headrace.runtimes.cuda.driver import DeviceError
 from headrace.runtimes.cuda.kernels import launching
 from headrace.runtimes.cuda.kernels.launching import ClassStage, PictureStage

@@ -12,7 +12,7 @@ from headrace.core.errors import ModelFailed
 from headrace.core.ledger import Ledger
 from headrace.core.sequence_state import BatchSlots, StateTensor
 from headrace.core.tensor import BY_NAME
-from headrace.engine.scheduling.policy import SequencePolicy
+from headrace.inference.scheduling.policy import SequencePolicy
 from headrace.runtimes.base import ExecutionLost
 from headrace.runtimes.cuda.driver import DeviceError
 from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend

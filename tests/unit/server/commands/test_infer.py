@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import skimage
-from headrace.engine.pipelines.image import ImageRecipe, decode, prepare
+from headrace.inference.pipelines.image import ImageRecipe, decode, prepare
 from headrace.server.commands import infer as infer_command
 from headrace.server.commands.infer import Classified, RankedClass, server_time_ns
 from rich.console import Console

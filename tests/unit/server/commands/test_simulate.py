@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 from headrace.__main__ import main
-from headrace.engine.simulation.options import SettingParser, add_arguments
+from headrace.inference.simulation.options import SettingParser, add_arguments
 from onnx import TensorProto
 
 from tests.support.chains import write_chain

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from headrace.core.clock import NS_PER_S
 from headrace.core.completion import Mailbox
-from headrace.engine.scheduling.handle import ModelHandle
-from headrace.engine.scheduling.policy import BatchPolicy, HandlePolicy
+from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.models.registry import Registry
 from headrace.observability.counters import Recorder
 from headrace.server.front_ends import frames

@@ -14,13 +14,13 @@ from headrace.core.clock import NS_PER_S
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import Overloaded, WouldMiss
 from headrace.core.request import InferRequest, ModelLoad
-from headrace.engine.scheduling.admission import AdmissionController, AdmissionForecast, InFlightWork
-from headrace.engine.scheduling.batching import CostModel
-from headrace.engine.scheduling.latency_table import LatencyTable
-from headrace.engine.scheduling.policy import BatchPolicy, QueueLimits
-from headrace.engine.scheduling.queue import FAR_NS, Entry
-from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.version_handle import OverloadFigures
+from headrace.inference.scheduling.admission import AdmissionController, AdmissionForecast, InFlightWork
+from headrace.inference.scheduling.batching import CostModel
+from headrace.inference.scheduling.latency_table import LatencyTable
+from headrace.inference.scheduling.policy import BatchPolicy, QueueLimits
+from headrace.inference.scheduling.queue import FAR_NS, Entry
+from headrace.inference.scheduling.scheduler import Scheduler
+from headrace.inference.scheduling.version_handle import OverloadFigures
 from headrace.observability.counters import Recorder
 from headrace.server.front_ends.counter_array import CounterArray, FailureTotals, VersionFailures, version_key
 from headrace.server.front_ends.shared_page import PageState, PageWriter, SharedPage, VersionRecord, version_record

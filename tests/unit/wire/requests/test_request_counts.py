@@ -14,10 +14,10 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import Cancelled, DeadlineExceeded, HeadraceError, ModelFailed, Overloaded
 from headrace.core.request import BatchTimes, InferRequest
 from headrace.core.tensor import Array
-from headrace.engine.caching.response_cache import LARGE_BYTES
-from headrace.engine.caching.response_caches import ResponseCaches
-from headrace.engine.scheduling.handle import ModelHandle
-from headrace.engine.scheduling.policy import BatchPolicy
+from headrace.inference.caching.response_cache import LARGE_BYTES
+from headrace.inference.caching.response_caches import ResponseCaches
+from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.policy import BatchPolicy
 from headrace.observability.counters import BatchRecord, Recorder
 from headrace.observability.totals import to_triton
 from headrace.wire.grpc.codec import scan

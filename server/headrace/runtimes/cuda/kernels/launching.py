@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.core.tensor import Array
-from headrace.engine.pipelines.recipe import PRECISION_BITS, ImageRecipe, Resampling
+from headrace.inference.pipelines.recipe import PRECISION_BITS, ImageRecipe, Resampling
 from headrace.runtimes.cuda import driver
 from headrace.runtimes.cuda.driver import CudaStream
 from headrace.runtimes.cuda.kernels.loading import THREADS, Kernels, is_half

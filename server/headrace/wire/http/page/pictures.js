@@ -1,7 +1,7 @@
 // From a picture to the tensor that a model takes, as its configuration describes it: what `headrace infer` does, in a browser.
-// The arithmetic of resizing is that of server/headrace/engine/pipelines/recipe.py, where it is explained; so the answers are the same.
+// The arithmetic of resizing is that of server/headrace/inference/pipelines/recipe.py, where it is explained; so the answers are the same.
 
-// What a server takes of `headrace infer`, too (server/headrace/engine/pipelines/image.py).
+// What a server takes of `headrace infer`, too (server/headrace/inference/pipelines/image.py).
 const MAX_PIXELS = 50e6;
 const PRECISION_BITS = 22;
 const PREFIX = "headrace.";
