@@ -106,8 +106,19 @@ def _own(name: str) -> Callable[[], Any]:
     return build
 
 
-# Name -> builder, shape of a row, True for tokens; the small ones and those of public reports first.
+# Name -> builder, shape of a row, True for tokens; those that no GPU has measured yet first.
 NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...], bool]] = {
+    "segformer_b0": (_transformers("SegformerForSemanticSegmentation", "SegformerConfig", "logits"), IMAGE, False),
+    **{
+        name: (_torchvision(name), IMAGE, False)
+        for name in (
+            "swin_t", "vit_b_16", "efficientnet_b0", "convnext_tiny", "mobilenet_v3_small", "regnet_y_400mf",
+            "shufflenet_v2_x1_0", "densenet121", "mobilenet_v2", "squeezenet1_1", "resnet18", "resnet50",
+        )
+    },
+    "bert_base": (_transformers("BertModel", "BertConfig", "last_hidden_state"), (_LENGTH,), True),
+    "deit_tiny": (_timm("deit_tiny_patch16_224"), IMAGE, False),
+    "mixer_s32": (_timm("mixer_s32_224"), IMAGE, False),
     "lstm": (_own("lstm"), (_LENGTH, 32), False),
     "unet": (_own("unet"), IMAGE, False),
     "detr_like": (_own("detr_like"), IMAGE, False),
@@ -115,19 +126,6 @@ NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...], bool]] = {
         _transformers("T5EncoderModel", "T5Config", "last_hidden_state", num_layers=2, d_model=128, vocab_size=1000),
         (_LENGTH,), True,
     ),
-    "segformer_b0": (_transformers("SegformerForSemanticSegmentation", "SegformerConfig", "logits"), IMAGE, False),
-    "resnet18": (_torchvision("resnet18"), IMAGE, False),
-    "resnet50": (_torchvision("resnet50"), IMAGE, False),
-    "bert_base": (_transformers("BertModel", "BertConfig", "last_hidden_state"), (_LENGTH,), True),
-    "deit_tiny": (_timm("deit_tiny_patch16_224"), IMAGE, False),
-    "mixer_s32": (_timm("mixer_s32_224"), IMAGE, False),
-    **{
-        name: (_torchvision(name), IMAGE, False)
-        for name in (
-            "mobilenet_v2", "squeezenet1_1", "mobilenet_v3_small", "efficientnet_b0", "shufflenet_v2_x1_0",
-            "regnet_y_400mf", "vit_b_16", "swin_t", "convnext_tiny", "densenet121",
-        )
-    },
 }  # fmt: skip
 
 
@@ -145,12 +143,14 @@ def export(name: str, path: Path) -> None:
             torch.nn.init.kaiming_normal_(parameter, nonlinearity="relu")
     x = torch.randint(0, 2, (2, *shape)) if has_tokens else torch.randn(2, *shape)
     names = {"input_names": ["x"], "output_names": ["y"], "opset_version": 17}
+    part = path.with_suffix(".part")  # a process that is ended while it exports leaves no half file
     with torch.no_grad():
         try:
             torch.onnx.export(
-                module, (x,), str(path), dynamic_axes={"x": {0: "N"}, "y": {0: "N"}}, dynamo=False, **names
+                module, (x,), str(part), dynamic_axes={"x": {0: "N"}, "y": {0: "N"}}, dynamo=False, **names
             )
         except Exception as error:  # the older exporter lacks an operator
             print(f"{name}: exported by dynamo, since {type(error).__name__}", flush=True)
             rows = torch.export.Dim("N", min=1, max=4096)
-            torch.onnx.export(module, (x,), str(path), dynamic_shapes=({0: rows},), dynamo=True, **names)
+            torch.onnx.export(module, (x,), str(part), dynamic_shapes=({0: rows},), dynamo=True, **names)
+    part.rename(path)

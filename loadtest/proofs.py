@@ -4,8 +4,9 @@
         [--processes 8] [--results FILE]
 
 Needs TensorRT, a GPU, and PyTorch with torchvision, timm and transformers, or ONNX files NAME.onnx in FOLDER. Each network is
-exported with a free batch, built, compared with ONNX Runtime, loaded until the idle server has tested all sizes, and loaded
-again. Several processes share the GPU: their times are those of a busy machine. A row is written as soon as it is measured:
+exported with a free batch into FOLDER, built, compared with ONNX Runtime, loaded until the idle server has tested all sizes,
+and loaded again. Several processes share the GPU: their times are those of a busy machine. Networks that were never measured on
+a GPU come first. A row is written as soon as it is measured; those of FILE with verified sizes are not measured again:
 
     build s               of the engine, at optimization level 1
     differs               largest difference to the rows alone on ONNX Runtime's CPU in FP32, as a share of the output's range: of
@@ -20,11 +21,12 @@ Exit status: 1 if a size of a network is not proven. A network that cannot be ex
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import logging
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -151,7 +153,6 @@ def load(folder: Path, state: Path) -> tuple[Row, str]:
 def prove(source: Path, precision: str, rows: int, work: Path) -> Row:
     """Build an engine, compare it, and load it twice; return columns of the table."""
     folder = work / source.stem
-    shutil.rmtree(folder, ignore_errors=True)
     (folder / "1").mkdir(parents=True)
     (folder / "config.yaml").write_text(config_of(source, rows))
     model = onnx.load(source)
@@ -168,7 +169,10 @@ def prove(source: Path, precision: str, rows: int, work: Path) -> Row:
     plan, model = folder / "1" / "model.plan", lowered(model, precision, folder)
     begun_s = time.monotonic()
     TensorRtTarget(optimization_level=1).build(model, spec, plan, silent)
-    row = {"build s": f"{time.monotonic() - begun_s:.0f}", "differs": differences(source, plan, folder, rows)}
+    row = {"build s": f"{time.monotonic() - begun_s:.0f}"}
+    print(f"{source.stem} {precision}: built in {row['build s']} s", file=sys.stderr, flush=True)
+    row["differs"] = differences(source, plan, folder, rows)
+    print(f"{source.stem} {precision}: differs by {row['differs']}", file=sys.stderr, flush=True)
     # A plan of a builder has a stamp with its precision, which this one has not.
     bound = BOUNDS.get("tf32" if precision == "fp32" else precision, LARGEST_BOUND)
     with patch.object(proof_run, "smallest_bound", lambda _plan: bound), tempfile.TemporaryDirectory() as state:
@@ -194,62 +198,56 @@ class Table:
             stream.write(text)
         print("| " + " | ".join(row.get(column, "") for column in COLUMNS) + " |\n", end="", flush=True)
 
-    def rows(self) -> list[Row]:
-        """Return the rows of the file."""
-        return [json.loads(line) for line in self._results.read_text().splitlines()] if self._results.exists() else []
+    def rows(self, pair: tuple[str, str]) -> list[Row]:
+        """Return the rows of a network in a precision."""
+        lines = self._results.read_text().splitlines() if self._results.exists() else []
+        return [row for row in map(json.loads, lines) if (row["network"], row["precision"]) == pair]
 
 
-def run_network(options: argparse.Namespace, table: Table, end_s: float, name: str) -> None:
-    """Add the rows of a network."""
-    with tempfile.TemporaryDirectory() as work:
-        source = Path(work, f"{name}.onnx") if options.onnx is None else options.onnx / f"{name}.onnx"
-        for precision in options.precisions.split(","):
-            row = {"network": name, "precision": precision, "reason": "no time left"}
-            if time.monotonic() < end_s:
-                try:
-                    if not source.is_file():
-                        with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # PyTorch has a CUDA of its own
-                            apart.submit(export, name, source).result()
-                    row |= prove(source, precision, options.max_rows, Path(work) / "models")
-                except Exception as error:  # of the exporter or of TensorRT: the other rows are still of use
-                    row["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            table.add(row)
+def run_here(options: argparse.Namespace, table: Table, end_s: float, pair: tuple[str, str]) -> None:
+    """Add the row of a network in a precision."""
+    name, precision = pair
+    row = {"network": name, "precision": precision, "reason": "no time left"}
+    source: Path = options.onnx / f"{name}.onnx"
+    if time.monotonic() < end_s:
+        try:
+            with open(source.with_suffix(".lock"), "w") as lock:  # each process waits for the one that exports
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not source.is_file():
+                    with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # PyTorch has a CUDA of its own
+                        apart.submit(export, name, source).result()
+            with tempfile.TemporaryDirectory() as work:
+                row |= prove(source, precision, options.max_rows, Path(work))
+        except Exception as error:  # of the exporter or of TensorRT: the other rows are still of use
+            row["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    table.add(row)
 
 
-def run_apart(options: argparse.Namespace, table: Table, end_s: float, name: str) -> None:
-    """Add the rows of a network by a process of its own, which ends at the limit at the latest."""
+def run_apart(options: argparse.Namespace, table: Table, end_s: float, pair: tuple[str, str]) -> None:
+    """Add the row of a network in a precision by a process of its own, which ends at the limit at the latest."""
     left_s = max(0.0, end_s - time.monotonic())
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "loadtest.proofs",
-        name,
-        "--processes",
-        "0",
-        "--limit-s",
-        str(left_s),
-    ]
-    command += [
-        "--precisions",
-        options.precisions,
-        "--max-rows",
-        str(options.max_rows),
-        "--results",
-        str(options.results),
-    ]
-    command += ["--onnx", str(options.onnx)] if options.onnx is not None else []
+    arguments = {
+        "--precisions": pair[1],
+        "--processes": 0,
+        "--limit-s": left_s,
+        "--max-rows": options.max_rows,
+        "--results": options.results,
+        "--onnx": options.onnx,
+    }
+    command = [sys.executable, "-W", "ignore", "-m", "loadtest.proofs", pair[0]]
+    command += [str(part) for option in arguments.items() for part in option]
     threads = max(1, (os.cpu_count() or 1) // options.processes)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    before = len(table.rows(pair))
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        reason = f"ended with status {subprocess.run(command, env=environment, timeout=left_s + _GRACE_S).returncode}"
+        reason = f"ended with status {process.wait(left_s + _GRACE_S)}"
     except subprocess.TimeoutExpired:
         reason = "ended at the limit of time"
-    written = [row["precision"] for row in table.rows() if row["network"] == name]
-    for precision in options.precisions.split(","):
-        if precision not in written:
-            table.add({"network": name, "precision": precision, "reason": f"its process {reason}"})
+        os.killpg(process.pid, signal.SIGKILL)  # with its exporter
+        process.wait()
+    if len(table.rows(pair)) == before:
+        table.add({"network": pair[0], "precision": pair[1], "reason": f"its process {reason}"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -258,28 +256,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="networks (all, or all files of --onnx)")
     parser.add_argument("--precisions", default="fp32,fp16,int8")
     parser.add_argument("--max-rows", type=int, default=64)
-    parser.add_argument("--onnx", type=Path, help="folder of ONNX files, which are not exported")
+    parser.add_argument("--onnx", type=Path, help="folder of ONNX files; those of it are not exported")
     parser.add_argument("--limit-s", type=float, default=540.0, help="no engine is begun later; 45 s later all ends")
     parser.add_argument(
-        "--processes", type=int, default=1, help="networks at once; with 1 in this process, 0: no heading"
+        "--processes", type=int, default=1, help="engines at once; with 1 in this process, 0: no heading"
     )
     parser.add_argument("--results", type=Path, help="file that gets each row as a line of JSON")
     options = parser.parse_args(arguments)
     end_s = time.monotonic() + options.limit_s
-    files = sorted(options.onnx.glob("*.onnx")) if options.onnx else []
-    names = options.names or [file.stem for file in files] or list(NETWORKS)
     with tempfile.TemporaryDirectory() as folder:
+        files = sorted(options.onnx.glob("*.onnx")) if options.onnx else []
+        names = options.names or [file.stem for file in files] or list(NETWORKS)
+        options.onnx = options.onnx or Path(folder)
         options.results = options.results or Path(folder, "results")
         table = Table(options.results)
+        pairs = [(name, precision) for precision in options.precisions.split(",") for name in names]
+        left = [pair for pair in pairs if not any("verified" in row for row in table.rows(pair))]
         if options.processes:
             print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
         if options.processes > 1:
             with ThreadPoolExecutor(options.processes) as pool:
-                list(pool.map(partial(run_apart, options, table, end_s), names))
+                list(pool.map(partial(run_apart, options, table, end_s), left))
         else:
-            for name in names:
-                run_network(options, table, end_s, name)
-        rows = [row for row in table.rows() if row["network"] in names]
+            for pair in left:
+                run_here(options, table, end_s, pair)
+        rows = [row for pair in pairs for row in table.rows(pair)]
     return int(any("verified" in row and row["reason"] != "-" for row in rows))
 
 

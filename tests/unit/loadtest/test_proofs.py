@@ -21,12 +21,11 @@ from tests.support.onnx_blocks import small_cnn
 def test_the_table_has_a_row_for_each_engine(trt: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     onnx.save(small_cnn(), tmp_path / "cnn.onnx")
     onnx.save(cases.model_of(cases.MIXED), tmp_path / "mixed.onnx")
-    assert (
-        proofs.main(["--onnx", str(tmp_path), "--max-rows", "8", "--precisions", "fp32,int8", "--processes", "1"]) == 1
-    )
+    arguments = ["--onnx", str(tmp_path), "--max-rows", "8", "--precisions", "fp32,int8"]
+    results = ["--results", str(tmp_path / "results")]
+    assert proofs.main([*arguments, *results]) == 1
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith(("| cnn", "| mixed"))]
-    assert len(rows) == 4
-    assert rows[0][:2] == ["| cnn", "fp32"]
+    assert [row[:2] for row in rows] == [["| cnn", "fp32"], ["| mixed", "fp32"], ["| cnn", "int8"], ["| mixed", "int8"]]
     of_runtime, alone, batches = map(float, rows[0][3].split(", "))
     assert max(of_runtime, alone, batches) < 1e-4
     tests_ms, all_ms = map(int, rows[0][4].split(" of "))
@@ -34,9 +33,10 @@ def test_the_table_has_a_row_for_each_engine(trt: Any, tmp_path: Path, capsys: p
     assert rows[0][5] == "0"  # at the second load
     assert rows[0][7].startswith("1 2 3")
     assert rows[0][8] == "- |"
-    assert rows[1][1] == "int8"
-    assert rows[1][7].startswith("1 2 3")
-    assert "influence: output 'y' of row 0 of 2 changes" in rows[2][8]
+    assert rows[2][7].startswith("1 2 3")
+    assert "influence: output 'y' of row 0 of 2 changes" in rows[1][8]
+    assert proofs.main([*arguments, "--limit-s", "0", *results]) == 1
+    assert "no time left" not in capsys.readouterr().out, "what is measured is measured again"
 
 
 @pytest.mark.slow
