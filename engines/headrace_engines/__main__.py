@@ -35,18 +35,21 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
         "headrace_lab.commands.conv",
         "measure convolution algorithms on each layer, against cuDNN and TensorRT",
     ),
-    ("lab", "memory"): (
-        "headrace_lab.commands.memory",
-        "measure GPU memory per request: allocated, from a pool, preallocated",
-    ),
-    ("lab", "overlap"): ("headrace_lab.commands.overlap", "measure the stages of a batch with and without overlap"),
     ("models", "build"): (".demo.command", "build missing and outdated demo models"),
 }
 _GROUPS = {
     "engines": "the store of built engines",
     "import": "models of other frameworks, and ONNX files",
-    "lab": "the operator lab: measurements of kernels and of the GPU",
+    "lab": "the operator lab: measurements of kernels",
     "models": "the demo models",
+}
+# Commands of Headrace 0.1 that are gone -> what replaces them.
+REMOVED: dict[tuple[str, ...], str] = {
+    ("lab", "memory"): "headrace tune measures numbers of instances of a served model, headrace bench its requests",
+    (
+        "lab",
+        "overlap",
+    ): "headrace explain names the longest stage of a served model, headrace tune measures its instances",
 }
 # One module has the commands of such a group, which differ in their options.
 _SHARED_MODULES = (".commands.engines", ".commands.import_model")
@@ -81,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser(arguments: list[str]) -> tuple[argparse.ArgumentParser, Any]:
     """Return the parser and the module of the called command; no other command is imported."""
     parser = Parser(prog="headrace", description="Headrace's model and engine builders.")
+    if text := REMOVED.get(tuple(arguments[:2])):
+        parser.error(f"{' '.join(arguments[:2])} of Headrace 0.1 is gone: {text}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     groups = {
         name: commands.add_parser(name, help=text).add_subparsers(dest="action", required=True, metavar="COMMAND")

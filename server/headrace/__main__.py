@@ -36,7 +36,7 @@ ENGINES_COMMANDS = {
     "split": "cut a model into parts, each on its own GPU, and the pipeline that joins them",
     "engines": "list, clean and check the store of built engines: ls, gc, verify",
     "import": "import a model of another framework or an ONNX file: torch, keras, savedmodel, onnx",
-    "lab": "measure convolution algorithms, GPU memory and overlap: conv, memory, overlap",
+    "lab": "measure convolution algorithms: conv",
     "models": "models build: build the demo models",
 }
 

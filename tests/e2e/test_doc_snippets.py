@@ -66,7 +66,6 @@ NOT_RUN = (
     (r"headrace (build|compare) ", "takes minutes; tests/e2e/test_build_command.py"),
     (r"headrace lab conv (?!--list|--reference)", "needs a GPU; tests/unit/headrace_lab/test_conv_map.py"),
     (r"headrace proof ", "needs a row that differed; tests/e2e/test_proof.py"),
-    (r"headrace lab (memory|overlap)", "needs a GPU; tests/unit/headrace_lab/test_memory.py and test_overlap.py"),
 )
 # So that a command takes seconds.
 SHORTER = (

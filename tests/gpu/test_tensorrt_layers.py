@@ -1,25 +1,18 @@
-"""Inner tensors of real plans, the search for the layer that deviates, memory and overlap on a real GPU."""
+"""Inner tensors of real plans and the search for the layer that deviates, on a real GPU."""
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
-from headrace.runtimes.cuda.devices import Nvml
-from headrace_engines.build import build_engine, sample_batch
+from headrace_engines.build import build_engine
 from headrace_engines.layers.bisection import bisect
 from headrace_engines.layers.comparison import compare_layers
 from headrace_engines.progress import silent
 from headrace_engines.project import open_data, read_spec
 from headrace_engines.store import Store
-from headrace_engines.targets.tensorrt.api import load
-from headrace_engines.targets.tensorrt.pipelined import PipelinedPlan
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
-from headrace_lab.memory import STRATEGIES, measure_memory
-from headrace_lab.overlap import OverlapLab, TensorStage
 
 from tests.support import networks
 from tests.support.deviating_models import deviating_model
@@ -56,27 +49,3 @@ def test_the_layer_that_deviates_is_found_and_repaired(tmp_path: Path) -> None:
     assert result.layer.node == "loud"
     assert result.repair is not None
     assert (result.repair.node, result.is_repaired) == ("loud", True)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("instances", [1, 8])
-def test_memory_of_every_strategy_is_measured(strategy: str, instances: int) -> None:
-    result = measure_memory(strategy, instances, (1 << 20, 4096), 0.2, Nvml())
-    print(result)
-    assert result.reason == ""
-    assert result.requests >= 3 * instances
-
-
-def test_overlap_does_not_mix_batches(tmp_path: Path) -> None:
-    model = networks.residual()
-    project = write_project(tmp_path / "models", model, networks.inputs_of(model, 32), calibration={"method": "minmax"})
-    spec, target = read_spec(project.config, "fp16"), TARGET
-    built = build_engine(project, spec, target, Store(tmp_path / "store"), silent)
-    batch = sample_batch(open_data(project, spec), 8, project)
-    with closing(PipelinedPlan(load(), built.path, 0)) as plan:
-        # The lab itself checks that every batch has the same classes.
-        lab = OverlapLab(plan, batch, TensorStage(batch), 0, Nvml())
-        results = [lab.measure(0.3, overlapped=overlapped) for overlapped in (False, True)]
-        lab.close()
-    print(results[0].rows_per_s, results[1].rows_per_s, results[0].load.text())
-    assert all(np.isfinite(result.rows_per_s) and result.batches > 0 for result in results)

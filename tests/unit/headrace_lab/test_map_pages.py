@@ -210,6 +210,17 @@ def test_unknown_names_are_refused_with_the_nearest(capsys: pytest.CaptureFixtur
     assert "did you mean winograd-f" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("word", "replacement"), [("memory", "headrace bench"), ("overlap", "headrace explain")])
+def test_earlier_commands_name_what_replaces_them(
+    word: str, replacement: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["lab", word, "--json", "x.json"])
+    error = capsys.readouterr().err
+    assert (ended.value.code, replacement in error) == (2, True)
+    assert f"lab {word} of Headrace 0.1 is gone" in error
+
+
 def test_without_a_gpu_the_reason_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

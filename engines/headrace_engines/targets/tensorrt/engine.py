@@ -98,12 +98,6 @@ class EngineTensor:
         self._staged = self._pinned.view(values.shape, self.dtype)
         np.copyto(self._staged, values)
 
-    @property
-    def pinned(self) -> Array:
-        """Values in pinned memory, in the shape of the present batch: to be sent, or received."""
-        assert self._staged is not None
-        return self._staged
-
     def send(self, stream: CudaStream) -> None:
         """Queue the copy of the staged values to the GPU."""
         if self._staged is not None and not self.on_host:
