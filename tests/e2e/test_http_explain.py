@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -66,3 +68,29 @@ def test_unknown_models_are_not_explained(server: Server, path: str) -> None:
     status, _, content = server.request("GET", path)
     assert status == 404
     assert "not found" in json.loads(content)["error"]
+
+
+def spin(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def test_a_closed_loop_on_full_cores_is_reported_as_a_full_processor(tmp_path: Path) -> None:
+    models.add_model(tmp_path / "repository", "affine", models.affine(), config="max_batch_size: 8\n")
+    others = [multiprocessing.get_context("spawn").Process(target=spin, args=(60,)) for _ in range(os.cpu_count() or 1)]
+    with serving(tmp_path / "repository", tmp_path) as server:
+        try:
+            for each in others:
+                each.start()
+            deadline = time.monotonic() + 60
+            while "the processor is full" not in (report := explanation(server, "affine"))["summary"]:
+                assert time.monotonic() < deadline, report
+                on_threads(lambda times: send_requests(server, times), [50] * 4)
+        finally:
+            for each in others:
+                each.kill()
+                each.join()
+        assert "bursts" not in str(report)
+        assert not [each for each in report["findings"] if each["setting"] == "instance_group"]
+        assert report["numbers"]["server_cores"] < report["numbers"]["cores"]

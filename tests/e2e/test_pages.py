@@ -152,7 +152,7 @@ def test_figures_follow_the_traffic(page: Page, server: Server) -> None:
     assert "Rows a batch last minute\n1\n3\n" in text
     columns = "[...it.querySelectorAll('.columns > div')].map((column) => column.title)"
     assert page.evaluate(f"((it) => {columns})(document.getElementById('view'))") == ["1: 30, 75 %", "3: 10, 25 %"]
-    assert "Why batches closed last minute\nno more requests waited 100 %" in text
+    assert "Why batches closed last minute\nidle 100 %" in text
     assert "Errors last minute\nbad_request\n3" in text
     assert {"queue", "assemble", "compute", "split"} <= set(text.split())
     # The curve is that of the server's ring, which has a sample every five seconds.

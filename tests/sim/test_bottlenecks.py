@@ -16,6 +16,7 @@ from headrace.inference.simulation.replay import BatchHistory, BatchRecorder, Si
 from headrace.inference.simulation.replay import LatencyProfile as Steps
 from headrace.inference.simulation.traces import ArrivalPattern, Workload, make_trace
 from headrace.observability.counters import BatchRecord, Recorder
+from headrace.observability.processor import ProcessorUse
 
 MS = NS_PER_MS
 
@@ -171,7 +172,14 @@ def test_an_objective_that_is_missed(explained) -> None:  # type: ignore[no-unty
     assert [limit.kind for limit in find_bottlenecks(met)] == ["arrivals"]
 
 
-def batches(rows: int, reason: str, assemble_ms: float = 0, queue_ms: float = 0, count: int = 900) -> Recorder:
+def batches(
+    rows: int,
+    reason: str,
+    assemble_ms: float = 0,
+    queue_ms: float = 0,
+    count: int = 900,
+    in_flight: tuple[int, ...] = (0,),
+) -> Recorder:
     """A second of batches of 1 ms each."""
     recorder = Recorder(clock=lambda: 101 * 1000 * MS)
     for number in range(count):
@@ -179,7 +187,8 @@ def batches(rows: int, reason: str, assemble_ms: float = 0, queue_ms: float = 0,
         times = BatchTimes(end_ns - int((1 + assemble_ms) * MS), end_ns - MS, end_ns, end_ns)
         wait_ns = int(queue_ms * MS)
         total_ns = [wait_ns + end_ns - times.taken_ns]
-        recorder.record_batch(BatchRecord(rows, rows, reason, times, [wait_ns], total_ns, MS))
+        present = in_flight[number % len(in_flight)]
+        recorder.record_batch(BatchRecord(rows, rows, reason, times, [wait_ns], total_ns, MS, in_flight=present))
     return recorder
 
 
@@ -242,3 +251,38 @@ def test_late_threads_are_distinguished_from_bursts() -> None:
         assert (
             first(LoadSnapshot(batches(1, "idle", queue_ms=5, count=100).recent(), changed, profile, 1)).kind == "queue"
         )
+
+
+def test_a_full_processor_comes_first_and_more_instances_are_not_advised() -> None:
+    profile = LatencyTable()
+    profile.seed({1: [MS]})
+    for count in (300, 900):  # idle and busy instances
+        recent = batches(1, "full", queue_ms=5, count=count, in_flight=(8, 7, 8)).recent()
+        now = LoadSnapshot(recent, policy(max_rows=1), profile, 1, processor=ProcessorUse(2.0, 1.96, 0.7))
+        limits = find_bottlenecks(now)
+        assert limits[0].kind == "processor"
+        assert limits[0].explanation == (
+            "the processor is full: 2.0 of 2 cores are busy, 0.7 with the server; a closed loop of 8 requests keeps it so, "
+            "and would at any speed"
+        )
+        assert "more instances do not help" in limits[0].cure
+        assert not [each for each in limits if "bursts" in each.explanation or each.setting == "instance_group"]
+        free = find_bottlenecks(dataclasses.replace(now, processor=ProcessorUse(2.0, 1.2, 0.7)))
+        assert "processor" not in {each.kind for each in free}
+    figures = snapshot_figures(now)
+    assert (figures["cores"], figures["busy_cores"], figures["server_cores"], figures["closed_loop"]) == (
+        2,
+        1.96,
+        0.7,
+        7.7,
+    )
+
+
+def test_a_closed_loop_is_distinguished_from_bursts() -> None:
+    profile = LatencyTable()
+    profile.seed({1: [MS]})
+    for in_flight, kind in (((4, 3, 4), "closed_loop"), ((1, 9, 5, 2), "queue"), ((1,), "queue")):
+        recent = batches(1, "full", queue_ms=5, count=300, in_flight=in_flight).recent()
+        limit = first(LoadSnapshot(recent, policy(max_rows=1), profile, 1))
+        assert (limit.kind, "bursts" in limit.explanation) == (kind, kind == "queue")
+        assert (limit.setting == "instance_group") == (kind == "queue")

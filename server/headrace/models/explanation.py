@@ -12,13 +12,15 @@ from headrace.inference.pipelines.step_totals import slowest_step
 from headrace.inference.scheduling.bottlenecks import LoadSnapshot, find_bottlenecks, find_full_slots, snapshot_figures
 from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.registry import Registry
+from headrace.observability.processor import ProcessorMeter
 
 
-def explain(registry: Registry, model: str, version: str = "") -> Explanation:
+def explain(registry: Registry, meter: ProcessorMeter | None, model: str, version: str = "") -> Explanation:
     """Return the bottlenecks of a version, most important first, and the figures of the last seconds; thread-safe.
 
     Args:
         registry: registry of the versions.
+        meter: measures the processor; None if nothing does.
         model: name of the model.
         version: version number or label; "" is the latest.
 
@@ -27,19 +29,21 @@ def explain(registry: Registry, model: str, version: str = "") -> Explanation:
     """
     handle = registry.lease(model, version)
     try:
+        recent = handle.recorder.recent()
         snapshot = LoadSnapshot(
-            handle.recorder.recent(),
+            recent,
             handle.policy,
             handle.latency_table,
             handle.alive,
             handle.depth,
             handle.spec.max_batch_size > 0,
             handle.evicted,
+            None if meter is None else meter.use(recent.seconds),
         )
         load = handle.load(by_level=False)
         figures: dict[str, object] = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}
         if isinstance(handle, PipelineHandle):
-            bottlenecks, figures["steps"] = _find_slowest_step(registry, handle)
+            bottlenecks, figures["steps"] = _find_slowest_step(registry, meter, handle)
         else:
             bottlenecks = [*_unproven(handle), *_off_gpu(handle), *find_bottlenecks(snapshot)]
         sequences = handle.sequence_figures
@@ -86,7 +90,7 @@ def _longest_step(handle: PipelineHandle) -> str:
 
 
 def _find_slowest_step(
-    registry: Registry, handle: PipelineHandle
+    registry: Registry, meter: ProcessorMeter | None, handle: PipelineHandle
 ) -> tuple[list[Bottleneck], dict[str, Mapping[str, float]]]:
     """Return the step that takes the longest with the bottlenecks of its model, and the mean times of each step."""
     recent = {name: step for name, step in handle.step_totals.recent(monotonic_ns()).items() if step.count}
@@ -112,7 +116,7 @@ def _find_slowest_step(
     )
     bottlenecks = [Bottleneck("slowest_step", explanation)]
     if registry.serving(step.model, step.version) is not None:
-        inner = explain(registry, step.model, step.version)["findings"]
+        inner = explain(registry, meter, step.model, step.version)["findings"]
         bottlenecks += [replace(each, explanation=f"step '{slowest}': {each.explanation}") for each in inner]
         bottlenecks[0] = replace(
             bottlenecks[0], cure=inner[0].cure, setting=inner[0].setting, expected=inner[0].expected

@@ -39,6 +39,7 @@ class BatchRecord:
         total_ns: time from arrival to the end of split of each successful request.
         busy_ns: time for which the batch occupied its instance.
         shape: equal for batches whose requests could have shared a batch.
+        in_flight: requests of the version in the server as the batch ended.
     """
 
     rows: int
@@ -49,6 +50,7 @@ class BatchRecord:
     total_ns: list[int]
     busy_ns: int = 0
     shape: object = None
+    in_flight: int = 0
 
 
 class Recorder:
@@ -92,6 +94,8 @@ class Recorder:
             if second > self._snapshots.second:
                 self._snap(second)
             totals.busy_ns += batch.busy_ns
+            totals.in_flight += batch.in_flight
+            totals.in_flight_squares += batch.in_flight**2
             totals.shape_changes += shape != self._shape
             self._shape = shape
             totals.requests += members

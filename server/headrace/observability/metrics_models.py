@@ -24,6 +24,7 @@ from headrace.core.tensor import ModelSpec
 from headrace.observability import metrics_table as table
 from headrace.observability.counters import Recorder
 from headrace.observability.histograms import Counts, Histogram, quantiles_ns
+from headrace.observability.processor import read_ticks
 from headrace.observability.totals import TIMES, StepTotal, Totals
 
 # Upper bounds in milliseconds, Triton's defaults.
@@ -167,7 +168,7 @@ class CpuCollector(table.ScrapeCollector):
     def __init__(self, proc: Path = Path("/proc"), clock: Clock = monotonic_ns) -> None:
         self._proc = proc
         self._clock = clock
-        self._ticks = self._read_ticks()
+        self._ticks = read_ticks(proc)
         self._read_ns = clock()
         self._utilization = 0.0
 
@@ -186,7 +187,7 @@ class CpuCollector(table.ScrapeCollector):
 
     def _share(self) -> float | None:
         """Return the utilisation of the CPUs since the last reading, 0 to 1; readings are at least 1 s apart."""
-        ticks, now_ns = self._read_ticks(), self._clock()
+        ticks, now_ns = read_ticks(self._proc), self._clock()
         if ticks is None or self._ticks is None:
             return None
         busy, elapsed = (now - before for now, before in zip(ticks, self._ticks, strict=True))
@@ -194,17 +195,6 @@ class CpuCollector(table.ScrapeCollector):
             self._utilization = min(max(busy / elapsed, 0.0), 1.0)
             self._ticks, self._read_ns = ticks, now_ns
         return self._utilization
-
-    def _read_ticks(self) -> tuple[int, int] | None:
-        """Return busy ticks and all ticks of the CPUs."""
-        try:
-            with Path(self._proc, "stat").open(encoding="ascii") as file:
-                name, *numbers = file.readline().split()
-            # user, nice, system, idle, iowait, irq, softirq, steal; guests are counted as user already.
-            ticks = [int(number) for number in numbers[:8]]
-            return (sum(ticks) - ticks[3] - ticks[4], sum(ticks)) if name == "cpu" else None
-        except (OSError, ValueError, IndexError):
-            return None
 
     def _read_memory(self) -> tuple[int, int] | None:
         """Return total and available memory in bytes."""

@@ -77,6 +77,7 @@ class Totals:
         executions: executed batches, failed ones included.
         queue_ns, assemble_ns, compute_ns, split_ns: summed over answered requests; a batch's time counts for each of them.
         busy_ns: time in which instances were busy with successful batches, summed.
+        in_flight, in_flight_squares: requests in the server as each successful batch ended, summed, and their squares.
         shape_changes: batches whose shape differs from that of the batch before.
         inline_runs: requests that ran on the event loop, failed ones included.
         inline_disabled: runs on the event loop that took too long, each of which disabled them for a while.
@@ -108,6 +109,8 @@ class Totals:
     compute_ns: int = 0
     split_ns: int = 0
     busy_ns: int = 0
+    in_flight: int = 0
+    in_flight_squares: int = 0
     shape_changes: int = 0
     inline_runs: int = 0
     inline_disabled: int = 0
@@ -128,8 +131,9 @@ class Totals:
 
     SUMS: ClassVar[tuple[str, ...]] = (
         "requests", "undelivered", "undelivered_ns", "request_ns", "failure_ns", "rows", "executions", "queue_ns", "assemble_ns",
-        "compute_ns", "split_ns", "busy_ns", "shape_changes", "inline_runs", "inline_disabled", "positions",
-        "padding_positions", "wasted_ns", "cache_hits", "cache_hit_ns", "cache_misses", "cache_miss_ns", "cached_ns",
+        "compute_ns", "split_ns", "busy_ns", "in_flight", "in_flight_squares", "shape_changes", "inline_runs",
+        "inline_disabled", "positions", "padding_positions", "wasted_ns", "cache_hits", "cache_hit_ns", "cache_misses",
+        "cache_miss_ns", "cached_ns",
     )  # fmt: skip
     """Names of the attributes that are plain sums."""
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from time import process_time_ns
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
@@ -29,7 +30,7 @@ from headrace.core.access import (
     Principal,
     QuotaBucket,
 )
-from headrace.core.clock import monotonic_ns
+from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.heap import HeapTrimmer
 from headrace.core.limits import BodyMemory, Cells, ClientLimits, Limits
@@ -44,11 +45,13 @@ from headrace.observability.access_log import RequestLog, open_stream
 from headrace.observability.logs import LogSettings, is_secret, redact
 from headrace.observability.metrics import MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
+from headrace.observability.processor import ProcessorMeter
 from headrace.observability.tracing import RequestObserver, Spans, Tracer
 from headrace.runtimes.cuda.devices import Nvml
 from headrace.runtimes.cuda.shared_memory import find_client_memory
 from headrace.server.data_plane import DataPlane
 from headrace.server.front_ends.counter_array import CounterArrays
+from headrace.server.front_ends.process_count import available_cores
 from headrace.server.listen import (
     METRICS_CONNECTIONS,
     has_metrics_port,
@@ -242,6 +245,7 @@ class Wiring:
         self.processes: Callable[[], Sequence[ProcessFigures]] | None = None
         self.arrays: CounterArrays | None = None
         self._heap_trimmer = HeapTrimmer(_resident_bytes)
+        self._processor = ProcessorMeter(available_cores(), self._processor_ns)
         self.keys: KeyAccess | None = None
         self._access: AccessControl = OpenAccess()
 
@@ -284,7 +288,14 @@ class Wiring:
             traffic.publish(name, registry.traffic(name))
         self.services = self._create_services(reader)
         self._overview.start(loop)
+        self._processor.start(loop)
         self.services.codec_threads.start()
+
+    def _processor_ns(self) -> int:
+        """Return the processor time of all processes of the server."""
+        if self.processes is None:
+            return process_time_ns()
+        return int(sum(each.cpu_s for each in self.processes()) * NS_PER_S)
 
     def start_timers(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the timers that watch the event loop and the heap."""
@@ -306,6 +317,7 @@ class Wiring:
     def stop_timers(self) -> None:
         """Stop the timers on the event loop, and end shadow requests."""
         self._overview.stop()
+        self._processor.stop()
         self.traffic.close()
         self.lag.stop()
 
@@ -415,7 +427,7 @@ class Wiring:
             version=version("headrace"),
             extensions=extensions(settings, cuda is not None),
             heartbeat_s=settings.stream_heartbeat_s,
-            explain=partial(explain, registry),
+            explain=partial(explain, registry, self._processor),
             name=settings.id,
             options_reader=reader,
             load_reports=self._create_load_reports(),

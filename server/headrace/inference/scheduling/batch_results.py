@@ -48,6 +48,7 @@ class BatchResults:
         observe_work: callback with the rows of a batch and the processor time of its thread for it, in nanoseconds.
         clock: returns monotonic nanoseconds.
         sampler: copies rows of batches before they are settled; None for none.
+        in_flight: returns the number of requests of the version in the server.
     """
 
     recorder: Recorder
@@ -61,6 +62,7 @@ class BatchResults:
     observe_work: Callable[[int, int], object] = lambda _rows, _cpu_ns: None
     clock: Clock = monotonic_ns
     sampler: RowSampler | None = None
+    in_flight: Callable[[], int] = lambda: 0
 
     def __post_init__(self) -> None:
         self.busy_runners: set[object] = set()
@@ -209,6 +211,7 @@ class BatchResults:
             total_ns += [split_ns - each_ns for each_ns in received_ns]
         shape_key = entries[0].shape_key
         record = BatchRecord(rows, batch_rows, batch.reason.value, times, queue_ns, total_ns, busy_ns, shape_key)
+        record.in_flight = self.in_flight()
         self.recorder.record_batch(record)
         # Behind another batch in flight the compute time is at most the busy time.
         compute_ns = min(computed_ns - assembled_ns, busy_ns)

@@ -16,6 +16,7 @@ from headrace.core.response_bodies import Bottleneck, SequenceFigures
 from headrace.inference.scheduling.batching import CloseReason
 from headrace.inference.scheduling.latency_table import LatencyTable
 from headrace.inference.scheduling.policy import HandlePolicy
+from headrace.observability.processor import ProcessorUse
 from headrace.observability.totals import RecentTotals
 
 # The smallest batch size with this share of the best throughput counts as the best: its latency is lower.
@@ -36,6 +37,7 @@ class LoadSnapshot:
         depth: number of queued requests.
         batched: True if the model has a batch dimension.
         evicted: True if the model is out of GPU memory until the next request.
+        processor: busy cores; None if they were not measured.
     """
 
     recent: RecentTotals
@@ -45,6 +47,23 @@ class LoadSnapshot:
     depth: int = 0
     batched: bool = True
     evicted: bool = False
+    processor: ProcessorUse | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """True if the processor has nearly no time left: more instances compute nothing sooner."""
+        return self.processor is not None and self.processor.is_full
+
+    @property
+    def closed_loop(self) -> float:
+        """Mean requests in flight if clients send one as each response comes, so that their number is constant; else 0.
+
+        In an open loop their variance is at least their mean, as with Poisson arrivals. `batches` needs a few.
+        """
+        totals, batches = self.recent.totals, self.batches
+        mean = totals.in_flight / max(batches, 1)
+        variance = totals.in_flight_squares / max(batches, 1) - mean**2
+        return mean if batches >= _MIN_BATCHES and mean >= 1.5 and variance <= _CONSTANT * mean else 0.0
 
     @property
     def utilization(self) -> float:
@@ -162,6 +181,11 @@ def snapshot_figures(load: LoadSnapshot) -> dict[str, object]:
         time_s = total.quantile_s(quantile)
         if time_s is not None:
             shown[name] = round(time_s * NS_PER_S / NS_PER_US, 1)
+    if load.processor is not None:
+        cores, busy, own = load.processor
+        shown |= {"cores": cores, "busy_cores": round(busy, 2), "server_cores": round(own, 2)}
+    if load.closed_loop:
+        shown["closed_loop"] = round(load.closed_loop, 1)
     best = load.best_rows
     if best:
         shown |= {"best_rows": best, "best_rows_per_s": round(load.throughput(best), 1)}
@@ -169,6 +193,8 @@ def snapshot_figures(load: LoadSnapshot) -> dict[str, object]:
 
 
 _BUSY = 0.85  # utilisation from which an instance counts as busy: nearly every request finds it busy
+_CONSTANT = 0.5  # variance over mean up to which the number of requests in flight counts as constant
+_MIN_BATCHES = 20  # fewer show no variance
 _OFTEN = 0.25  # share of batches, or of a request's latency, from which a cause is reported
 _REFUSED = 0.01  # share of rejected requests from which they are reported
 _GAIN = 1.15  # throughput ratio from which a change of settings is proposed: less is not worth a change
@@ -176,7 +202,7 @@ _GAIN = 1.15  # throughput ratio from which a change of settings is proposed: le
 
 def find_bottlenecks(load: LoadSnapshot) -> list[Bottleneck]:
     """Return the bottlenecks of a version, the most important first; never empty."""
-    rules = (_state_rules, _refusal_rules, _small_batch_rules, _busy_rules, _idle_rules, _copy_rules)
+    rules = (_state_rules, _processor_rules, _refusal_rules, _small_batch_rules, _busy_rules, _idle_rules, _copy_rules)
     text = f"no bottleneck: the instances are busy for {_percent(load.utilization)} of the time"
     return [bottleneck for rule in rules for bottleneck in rule(load)] or [Bottleneck("nothing", text)]
 
@@ -226,6 +252,18 @@ def _state_rules(load: LoadSnapshot) -> Iterator[Bottleneck]:
         yield Bottleneck("instances", explanation, "fix the cause; failed instances restart automatically")
     if not load.received:
         yield Bottleneck("idle", f"the model received no request in the last {load.recent.seconds:.0f} s")
+
+
+def _processor_rules(load: LoadSnapshot) -> Iterator[Bottleneck]:
+    """No core is idle."""
+    if load.processor is None or not load.is_full or not load.received:
+        return
+    cores, busy, own = load.processor
+    explanation = f"the processor is full: {max(busy, own):.1f} of {cores:g} cores are busy, {own:.1f} with the server"
+    if load.closed_loop:
+        explanation += f"; a closed loop of {load.closed_loop:.0f} requests keeps it so, and would at any speed"
+    cure = "more cores, clients on another machine, larger batches or a faster engine (`headrace build`)"
+    yield Bottleneck("processor", explanation, f"{cure}: more instances do not help")
 
 
 def _refusal_rules(load: LoadSnapshot) -> Iterator[Bottleneck]:
@@ -343,6 +381,8 @@ def _computing(load: LoadSnapshot) -> Bottleneck:
         expected = f"up to {gain:.1f} times the throughput, if it scales as from {max_rows // 2} to {max_rows} rows"
         cure = f"allow {2 * max_rows} rows in a batch"
         return Bottleneck("compute", f"{explanation}: all are full", cure, "max_batch_size", expected)
+    if load.is_full:
+        return Bottleneck("compute", explanation, "use a faster engine (`headrace build`), or a second machine")
     if count == 1:
         cure = "try a second instance, a faster engine (`headrace build`), or a second machine"
         return Bottleneck("compute", explanation, cure, "instance_group")
@@ -378,6 +418,8 @@ def _idle_rules(load: LoadSnapshot) -> Iterator[Bottleneck]:
     batch_ns = totals.busy_ns / max(load.batches, 1)
     takes_all = batch.merge and load.share(CloseReason.IDLE) >= 0.5 and load.mean_rows <= load.max_rows / 2
     # Much longer than one small batch, though an idle instance takes all queued requests.
+    if load.is_full:
+        return  # they wait for the processor
     if takes_all and load.wait_ns >= max(2 * batch_ns, often_ns):
         explanation = (
             f"{waits} though the instances are idle for {_percent(1 - load.utilization)} of the time and a batch takes "
@@ -386,6 +428,10 @@ def _idle_rules(load: LoadSnapshot) -> Iterator[Bottleneck]:
         cure = "reserve processor cores for the server (clients and other models use them), or send more rows in each request"
         expected = f"responses up to {_ms(load.wait_ns - batch_ns)} sooner on average"
         yield Bottleneck("processor", explanation, cure, "", expected)
+    elif load.closed_loop and load.wait_ns > often_ns and not is_delayed and (batch.merge or load.max_rows == 1):
+        explanation = f"{waits} in the queue: {load.closed_loop:.0f} requests are always in flight, a closed loop"
+        cure = "measure with fewer clients, or at a rate (`headrace bench --rate`): a closed loop waits at any speed"
+        yield Bottleneck("closed_loop", explanation, cure)
     elif load.wait_ns > often_ns and not is_delayed:
         explanation = f"{waits} in the queue, though {busy}: they arrive in bursts"
         cure, setting = "try more instances, or spread the requests over time", "instance_group"

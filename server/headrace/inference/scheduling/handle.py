@@ -115,6 +115,7 @@ class ModelHandle(VersionHandle):
             layout,
             cost_model.thread_work.observe,
             clock,
+            in_flight=lambda: self._leases,
         )
         self._timeouts = RequestTimeouts(policy, self._scheduler, clock)
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None

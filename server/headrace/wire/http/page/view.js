@@ -10,17 +10,13 @@ import { figureList, runtimeOf, showFigures, stateOf } from "./models.js";
 
 // More sizes than this do not fit on a phone: they are put together by powers of two.
 const MAX_COLUMNS = 12;
-// Why the batcher stopped to wait for more requests.
-const CLOSED_BY = {
-  full: "largest size reached", preferred: "preferred size reached", delay: "queue delay over", idle: "no more requests waited",
-  single: "model without batches", drain: "unloading", deadline: "a deadline was near",
-};
+// Why the batcher stopped to wait for more requests: the values of `closed_by`, as in metrics, `headrace explain` and `simulate`.
+const REASONS = ["full", "preferred", "delay", "idle", "single", "drain", "deadline"];
 const ENDED_BY = {
   end: "by END", restart: "by START on the same id", idle: "idle", cancelled: "queued request cancelled or timed out", died: "instance died",
   unloaded: "model unloaded",
 };
 const REFUSED_AS = { not_live: "without START", queue_full: "queue full", unloading: "model being unloaded", ended: "queued when their sequence ended" };
-const REASONS = Object.keys(CLOSED_BY);
 const PHASES = [["queue", "queue_ns"], ["assemble", "assemble_ns"], ["compute", "compute_ns"], ["split", "split_ns"]];
 const LAYERS_SHOWN = 40;
 
@@ -177,5 +173,5 @@ function sizesOf(sizes) {
 function closedBy(batches) {
   const names = [...REASONS, ...Object.keys(batches).filter((name) => !REASONS.includes(name)).sort()];
   const sum = Object.values(batches).reduce((total, value) => total + value, 0) || 1;
-  return names.map((name, tone) => [CLOSED_BY[name] ?? name.replaceAll("_", " "), batches[name] ?? 0, share((batches[name] ?? 0) / sum), tone]).filter(([, value]) => value > 0);
+  return names.map((name, tone) => [name, batches[name] ?? 0, share((batches[name] ?? 0) / sum), tone]).filter(([, value]) => value > 0);
 }
