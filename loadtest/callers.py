@@ -13,7 +13,7 @@ import numpy as np
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, InferResponse
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 
 from loadtest.bench.results import completion_rate
 from loadtest.protocol import Array

@@ -14,7 +14,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.tensor import PINNED, ResidentRows, as_input
 from headrace.inference.pipelines.execution import softmax, top_k
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.models.gpu_backend import tensorrt_machine
 from headrace.models.loader import Loader
 from headrace_engines.targets import choose_target

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from statistics import median
 
 from headrace.core.errors import HeadraceError
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace_engines.targets import choose_target
 
 from loadtest.bench.results import at_least, at_most

@@ -18,7 +18,7 @@ from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
 from headrace.inference.simulation.replay import (
     ANSWERED,

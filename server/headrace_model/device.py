@@ -54,7 +54,7 @@ class DlpackError(Exception):
     """The memory of a GPU cannot be read."""
 
 
-class HandleError(DlpackError):
+class IpcHandleError(DlpackError):
     """The driver refuses the CUDA IPC handle of a region."""
 
 
@@ -131,7 +131,7 @@ class IpcRegion:
         device_id: see above.
 
     Raises:
-        HandleError: the driver refuses the handle.
+        IpcHandleError: the driver refuses the handle.
         DlpackError: there is no driver or no such GPU.
     """
 
@@ -143,7 +143,7 @@ class IpcRegion:
             reserved, flags = _IpcHandle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_PEER_ACCESS)
             status = driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), reserved, flags)
         if status:
-            raise HandleError(f"cuIpcOpenMemHandle failed with the status {status} of CUDA")
+            raise IpcHandleError(f"cuIpcOpenMemHandle failed with the status {status} of CUDA")
         self.address = address.value
 
     def __del__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Dict, Sequence, Tuple
 
 import numpy as np
 
-from headrace_model.device import DlpackError, HandleError, IpcArray, IpcRegions
+from headrace_model.device import DlpackError, IpcArray, IpcHandleError, IpcRegions
 from headrace_model.protocol import (
     ALL_MEMBERS,
     BF16,
@@ -197,7 +197,7 @@ class BatchReader:
         number, device_id, handle = region
         try:
             return IpcArray(self.regions.region(number, handle, device_id), offset, dims, code), None
-        except HandleError as error:
+        except IpcHandleError as error:
             text = f"the CUDA shared memory cannot be opened ({error}): its owner must live and keep it allocated"
             return None, (INVALID_ARG, f"input '{name}': {text}")
         except DlpackError as error:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from headrace.core.ledger import Ledger
 from headrace.models.loader import FACTORIES
-from headrace.runtimes.base import is_pipelined
+from headrace.runtimes.base import is_overlapped
 from headrace.runtimes.cuda.driver import current, loaded
 from headrace.runtimes.isolated.backend import IsolatedBackend
 from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
@@ -80,7 +80,7 @@ def test_isolated_batches_overlap_and_survive_a_crash(plan: Path) -> None:
         assert {tensor.name for tensor in model.inputs} == {"x"}
         assert ledger.reserved_bytes(0) > 0
         executions = [model.execution(index) for index in range(2)]
-        assert all(is_pipelined(execution) for execution in executions)
+        assert all(is_overlapped(execution) for execution in executions)
         batches = [pictures(rows, seed=rows) for rows in (1, 7, ROWS)]
         for _round in range(2):
             for execution in executions:

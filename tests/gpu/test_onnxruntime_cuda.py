@@ -25,7 +25,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.ledger import Ledger
 from headrace.core.tensor import Array, ResidentRows
 from headrace.models.loader import FACTORIES
-from headrace.runtimes.base import is_pipelined
+from headrace.runtimes.base import is_overlapped
 from headrace.runtimes.cuda.driver import current, loaded
 from headrace.runtimes.cuda.memory import DeviceBuffer, pinned_empty, pinned_rows
 from headrace.runtimes.isolated.backend import IsolatedBackend
@@ -124,7 +124,7 @@ def test_batches_overlap_and_come_back_in_order(tmp_path: Path) -> None:
     path = saved(tmp_path, convolutions())
     rng = np.random.default_rng(1)
     with opened(path, ROWS, use_tf32="0") as execution:
-        assert is_pipelined(execution)
+        assert is_overlapped(execution)
         under_way: list[tuple[Any, dict[str, Array]]] = []
         for number in range(60):
             inputs = {"x": rng.standard_normal((1 + number % ROWS, 3, 16, 16)).astype(np.float32)}

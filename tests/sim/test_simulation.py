@@ -19,9 +19,9 @@ from headrace.inference.simulation.traces import Trace, Workload, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sim import test_pipelined_time, test_virtual_time
+from tests.sim import test_overlapped_time, test_virtual_time
 from tests.support.examples import MORE_EXAMPLES, examples
-from tests.support.virtual_pipeline import Cost, CostModel
+from tests.support.virtual_overlapped import Cost, CostModel
 
 MS = 1_000_000
 ENDLESS = QueueLimits(max_count=1 << 30)
@@ -198,12 +198,12 @@ def test_serial_instances_run_the_batches_of_the_virtual_scheduler(
 
 @settings(max_examples=examples(100), deadline=None)
 @given(arrivals, st.integers(1, 3), st.integers(1, 3), st.sampled_from([0, 40_000]))
-def test_overlapping_batches_match_the_virtual_pipeline(
+def test_overlapping_batches_match_virtual_time(
     coming: list[tuple[int, int, int]], depth: int, instances: int, delay_ns: int
 ) -> None:
     policy = BatchPolicy(6, (), delay_ns)
     costs = CostModel(Cost(2000, 1000), Cost(5000, 1000), Cost(50_000, 3000), Cost(4000))
-    world = test_pipelined_time.World(costs, policy, depth, instances)
+    world = test_overlapped_time.World(costs, policy, depth, instances)
     for at_ns, rows, _ in coming:
         world.at(at_ns, lambda rows=rows: world.submit(rows))  # type: ignore[misc]
         world.at(at_ns + delay_ns, lambda: None)

@@ -9,7 +9,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.response_stream import MAX_RESPONSE_BYTES, MAX_RESPONSES, ResponseStream
 from headrace.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
 from headrace.python.backend import PythonBackend, PythonModel

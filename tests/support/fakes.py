@@ -11,7 +11,7 @@ from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
 

@@ -1,6 +1,6 @@
 """A backend for tests of isolation, whose models do to their process what the first value of a row says.
 
-y = 2x, and `pid` is the process that ran it, for each row. The model's file (or its parameter `words`) holds words: `pipelined`
+y = 2x, and `pid` is the process that ran it, for each row. The model's file (or its parameter `words`) holds words: `overlapped`
 lets batches overlap; `abort`, `hang`, `raise` and `refuse` are done at load; `wait` holds every batch until the file `go` lies
 beside the model's.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.ledger import HOST, Kind, MemoryAccount
 from headrace.core.tensor import Array
-from headrace.runtimes.base import ExecutionLost, InFlightBatch, InputRefused, PipelinedExecution
+from headrace.runtimes.base import ExecutionLost, InFlightBatch, InputRefused, OverlappedExecution
 
 FACTORY = "tests.support.fragile_backend:FragileBackend"
 ABORT, SEGFAULT, HANG, RAISE, REFUSE, LOST, EXIT, BIG, UNKNOWN = -1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0, -9.0
@@ -60,7 +60,7 @@ class FragileModel:
         self._go = go if "wait" in words else None
 
     def execution(self, index: int) -> FragileExecution:
-        return PipelinedFragile(self._go) if "pipelined" in self._words else FragileExecution(self._go)
+        return OverlappedFragile(self._go) if "overlapped" in self._words else FragileExecution(self._go)
 
     def close(self) -> None:
         logger.warning("closed")
@@ -91,7 +91,7 @@ class FragileExecution:
         return
 
 
-class PipelinedFragile(FragileExecution):
+class OverlappedFragile(FragileExecution):
     """Two batches open at the same time; they are run when they are finished."""
 
     depth = 2
@@ -149,7 +149,7 @@ def pid(outputs: dict[str, Array]) -> int:
     return int(np.asarray(outputs["pid"])[0, 0])
 
 
-def fly(execution: PipelinedExecution, *rows: float) -> InFlightBatch:
+def fly(execution: OverlappedExecution, *rows: float) -> InFlightBatch:
     """Launch a batch of a row for each value."""
     like = x_of(rows[0])
     in_flight = execution.begin(like, len(rows))

@@ -22,7 +22,7 @@ from headrace.inference.pipelines.graph import PipelineGraph, Step, run_rows
 from headrace.inference.pipelines.steps.options import DecodeOptions, read_options
 from headrace.inference.pipelines.yaml_steps import builtin_spec
 from headrace.inference.scheduling.batching import CloseReason
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.loader import Loader

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.models.registry import Registry
 from headrace.runtimes.base import Execution, ExecutionLost
 

@@ -43,8 +43,8 @@ from headrace.core.limits import BodyMemory
 from headrace.core.sequence_state import StateTensor
 from headrace.inference.caching.response_caches import ResponseCaches
 from headrace.inference.pipelines.execution import Steps, steps_of
-from headrace.inference.scheduling.handle import ModelHandle
 from headrace.inference.scheduling.joining import RaggedLayout
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import (
     HandlePolicy,
 )

@@ -33,7 +33,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array, Datatype, fits_shape
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.models.accounted_model import free_bytes
 from headrace.models.loader import Loader
 from headrace.models.version_policies import handle_policy

@@ -12,7 +12,7 @@ from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import ModelFolder
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.ledger import MemoryAccount
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.output_check import OutputMismatch
 from headrace.inference.scheduling.ragged import PaddedLayout
 from headrace.models.accounted_model import AccountedModel, file_id

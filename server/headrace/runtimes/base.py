@@ -7,7 +7,7 @@
 Ownership: the input arrays of `run` belong to the caller again when it returns. The output arrays belong to the
 caller and share no memory with the inputs. `run` may block; it must release the interpreter's lock while it computes.
 
-An execution that can overlap batches implements `PipelinedExecution`; one batch then has these steps:
+An execution that can overlap batches implements `OverlappedExecution`; one batch then has these steps:
 
     begin(like, rows) -> InFlightBatch    instance's thread; host memory for a batch, which the caller fills
     launch(batch)                         instance's thread; queues copy in, compute and copy out
@@ -67,7 +67,7 @@ ResidentInput = tuple[str, int, ResidentRows | ScatteredRows]
 
 @dataclass(slots=True, eq=False)
 class InFlightBatch:
-    """A batch of a pipelined execution, from `begin` to `finish`.
+    """A batch of an overlapped execution, from `begin` to `finish`.
 
     Ownership: the caller's from `begin` to `launch`, then the backend's; no reference remains after `finish` or
     `discard`.
@@ -76,7 +76,7 @@ class InFlightBatch:
         inputs: C-contiguous host arrays of exactly `rows` rows by name (pinned on a GPU); the caller fills them,
             except for the rows in `resident_inputs`.
         rows: rows in the batch.
-        handle: private to the backend.
+        state: private to the backend.
         device: number of the GPU that reads resident rows at launch; None if the execution does not, as most.
         resident_inputs: (input, first row in the batch, rows) in pinned memory, on `device` or on another GPU, read from
             there instead of from `inputs`. The caller may append until the launch, in any order; the batch keeps the memory
@@ -87,13 +87,13 @@ class InFlightBatch:
 
     inputs: dict[str, Array]
     rows: int
-    handle: object = None
+    state: object = None
     device: int | None = None
     resident_inputs: list[ResidentInput] = field(default_factory=list)
     resident_outputs: frozenset[str] = frozenset()
 
 
-class PipelinedExecution(Execution, Protocol):
+class OverlappedExecution(Execution, Protocol):
     """Runs the model for one instance, with several batches in flight.
 
     Two threads use it: the instance's own, and its finisher, which calls only `finish`. Launches and finishes run in
@@ -359,13 +359,13 @@ def runs_on_any_thread(execution: Execution) -> bool:
     return getattr(execution, "any_thread", False) is True
 
 
-def is_pipelined(execution: Execution) -> TypeGuard[PipelinedExecution]:
+def is_overlapped(execution: Execution) -> TypeGuard[OverlappedExecution]:
     """Return True if batches can overlap; a wrapper of a plain execution may have a depth of 1, which does not count."""
     return getattr(execution, "depth", 1) > 1
 
 
-def run_one_batch(execution: PipelinedExecution, inputs: Mapping[str, Array], batched: bool) -> dict[str, Array]:
-    """Return all outputs of one batch of a pipelined execution; see `Execution.run`.
+def run_one_batch(execution: OverlappedExecution, inputs: Mapping[str, Array], batched: bool) -> dict[str, Array]:
+    """Return all outputs of one batch of an overlapped execution; see `Execution.run`.
 
     Args:
         execution: runs the batch in a free slot.
@@ -390,24 +390,24 @@ def brief_rows(execution: Execution) -> int:
 
 
 def never_blocks(execution: Execution) -> bool:
-    """Return True if the event loop may begin and launch a batch; see `PipelinedExecution.prompt`."""
+    """Return True if the event loop may begin and launch a batch; see `OverlappedExecution.prompt`."""
     return getattr(execution, "prompt", False) is True
 
 
 class WrappedExecution:
-    """Base of executions around another one; pipelined if that one is. The handle of a batch is the inner batch.
+    """Base of executions around another one; overlapped if that one is. The state of a batch is the inner batch.
 
     Args:
         inner: the wrapped execution.
 
     Attributes:
         inner: as in the argument.
-        depth, prompt, any_thread: those of the wrapped execution; a depth of 1 if it is not pipelined.
+        depth, prompt, any_thread: those of the wrapped execution; a depth of 1 if it is not overlapped.
     """
 
     def __init__(self, inner: Execution) -> None:
         self.inner = inner
-        self.depth = inner.depth if is_pipelined(inner) else 1
+        self.depth = inner.depth if is_overlapped(inner) else 1
         self.prompt = never_blocks(inner)
         self.any_thread = runs_on_any_thread(inner)
 
@@ -417,11 +417,11 @@ class WrappedExecution:
 
     def launch(self, batch: InFlightBatch) -> None:
         """Launch the inner batch."""
-        self._pipelined().launch(self._inner_batch(batch))
+        self._overlapped().launch(self._inner_batch(batch))
 
     def discard(self, batch: InFlightBatch) -> None:
         """Discard the inner batch."""
-        self._pipelined().discard(self._inner_batch(batch))
+        self._overlapped().discard(self._inner_batch(batch))
 
     def give_up(self, error: HeadraceError) -> None:
         """Settle the open requests of the wrapped execution with an error; see `MemberExecution`."""
@@ -432,8 +432,8 @@ class WrappedExecution:
         """Close the wrapped execution."""
         self.inner.close()
 
-    def _pipelined(self) -> PipelinedExecution:
-        if not is_pipelined(self.inner):
+    def _overlapped(self) -> OverlappedExecution:
+        if not is_overlapped(self.inner):
             raise TypeError("the wrapped execution runs one batch at a time: call run() instead of begin()")
         return self.inner
 
@@ -443,8 +443,8 @@ class WrappedExecution:
         return self.inner
 
     def _inner_batch(self, batch: InFlightBatch) -> InFlightBatch:
-        assert isinstance(batch.handle, InFlightBatch), "the batch was begun by another execution"
-        return batch.handle
+        assert isinstance(batch.state, InFlightBatch), "the batch was begun by another execution"
+        return batch.state
 
 
 class LoadedModel(Protocol):

@@ -370,7 +370,7 @@ class _BatchState(NamedTuple):
 
 
 class CudaExecution:
-    """One instance; see `headrace.runtimes.base.PipelinedExecution`. Opened and closed on the instance's thread.
+    """One instance; see `headrace.runtimes.base.OverlappedExecution`. Opened and closed on the instance's thread.
 
     Ownership: slots move from `_free` to a batch and back (a deque: both threads use its ends). The session is run by
     `finish` only, one batch at a time.
@@ -414,7 +414,7 @@ class CudaExecution:
         return run_one_batch(self, inputs, bool(self._plan.max_rows))
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
-        """Begin a batch in a free slot; see `headrace.runtimes.base.PipelinedExecution.begin`."""
+        """Begin a batch in a free slot; see `headrace.runtimes.base.OverlappedExecution.begin`."""
         rows = rows if self._plan.max_rows else 0
         shapes: dict[str, tuple[int, ...]] = {}
         sizes: dict[str, int] = {}
@@ -682,5 +682,5 @@ def _file_bytes(file: Path) -> int:
 
 
 def _batch_state(batch: InFlightBatch) -> _BatchState:
-    assert isinstance(batch.handle, _BatchState), "the batch was begun by another execution"
-    return batch.handle
+    assert isinstance(batch.state, _BatchState), "the batch was begun by another execution"
+    return batch.state

@@ -16,7 +16,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, ModelFailed
 from headrace.core.request import InferRequest
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
 from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend

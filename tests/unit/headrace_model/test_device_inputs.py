@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from headrace_model import device, protocol, python_tensors
 from headrace_model import python_backend as pb_utils
-from headrace_model.device import DlpackError, HandleError, IpcArray, IpcRegions
+from headrace_model.device import DlpackError, IpcArray, IpcHandleError, IpcRegions
 
 from tests.support.fake_ipc_driver import HANDLE_BYTES, FakeIpcDriver, host_array, install
 
@@ -119,7 +119,7 @@ def test_an_input_on_a_gpu_is_a_tensor_of_triton(driver: FakeIpcDriver, handle: 
 
 def test_errors_of_the_driver_are_named(driver: FakeIpcDriver, handle: bytes) -> None:
     regions = IpcRegions()
-    with pytest.raises(HandleError, match="cuIpcOpenMemHandle failed with the status 400 of CUDA"):
+    with pytest.raises(IpcHandleError, match="cuIpcOpenMemHandle failed with the status 400 of CUDA"):
         regions.region(1, os.urandom(8).hex().encode().ljust(HANDLE_BYTES, b"\0"), 0)
     with pytest.raises(DlpackError, match="cuDeviceGet failed with the status 101 of CUDA"):
         regions.region(2, handle, 3)

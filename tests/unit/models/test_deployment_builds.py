@@ -12,7 +12,7 @@ import pytest
 from headrace.config.manifest import is_artefact_name
 from headrace.config.model_folder import ModelFolder
 from headrace.config.serving_plan import ServingPlan
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.models.control_policy import ControlPolicy
 from headrace.models.loader import Loader
 from headrace.models.reconciler import Reconciler

@@ -1,4 +1,4 @@
-"""TensorRT in a process of the model's own, on a simulated GPU there: pipelined, its memory booked here, with its fallback."""
+"""TensorRT in a process of the model's own, on a simulated GPU there: overlapped, its memory booked here, with its fallback."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from headrace.core.errors import Aborted, ConfigError, HeadraceError, NotFound, Unavailable
 from headrace.core.request import InferRequest
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.models.loader import Loader
 from headrace.models.registry import Registry
 

@@ -15,7 +15,7 @@ from headrace.config.serving_plan import ServingPlan
 from headrace.core.clock import NS_PER_S
 from headrace.core.completion import Mailbox
 from headrace.core.errors import Unavailable
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.models.control_policy import ControlPolicy, ModelSelection
 from headrace.models.loader import Loader
 from headrace.models.reconciler import Reconciler

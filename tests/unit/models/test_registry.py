@@ -11,7 +11,7 @@ import pytest
 from headrace.config.traffic_config import Traffic
 from headrace.core.completion import Mailbox
 from headrace.core.errors import NotFound, Unavailable
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.models.registry import TRANSITIONS, Registry, Serving, State, transition
 from headrace.models.version_closer import VersionCloser

@@ -11,7 +11,7 @@ import pytest
 from headrace.core.clock import NS_PER_MS, monotonic_ns
 from headrace.core.errors import NotFound
 from headrace.core.response_bodies import ProcessFigures, VersionStatus
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.models import overview as overview_module
 from headrace.models.overview import ServerOverview
 from headrace.models.registry import Registry, Serving, State

@@ -27,7 +27,7 @@ from headrace.core.errors import (
 from headrace.core.request import InferResponse
 from headrace.core.response_stream import ResponseStream
 from headrace.core.tensor import ModelSpec
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.python.backend import PythonModel
 from headrace.python.open_requests import OpenRequests
 from headrace.python.outputs import ModelTensors, ResponseOutputs

@@ -20,7 +20,7 @@ from headrace.core.errors import ConfigError, HeadraceError, ModelFailed
 from headrace.core.ledger import HOST, Ledger, NoRoom
 from headrace.core.tensor import BY_ORT_NAME, PINNED
 from headrace.runtimes import onnxruntime_cuda as backend
-from headrace.runtimes.base import ExecutionLost, is_pipelined, never_blocks
+from headrace.runtimes.base import ExecutionLost, is_overlapped, never_blocks
 from headrace.runtimes.onnxruntime_cuda import OnnxRuntimeCudaBackend
 from headrace.runtimes.tensorrt.backend import GPUS, MAX_BATCH_SIZE
 
@@ -85,7 +85,7 @@ def test_random_models_in_batches_of_any_size(provider: FakeProvider, tmp_path: 
 def test_batches_overlap_and_come_back_in_order(provider: FakeProvider, tmp_path: Path) -> None:
     path = saved(tmp_path, affine())
     with opened(path) as execution:
-        assert is_pipelined(execution)
+        assert is_overlapped(execution)
         assert never_blocks(execution)
         under_way: list[tuple[Any, dict[str, Any]]] = []
         for number in range(20):
@@ -357,7 +357,7 @@ def test_an_aligned_tensor_on_the_gpu_is_bound_where_it_lies(provider: FakeProvi
             owner = weakref.ref(rows.owner)
             del rows
             execution.launch(batch)
-            assert (batch.handle.in_place == {"X": values.ctypes.data}) is is_bound
+            assert (batch.state.in_place == {"X": values.ctypes.data}) is is_bound
             gc.collect()
             assert owner() is not None, "the GPU may still read it"
             same(execution.finish(batch), answers(path, inputs))

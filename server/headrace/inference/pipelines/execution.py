@@ -166,14 +166,14 @@ class Steps:
 
 
 class PictureExecution(WrappedExecution):
-    """Execution that preprocesses images and ranks classes around another one; pipelined if that one is.
+    """Execution that preprocesses images and ranks classes around another one; overlapped if that one is.
 
     Args:
         inner: the model's own execution.
         steps: preprocessing and postprocessing.
 
     Attributes:
-        depth: the inner execution's depth; 1 if it is not pipelined.
+        depth: the inner execution's depth; 1 if it is not overlapped.
         prompt: True if the inner execution never blocks and no image is preprocessed here.
     """
 
@@ -204,10 +204,10 @@ class PictureExecution(WrappedExecution):
         """Begin a batch with a pixel buffer of this execution; all other inputs use the inner batch's memory."""
         pixels = self._pixels
         if pixels is None or pixels.name not in like:
-            inner = self._pipelined().begin(like, rows)
+            inner = self._overlapped().begin(like, rows)
             return InFlightBatch(inner.inputs, rows, inner, inner.device, inner.resident_inputs)
         tensor: Array = np.empty(pixels.shape, pixels.dtype)
-        inner = self._pipelined().begin({**like, pixels.name: tensor}, rows)
+        inner = self._overlapped().begin({**like, pixels.name: tensor}, rows)
         buffer = self._free.pop() if self._free else np.empty((0,), np.uint8)
         if buffer.shape[0] < rows:
             buffer = np.empty((rows, *pixels.recipe.pixels), np.uint8)
@@ -216,33 +216,33 @@ class PictureExecution(WrappedExecution):
     def launch(self, batch: InFlightBatch) -> None:
         """Preprocess the images into the inner batch's memory and launch it."""
         inner, pixels = self._release_pixels(batch), self._pixels
-        if pixels is not None and inner is not batch.handle:
+        if pixels is not None and inner is not batch.state:
             try:
                 self._pixel_steps.apply(batch.inputs[pixels.name], inner.inputs[pixels.name])
             except BaseException:
-                self._pipelined().discard(inner)
+                self._overlapped().discard(inner)
                 raise
-        self._pipelined().launch(inner)
+        self._overlapped().launch(inner)
 
     def finish(self, batch: InFlightBatch) -> dict[str, Array]:
         """Wait for the batch and return the outputs as clients receive them."""
-        return self._client_outputs(self._pipelined().finish(self._inner_batch(batch)))
+        return self._client_outputs(self._overlapped().finish(self._inner_batch(batch)))
 
     def discard(self, batch: InFlightBatch) -> None:
         """Discard the inner batch."""
-        self._pipelined().discard(self._release_pixels(batch))
+        self._overlapped().discard(self._release_pixels(batch))
 
     def _release_pixels(self, batch: InFlightBatch) -> InFlightBatch:
         """Return the inner batch and free the pixel buffer for the next one: the model does not read it."""
-        if isinstance(batch.handle, tuple):
-            self._free.append(batch.handle[1])
+        if isinstance(batch.state, tuple):
+            self._free.append(batch.state[1])
         return self._inner_batch(batch)
 
     def _client_outputs(self, outputs: dict[str, Array]) -> dict[str, Array]:
         return outputs if self._ranking is None else self._ranking.apply(outputs)
 
     def _inner_batch(self, batch: InFlightBatch) -> InFlightBatch:
-        inner = batch.handle[0] if isinstance(batch.handle, tuple) else batch.handle
+        inner = batch.state[0] if isinstance(batch.state, tuple) else batch.state
         assert isinstance(inner, InFlightBatch), "the batch was begun by another execution"
         return inner
 

@@ -40,8 +40,8 @@ from headrace.inference.pipelines.run import (
 )
 from headrace.inference.pipelines.step_totals import StepTotals
 from headrace.inference.scheduling.admission import SafetyMargins
-from headrace.inference.scheduling.handle import set_deadline
 from headrace.inference.scheduling.latency_table import LatencyTable
+from headrace.inference.scheduling.model_handle import set_deadline
 from headrace.inference.scheduling.policy import HandlePolicy
 from headrace.inference.scheduling.queue import FAR_NS
 from headrace.inference.scheduling.quotas import Quotas

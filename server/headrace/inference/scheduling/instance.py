@@ -47,7 +47,7 @@ OnDeath = Callable[[BaseException], None]
 
 
 class BatchRunner(Protocol):
-    """Runs batches on an execution: `SerialRunner` or `Pipeline`."""
+    """Runs batches on an execution: `SerialRunner` or `OverlappedRunner`."""
 
     def serve(self) -> None:
         """Run batches until the scheduler is closed and empty and all are settled; called on the instance's thread."""

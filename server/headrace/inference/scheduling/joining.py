@@ -134,7 +134,7 @@ class RaggedArrangement:
         return inputs
 
     def like(self) -> Mapping[str, Array]:
-        """Return arrays with the shapes and dtypes of the batch, for `PipelinedExecution.begin` without rows."""
+        """Return arrays with the shapes and dtypes of the batch, for `OverlappedExecution.begin` without rows."""
         policy, first = self._layout.policy, self._requests[0]
         self._computed = self._computed_inputs()
         shapes = {

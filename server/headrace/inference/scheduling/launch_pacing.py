@@ -1,4 +1,4 @@
-"""Delays the next pull of a pipeline while the device has work.
+"""Delays the next pull of an instance that overlaps batches while the device has work.
 
 A batch that is pulled as soon as a slot is free is small, and requests that arrive a moment later wait for the next one. A
 batch that is pulled just before the device runs out of work holds all requests that have arrived by then, at no loss. Service

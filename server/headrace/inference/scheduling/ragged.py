@@ -535,7 +535,7 @@ class PaddedArrangement:
         return inputs
 
     def like(self) -> Mapping[str, Array]:
-        """Return arrays with the row shapes and dtypes of the batch, for `PipelinedExecution.begin`."""
+        """Return arrays with the row shapes and dtypes of the batch, for `OverlappedExecution.begin`."""
         first = self._requests[0]
         if not self._is_padded:
             return first

@@ -24,7 +24,7 @@ from headrace.runtimes.base import (
 
 
 class ReshapingExecution(WrappedExecution):
-    """Wraps an execution to apply `reshape`; pipelined if the wrapped one is. See `headrace.runtimes.base`.
+    """Wraps an execution to apply `reshape`; overlapped if the wrapped one is. See `headrace.runtimes.base`.
 
     Args:
         inner: the wrapped execution.
@@ -95,7 +95,7 @@ class ReshapingExecution(WrappedExecution):
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """Begin a batch whose input buffers are views of the wrapped execution's, in the clients' shapes."""
-        inner = self._pipelined().begin(self._to_model_shape(like), rows)
+        inner = self._overlapped().begin(self._to_model_shape(like), rows)
         inputs = {
             name: array.reshape((rows, *like[name].shape[1:]) if rows else like[name].shape)
             for name, array in inner.inputs.items()
@@ -105,7 +105,7 @@ class ReshapingExecution(WrappedExecution):
 
     def finish(self, batch: InFlightBatch) -> dict[str, Array]:
         """Finish a batch; return all outputs in the clients' shapes."""
-        return self._to_caller_shape(self._pipelined().finish(self._inner_batch(batch)))
+        return self._to_caller_shape(self._overlapped().finish(self._inner_batch(batch)))
 
     def _to_model_shape(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return {name: self._reshaped(array, self._inputs.get(name)) for name, array in inputs.items()}

@@ -20,16 +20,16 @@ _ROWS = attrgetter("rows")
 class Batch:
     """Requests that run together, from pull to response.
 
-    Ownership: the thread that pulled it; in a pipeline the finisher thread once it is launched.
+    Ownership: the thread that pulled it; of an overlapped one the finisher thread after its launch.
 
     Attributes:
         entries: entries of one shape, in the order of serving.
         reason: reason for closing the batch.
         taken_ns: monotonic time at which the batch was closed.
         rows: rows of all entries.
-        assembled_ns: monotonic time of its launch in a pipeline.
+        assembled_ns: monotonic time of the launch of an overlapped batch.
         instances: busy instances at its start, including its own.
-        in_flight: the batch in the backend of a pipeline, from launch to finish.
+        in_flight: an overlapped batch in its backend, from launch to finish.
         arrangement: way back from its outputs to requests of different length, from launch to finish; None for equal shapes.
     """
 

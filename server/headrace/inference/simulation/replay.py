@@ -3,7 +3,7 @@
 All decisions are the server's code: `ModelHandle.compute` (levels, deadlines, limits, splitting), `Scheduler` and its queue,
 `decide`, `LaunchPacing`, `Completion`. Time, devices and the pulls of instance threads are simulated.
 
-`VirtualInstance` performs the steps of `headrace.inference.scheduling.pipeline` as events of a loop in virtual time.
+`VirtualInstance` performs the steps of `headrace.inference.scheduling.overlapped_runner` as events of a loop in virtual time.
 `LatencyProfile` has the durations of these steps by rows. Pipelines run through the server's `PipelineHandle`;
 `headrace.inference.simulation.pipelines` has their graphs.
 """
@@ -33,8 +33,8 @@ from headrace.inference.pipelines.pipeline_handle import PipelineHandle
 from headrace.inference.scheduling.admission import InFlightWork
 from headrace.inference.scheduling.batch_results import BatchResults
 from headrace.inference.scheduling.batching import WaitUntil
-from headrace.inference.scheduling.handle import ModelHandle
 from headrace.inference.scheduling.launch_pacing import LaunchPacing
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import HandlePolicy
 from headrace.inference.scheduling.selector import Batch
 from headrace.inference.scheduling.version_handle import VersionHandle
@@ -283,8 +283,8 @@ class StepTimes:
 class VirtualInstance:
     """Simulated instance: it uses virtual time and no processor.
 
-    It follows `Pipeline`: the thread pulls while fewer than `depth` batches are in flight, delayed by `pacing`. It fills and
-    launches one batch after the other, and batches finish in the order of launch. With a depth of 1 it behaves as a
+    It follows `OverlappedRunner`: the thread pulls while fewer than `depth` batches are in flight, delayed by `pacing`. It fills
+    and launches one batch after the other, and batches finish in the order of launch. With a depth of 1 it behaves as a
     `SerialRunner`.
 
     Attributes:

@@ -284,7 +284,7 @@ class _Transfer:
 
 
 class IsolatedExecution:
-    """One instance; see `headrace.runtimes.base.PipelinedExecution`, whose rules for threads apply.
+    """One instance; see `headrace.runtimes.base.OverlappedExecution`, whose rules for threads apply.
 
     A launch that may not enter the process now (it is being replaced, or another batch must run alone) does not wait:
     the finisher sends the batch later. So the batches inside the process are always the oldest of the open ones, and
@@ -492,5 +492,5 @@ def _error_of(content: Mapping[str, Any]) -> Exception:
 
 
 def _transfer_of(batch: InFlightBatch) -> _Transfer:
-    assert isinstance(batch.handle, _Transfer), "the batch was begun by another execution"
-    return batch.handle
+    assert isinstance(batch.state, _Transfer), "the batch was begun by another execution"
+    return batch.state

@@ -38,7 +38,7 @@ from headrace_model.slots import START, Slot, aligned
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed
 from headrace.core.ledger import Kind, Ledger, MemoryAccount, NoRoom, format_bytes
 from headrace.core.tensor import Array
-from headrace.runtimes.base import Backend, Execution, ExecutionLost, InFlightBatch, LoadedModel, is_pipelined
+from headrace.runtimes.base import Backend, Execution, ExecutionLost, InFlightBatch, LoadedModel, is_overlapped
 from headrace.runtimes.isolated.tensors import (
     TensorLayout,
     array_at,
@@ -138,10 +138,10 @@ class ExecutionServer:
             return
         self._in_place = execution if isinstance(execution, ComputesInPlace) else None
         finisher = None
-        if is_pipelined(execution):
+        if is_overlapped(execution):
             finisher = threading.Thread(target=exit_on_error, args=(self._finish_all, execution), daemon=True)
             finisher.start()
-        self.opened(execution.depth if is_pipelined(execution) else 1)
+        self.opened(execution.depth if is_overlapped(execution) else 1)
         descriptors: list[int] = []
         while self.frames.receive(None if self._slots else descriptors):
             if not self._slots:  # the first frame has them all

@@ -332,7 +332,7 @@ class _BatchState(NamedTuple):
 
 
 class TensorRtExecution:
-    """One instance; see `headrace.runtimes.base.PipelinedExecution`. Opened and closed on the instance's thread.
+    """One instance; see `headrace.runtimes.base.OverlappedExecution`. Opened and closed on the instance's thread.
 
     Ownership: slots move from `_free` to a batch and back (a deque: both threads use its ends); everything else
     belongs to the instance's thread.
@@ -403,7 +403,7 @@ class TensorRtExecution:
         return run_one_batch(self, inputs, self._batched)
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
-        """Begin a batch in a free slot; see `headrace.runtimes.base.PipelinedExecution.begin`."""
+        """Begin a batch in a free slot; see `headrace.runtimes.base.OverlappedExecution.begin`."""
         rows = rows if self._batched else 0
         self._check(like)
         requested = tuple([(rows, *like[name].shape[1:]) if rows else like[name].shape for name in self._input_types])
@@ -552,5 +552,5 @@ def _describe_ranges(profiles: Sequence[Mapping[str, ProfileRange]]) -> str:
 
 
 def _batch_state(batch: InFlightBatch) -> _BatchState:
-    assert isinstance(batch.handle, _BatchState), "the batch was begun by another execution"
-    return batch.handle
+    assert isinstance(batch.state, _BatchState), "the batch was begun by another execution"
+    return batch.state

@@ -26,7 +26,7 @@ from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unavailab
 from headrace.core.request import NO_PARAMETERS, NO_RANGES, GroupMembers, InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
 from headrace.core.tensor import Array, Region, TensorSpec
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.registry import Registry
 from headrace.models.shared_memory import Pin, SharedMemoryRegions

@@ -23,7 +23,7 @@ from headrace.core.request import InferRequest
 from headrace.inference.caching.response_cache import RemoteEntries, VersionCache
 from headrace.inference.caching.response_caches import ResponseCaches
 from headrace.inference.caching.values import Lookup, RemoteWrite, StoredResponse
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import RateLimits
 from headrace.observability.totals import to_triton
 

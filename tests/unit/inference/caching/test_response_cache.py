@@ -22,7 +22,7 @@ from headrace.core.request import InferResponse, PipelineStepTimes
 from headrace.inference.caching import cache_switch as benefit_module
 from headrace.inference.caching.response_cache import LARGE_BYTES, VersionCache, VersionStates
 from headrace.inference.caching.response_caches import ResponseCaches
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, QueueLimits, RateLimits
 
 from tests.support.fakes import POISON, FakeModel, error_of, handle, infer_request, wait_started

@@ -11,7 +11,7 @@ from headrace.core.tensor import Array
 from headrace.inference.pipelines.execution import PictureExecution, softmax, steps_of, top_k
 from headrace.inference.pipelines.image import PixelSteps, prepare, to_pixels
 from headrace.inference.pipelines.recipe import ImageRecipe, Resampling, axis
-from headrace.runtimes.base import InFlightBatch, is_pipelined
+from headrace.runtimes.base import InFlightBatch, is_overlapped
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -191,7 +191,7 @@ def test_the_buffer_is_reused(crop: tuple[int, int]) -> None:
     assert np.shares_memory(first, again)
 
 
-class PipelinedModel(Model):
+class OverlappedModel(Model):
     """The same with flights, which it counts; refuses to launch a tensor that holds 7."""
 
     depth = 2
@@ -206,7 +206,7 @@ class PipelinedModel(Model):
         return InFlightBatch({"x": np.full((rows, 3, 6, 5), np.nan, np.float32)}, rows, "mine")
 
     def launch(self, batch: InFlightBatch) -> None:
-        assert batch.handle == "mine"
+        assert batch.state == "mine"
         assert not np.isnan(batch.inputs["x"]).any()  # type: ignore[call-overload]
         if 7 in batch.inputs["x"]:
             self.open -= 1
@@ -217,7 +217,7 @@ class PipelinedModel(Model):
         return self.run(batch.inputs)
 
     def discard(self, batch: InFlightBatch) -> None:
-        assert batch.handle == "mine"
+        assert batch.state == "mine"
         self.open -= 1
 
 
@@ -229,10 +229,10 @@ def flown(execution: PictureExecution, pixels: np.ndarray) -> InFlightBatch:
 
 
 def test_batches_overlap_if_the_model_overlaps() -> None:
-    model = PipelinedModel()
+    model = OverlappedModel()
     execution = steps_of(ModelConfig.model_validate(CONFIG), {}).around(model.execution(0))
     assert isinstance(execution, PictureExecution)
-    assert is_pipelined(execution)
+    assert is_overlapped(execution)
     some, more = (rng.integers(0, 256, (rows, 6, 5, 3), dtype=np.uint8) for rows in (2, 4))
     batches = [flown(execution, some), flown(execution, more)]
     for batch in batches:
@@ -246,7 +246,7 @@ def test_batches_overlap_if_the_model_overlaps() -> None:
 
 
 def test_every_batch_is_finished_or_discarded() -> None:
-    model = PipelinedModel()
+    model = OverlappedModel()
     config = {**CONFIG, "preprocess": {**CONFIG["preprocess"], "mean": 0.0, "std": 1.0}}  # type: ignore[dict-item]
     execution = steps_of(ModelConfig.model_validate(config), {}).around(model.execution(0))
     assert isinstance(execution, PictureExecution)
@@ -257,7 +257,7 @@ def test_every_batch_is_finished_or_discarded() -> None:
 
 
 def test_a_ranked_model_without_pictures_overlaps_too() -> None:
-    model = PipelinedModel()
+    model = OverlappedModel()
     steps = steps_of(ModelConfig.model_validate({**CONFIG, "preprocess": None}), {})
     execution = steps.around(model.execution(0))
     assert isinstance(execution, PictureExecution)
@@ -270,5 +270,5 @@ def test_a_ranked_model_without_pictures_overlaps_too() -> None:
 
 def test_one_picture_at_a_time_does_not_overlap() -> None:
     config = ModelConfig.model_validate({**CONFIG, "max_batch_size": 0, "postprocess": None})
-    assert not is_pipelined(steps_of(config, {}).around(PipelinedModel().execution(0)))
-    assert not is_pipelined(steps_of(ModelConfig.model_validate(CONFIG), {}).around(Model().execution(0)))
+    assert not is_overlapped(steps_of(config, {}).around(OverlappedModel().execution(0)))
+    assert not is_overlapped(steps_of(ModelConfig.model_validate(CONFIG), {}).around(Model().execution(0)))

@@ -16,18 +16,18 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest, DeadlineExceeded, HeadraceError, ModelFailed, QueueTimeout, Unavailable
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
-from headrace.inference.scheduling.handle import ModelHandle
-from headrace.inference.scheduling.pipeline import _SHORT_BYTES, Pipeline
+from headrace.inference.scheduling.model_handle import ModelHandle
+from headrace.inference.scheduling.overlapped_runner import _SHORT_BYTES, OverlappedRunner
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy
 from headrace.inference.scheduling.scheduler import Scheduler
 from headrace.observability.counters import Recorder
 
-from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline
+from tests.support.fake_overlapped import DIES, LOST, RAISES, FakeOverlapped
 from tests.support.fakes import SPEC, FakeModel, infer_request
 from tests.support.waiting import record_calls, until
 
 
-class Watched(FakePipeline):
+class Watched(FakeOverlapped):
     """A prompt execution that remembers who launched."""
 
     def __init__(self, prompt: bool = True, **more: Any) -> None:
@@ -42,10 +42,10 @@ class Watched(FakePipeline):
 class Several:
     """A model of several executions."""
 
-    def __init__(self, *executions: FakePipeline) -> None:
+    def __init__(self, *executions: FakeOverlapped) -> None:
         self.executions = executions
 
-    def execution(self, index: int) -> FakePipeline:
+    def execution(self, index: int) -> FakeOverlapped:
         return self.executions[index]
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ def handles() -> Iterator[Make]:
     yield make
     for handle, model in created:
         for execution in getattr(model, "executions", [model]):
-            if isinstance(execution, FakePipeline):
+            if isinstance(execution, FakeOverlapped):
                 execution.let_go()
         assert handle.close(10)
         for execution in getattr(model, "executions", [model]):
@@ -92,8 +92,8 @@ def asleep(handle: ModelHandle, instances: int = 1) -> None:
 
 def is_finishing(handle: ModelHandle) -> bool:
     """Return whether an instance has a batch in flight, or one that it has recorded and not passed back."""
-    pipelines = [cast("Pipeline", each) for each in handle._scheduler._inline_dispatches.values()]
-    return any(each._open and each._finished.empty() for each in pipelines)
+    runners = [cast("OverlappedRunner", each) for each in handle._scheduler._inline_dispatches.values()]
+    return any(each._open and each._finished.empty() for each in runners)
 
 
 def waiting(handle: ModelHandle, number: int) -> None:

@@ -12,11 +12,11 @@ from headrace.core.clock import monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
 
-from tests.support.fake_pipeline import FakePipeline
+from tests.support.fake_overlapped import FakeOverlapped
 from tests.support.fakes import SPEC, FakeModel
 from tests.support.waiting import until_async
 
@@ -51,21 +51,21 @@ class Meeting(FakeModel):
         return super().run(inputs)
 
 
-class Pipelines:
-    """Each instance has a pipelined execution of its own."""
+class Overlapping:
+    """Each instance has an overlapped execution of its own."""
 
     def __init__(self, prompt: bool) -> None:
         self.prompt = prompt
 
-    def execution(self, index: int) -> FakePipeline:
-        return FakePipeline(prompt=self.prompt)
+    def execution(self, index: int) -> FakeOverlapped:
+        return FakeOverlapped(prompt=self.prompt)
 
     def close(self) -> None:
         pass
 
 
-@pytest.mark.parametrize("model", [FakeModel(), Pipelines(False), Pipelines(True)])
-def test_one_after_the_other_is_one_at_a_time(model: FakeModel | Pipelines) -> None:
+@pytest.mark.parametrize("model", [FakeModel(), Overlapping(False), Overlapping(True)])
+def test_one_after_the_other_is_one_at_a_time(model: FakeModel | Overlapping) -> None:
     async def busy_counts() -> dict[int, int]:
         handle = ModelHandle(
             SPEC, HandlePolicy(BatchPolicy(8), instances=3), model, Mailbox(asyncio.get_running_loop()), Recorder()

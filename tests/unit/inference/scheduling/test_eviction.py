@@ -12,11 +12,11 @@ import pytest
 from headrace.core.clock import NS_PER_S
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, DeadlineExceeded, ModelFailed, Unavailable
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
 
-from tests.support.fake_pipeline import FakePipeline
+from tests.support.fake_overlapped import FakeOverlapped
 from tests.support.fakes import DEATH, SPEC, FakeModel, error_of, infer_request, wait_started
 from tests.support.virtual_time import advance_timers
 from tests.support.waiting import until_async
@@ -61,7 +61,7 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("fake/1#")]
 
 
-class Overlapping(FakePipeline):
+class Overlapping(FakeOverlapped):
     @property
     def closed(self) -> bool:
         """The execution and the model behind it, which are one."""

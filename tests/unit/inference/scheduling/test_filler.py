@@ -16,17 +16,17 @@ from headrace.core.completion import Completion, Mailbox
 from headrace.core.errors import BadRequest
 from headrace.core.request import InferRequest
 from headrace.core.tensor import FP32, Array, ResidentRows, TensorSpec
-from headrace.inference.scheduling import pipeline as filling
+from headrace.inference.scheduling import overlapped_runner as filling
 from headrace.inference.scheduling.filler import Filler, _shares
 from headrace.inference.scheduling.queue import Entry
 from headrace.runtimes.base import InFlightBatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.fake_pipeline import FakePipeline
+from tests.support.fake_overlapped import FakeOverlapped
 from tests.support.fakes import SPEC
 from tests.support.resident_rows import read, resident
-from tests.unit.inference.scheduling.test_handle_pipeline import served
+from tests.unit.inference.scheduling.test_handle_overlapped import served
 
 MIB = 1 << 20
 
@@ -172,7 +172,7 @@ def test_without_threads_the_instance_copies_alone(
 
 
 async def test_an_instance_hires_them_for_its_large_batches_and_ends_them_with_itself(mailbox: Mailbox) -> None:
-    model = FakePipeline()
+    model = FakeOverlapped()
     spec = replace(SPEC, outputs={"y": TensorSpec("y", FP32, (-1, 1 << 18))})
     handle = served(mailbox, model, spec=spec, fill_threads=3)
     for rows in (1, 4):

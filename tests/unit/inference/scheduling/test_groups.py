@@ -14,7 +14,7 @@ from headrace.core.completion import GroupCompletion, Mailbox
 from headrace.core.errors import ModelFailed, Overloaded, QueueTimeout
 from headrace.core.request import GroupMembers, InferRequest, InferResponse
 from headrace.inference.scheduling.batching import CloseReason
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.output_check import OutputMismatch
 from headrace.inference.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits, RateLimits, Sharing
 from headrace.inference.scheduling.queue import Entry

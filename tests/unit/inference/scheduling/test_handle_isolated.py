@@ -13,7 +13,7 @@ import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ModelFailed, Unavailable
 from headrace.core.request import InferResponse
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
 from headrace.observability.metrics import MetricsPage
@@ -48,7 +48,7 @@ def y_of(answer: object) -> float:
     return float(np.asarray(answer.outputs["y"])[0, 0])
 
 
-@pytest.mark.parametrize("words", ["wait", "wait pipelined"])
+@pytest.mark.parametrize("words", ["wait", "wait overlapped"])
 @pytest.mark.parametrize("instances", [1, 2])
 async def test_only_the_request_that_kills_the_process_gets_the_error(
     tmp_path: Path, words: str, instances: int

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, ModelFailed, Unavailable
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import HandlePolicy
 from headrace.observability.counters import Recorder
 from headrace.runtimes.base import Execution

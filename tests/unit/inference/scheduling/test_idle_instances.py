@@ -11,13 +11,13 @@ import pytest
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.runtimes.base import Execution
 
-from tests.support.fake_pipeline import FakePipeline
+from tests.support.fake_overlapped import FakeOverlapped
 from tests.support.fakes import FakeModel, handle, infer_request, wait_started
 from tests.support.waiting import until_async
 
 
-class Overlapping(FakePipeline):
-    """A pipelined model for `handle`."""
+class Overlapping(FakeOverlapped):
+    """An overlapped model for `handle`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

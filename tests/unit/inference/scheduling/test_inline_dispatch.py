@@ -11,18 +11,18 @@ import pytest
 from headrace.core.errors import Cancelled, ModelFailed, Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.inference.scheduling.launch_pacing import LaunchPacing
-from headrace.inference.scheduling.pipeline import _SHORT_BYTES
+from headrace.inference.scheduling.overlapped_runner import _SHORT_BYTES
 from headrace.inference.scheduling.policy import BatchPolicy
 from headrace.inference.scheduling.queue import Entry
 from headrace.runtimes.base import ExecutionLost
 
-from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline
+from tests.support.fake_overlapped import DIES, LOST, RAISES, FakeOverlapped
 from tests.support.fakes import InstanceKilledError
-from tests.support.pipeline_bench import Bench, Caller
+from tests.support.overlapped_bench import Bench, Caller
 from tests.support.waiting import until
 
 
-class Prompt(FakePipeline):
+class Prompt(FakeOverlapped):
     """A prompt execution that remembers who launched."""
 
     def __init__(self, **more: bool) -> None:
@@ -41,7 +41,7 @@ Make = Callable[..., Bench]
 def benches() -> Iterator[Make]:
     created: list[Bench] = []
 
-    def make(model: FakePipeline, batch: BatchPolicy | None = None, pace: LaunchPacing | None = None) -> Bench:
+    def make(model: FakeOverlapped, batch: BatchPolicy | None = None, pace: LaunchPacing | None = None) -> Bench:
         bench = Bench(model, batch, pace=pace)
         created.append(bench)
         asleep(bench)

@@ -17,7 +17,6 @@ from headrace.core.limits import BodyMemory, ClientLimits, Limits
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.inference.scheduling.batching import CloseReason, Take, WaitUntil, decide
-from headrace.inference.scheduling.handle import ModelHandle
 from headrace.inference.scheduling.inline_gate import (
     INLINE_DEVICE_BOUND_NS,
     INLINE_MAX_PAUSE_NS,
@@ -25,6 +24,7 @@ from headrace.inference.scheduling.inline_gate import (
     INLINE_QUIET_NS,
 )
 from headrace.inference.scheduling.latency_table import TAIL, LatencyTable
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
 from headrace.inference.scheduling.queue import Entry, QueueOrder, ShapeQueue
 from headrace.inference.scheduling.selector import BatchSelector
@@ -35,7 +35,7 @@ from headrace.runtimes.onnxruntime import OnnxRuntimeExecution
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline
+from tests.support.fake_overlapped import DIES, LOST, RAISES, FakeOverlapped
 from tests.support.fakes import DEATH, POISON, SPEC, FakeModel, InstanceKilledError, infer_request
 from tests.support.waiting import until, until_async
 
@@ -78,8 +78,8 @@ class Quick(FakeModel):
         return [thread is threading.main_thread() for thread in self.threads]
 
 
-class QuickGpu(FakePipeline):
-    """A pipelined model that any thread may launch and finish."""
+class QuickGpu(FakeOverlapped):
+    """An overlapped model that any thread may launch and finish."""
 
     any_thread = True
 
@@ -95,7 +95,7 @@ class QuickGpu(FakePipeline):
 class Stage:
     """A served model, measured as fast at one row."""
 
-    def __init__(self, model: FakeModel | FakePipeline, clock: Ticks, measured_ns: int, **policy: Any) -> None:
+    def __init__(self, model: FakeModel | FakeOverlapped, clock: Ticks, measured_ns: int, **policy: Any) -> None:
         self.model: Any = model
         self.clock = clock
         self.bodies = BodyMemory(Limits())
@@ -147,7 +147,7 @@ class Stage:
         return bool(self.model.inline[-1])
 
     async def soon_alone(self, value: float) -> bool:
-        """`alone`, once the finisher of a pipeline has passed its last batch on, which it answers before."""
+        """`alone`, once the finisher of an instance has passed its last batch on, which it answers before."""
         for _ in range(100):
             if await self.alone(value):
                 return True
@@ -297,10 +297,12 @@ async def test_models_measured_by_requests_run_inline_afterwards() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [FakeModel, FakePipeline, lambda: FakePipeline(prompt=True)], ids=["its own thread", "pipelined", "prompt"]
+    "model",
+    [FakeModel, FakeOverlapped, lambda: FakeOverlapped(prompt=True)],
+    ids=["its own thread", "overlapped", "prompt"],
 )
 async def test_never_other_backends(model: Callable[[], Any]) -> None:
-    """Isolated and Python models do not say that any thread may run them; GPU models have a pipeline."""
+    """Isolated and Python models do not say that any thread may run them; GPU models overlap batches."""
 
     async with staged(model=model) as stage:
         for value in range(30):

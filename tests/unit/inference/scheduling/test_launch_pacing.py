@@ -1,4 +1,4 @@
-"""Time of the next pull while batches are in flight, from figures, and in the pipeline."""
+"""Time of the next pull while batches are in flight, from figures, and on an instance."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from headrace.core.clock import NS_PER_US
 from headrace.inference.scheduling.launch_pacing import LaunchPacing
 from headrace.inference.scheduling.policy import BatchPolicy
 
-from tests.support.fake_pipeline import DIES, RAISES, FakePipeline
-from tests.support.pipeline_bench import Bench, Caller
+from tests.support.fake_overlapped import DIES, RAISES, FakeOverlapped
+from tests.support.overlapped_bench import Bench, Caller
 
 US = NS_PER_US
 LEAD_NS = 150 * US
@@ -90,7 +90,7 @@ class Patient(LaunchPacing):
         return 3_600_000_000_000 if self._open and waiting_rows < self._full_rows else 0
 
 
-def patient_bench(model: FakePipeline) -> tuple[Bench, list[Caller]]:
+def patient_bench(model: FakeOverlapped) -> tuple[Bench, list[Caller]]:
     """An instance with one flight in the air, which holds back the three requests in the queue."""
     bench = Bench(model, BatchPolicy(4), pace=Patient(4))
     bench.log_pulls()
@@ -100,7 +100,7 @@ def patient_bench(model: FakePipeline) -> tuple[Bench, list[Caller]]:
 
 
 def test_a_delayed_pull_happens_when_a_batch_ends() -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench, callers = patient_bench(model)
     assert "begin 1" not in model.log
     model.land(2)
@@ -114,7 +114,7 @@ def test_a_delayed_pull_happens_when_a_batch_ends() -> None:
 
 
 def test_members_of_a_failed_batch_are_not_held_back() -> None:
-    model = FakePipeline(depth=3, manual=True)
+    model = FakeOverlapped(depth=3, manual=True)
     bench = Bench(model, BatchPolicy(4), pace=Patient(4))
     spoilt = bench.submit(1, RAISES["finish"])
     model.wait_for("finishing 0")
@@ -126,12 +126,12 @@ def test_members_of_a_failed_batch_are_not_held_back() -> None:
 
 
 def test_closing_and_death_do_not_wait_for_the_time_to_pull() -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench, callers = patient_bench(model)
     bench.close()
     assert not [each for each in callers if isinstance(each.answer(), Exception)]
 
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = Bench(model, BatchPolicy(4), pace=Patient(4))
     (deadly,) = bench.submit(DIES["finish"])
     model.wait_for("finishing 0")

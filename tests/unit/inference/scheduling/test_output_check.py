@@ -16,14 +16,14 @@ from headrace.core.errors import ModelFailed
 from headrace.core.request import InferResponse
 from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
 from headrace.inference.pipelines.execution import PictureExecution, Steps
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.output_check import OutputCheck, OutputMismatch
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.inference.scheduling.reshaping import ReshapingExecution
 from headrace.observability.counters import Recorder
 from headrace.runtimes.base import Execution, InFlightBatch
 
-from tests.support.fake_pipeline import FakePipeline
+from tests.support.fake_overlapped import FakeOverlapped
 from tests.support.fakes import SPEC, FakeModel, infer_request
 
 Change = Callable[[Array], Array]
@@ -46,7 +46,7 @@ class WrongModel(FakeModel):
         return {"y": np.asarray(self.change(super().run(inputs)["y"]))}
 
 
-class WrongPipeline(FakePipeline):
+class WrongOverlapped(FakeOverlapped):
     """Overlapping batches, with changed outputs."""
 
     def __init__(self, change: Change, **more: Any) -> None:
@@ -61,15 +61,15 @@ def serial(change: Change) -> WrongModel:
     return WrongModel(change)
 
 
-def pipelined(change: Change) -> WrongPipeline:
-    return WrongPipeline(change)
+def overlapped(change: Change) -> WrongOverlapped:
+    return WrongOverlapped(change)
 
 
-def prompt(change: Change) -> WrongPipeline:
-    return WrongPipeline(change, prompt=True)
+def prompt(change: Change) -> WrongOverlapped:
+    return WrongOverlapped(change, prompt=True)
 
 
-class Pictured(WrongPipeline):
+class Pictured(WrongOverlapped):
     """Behind the steps for pictures, as the server prepares them."""
 
     def execution(self, index: int) -> Any:
@@ -80,7 +80,7 @@ def pictured(change: Change) -> Pictured:
     return Pictured(change)
 
 
-PATHS = pytest.mark.parametrize("make", [serial, pipelined, prompt, pictured])
+PATHS = pytest.mark.parametrize("make", [serial, overlapped, prompt, pictured])
 
 
 @asynccontextmanager

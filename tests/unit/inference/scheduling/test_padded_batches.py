@@ -1,4 +1,4 @@
-"""Requests of different length through a whole handle: each response is that of the request alone, serial or pipelined."""
+"""Requests of different length through a whole handle: each response is that of the request alone, serial or overlapped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.shapes import CheckedShapes
 from headrace.core.tensor import BY_CONFIG_NAME, Array, ModelSpec, PaddedInputs, TensorSpec
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, PaddingPolicy
 from headrace.inference.scheduling.ragged import PaddedLayout
 from headrace.observability.counters import Recorder
@@ -65,7 +65,7 @@ class SerialTexts:
         """Nothing to close."""
 
 
-class PipelinedTexts(SerialTexts):
+class OverlappedTexts(SerialTexts):
     """An execution with buffers of its own, which later batches overwrite, as pinned memory is."""
 
     depth = 2
@@ -90,7 +90,7 @@ class PipelinedTexts(SerialTexts):
 
     def finish(self, batch: InFlightBatch) -> dict[str, Array]:
         outputs = {name: values.copy() for name, values in self.function(batch.inputs).items()}
-        self.free.append(batch.handle)  # type: ignore[arg-type]
+        self.free.append(batch.state)  # type: ignore[arg-type]
         return outputs
 
     discard = finish
@@ -163,7 +163,7 @@ def assert_alone(request: Request, response: Mapping[str, Array]) -> None:
 SIZES = st.lists(st.tuples(st.integers(1, 3), st.integers(1, LONGEST)), min_size=1, max_size=40)
 
 
-@pytest.mark.parametrize("model", [SerialTexts, PipelinedTexts])
+@pytest.mark.parametrize("model", [SerialTexts, OverlappedTexts])
 @pytest.mark.parametrize("always", [False, True])
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(sizes=SIZES, dtype=st.sampled_from(DTYPES), multiple_of=st.sampled_from([1, 4, 8, 16]))
@@ -181,7 +181,7 @@ def test_every_response_is_that_of_the_request_alone(
         assert not handle.layout.problem
 
 
-@pytest.mark.parametrize("model", [SerialTexts, PipelinedTexts])
+@pytest.mark.parametrize("model", [SerialTexts, OverlappedTexts])
 def test_on_a_gpu_every_request_is_padded_to_a_multiple(model: type[SerialTexts]) -> None:
     execution = model()
     with serving(execution, "FP32", always=True) as (handle, send):
@@ -199,7 +199,7 @@ def test_on_a_gpu_every_request_is_padded_to_a_multiple(model: type[SerialTexts]
 
 
 def test_lengths_are_not_padded_beyond_the_longest_of_the_engine() -> None:
-    execution = PipelinedTexts()
+    execution = OverlappedTexts()
     with serving(execution, "INT32", always=True, multiple_of=16, longest=20) as (handle, send):
         handle.layout.check(SerialTexts(), [request_of("INT32", 1, 3, 1), request_of("INT32", 1, 5, 2)])
         for length in (18, 20, 21, 3):
@@ -208,7 +208,7 @@ def test_lengths_are_not_padded_beyond_the_longest_of_the_engine() -> None:
         assert [length for _, length in execution.shapes] == [20, 20, 21, 16]
 
 
-@pytest.mark.parametrize("model", [SerialTexts, PipelinedTexts])
+@pytest.mark.parametrize("model", [SerialTexts, OverlappedTexts])
 def test_a_model_that_does_not_mask_is_found_with_its_first_requests(
     model: type[SerialTexts], caplog: pytest.LogCaptureFixture
 ) -> None:

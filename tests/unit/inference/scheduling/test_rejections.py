@@ -14,7 +14,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import DeadlineExceeded, Overloaded, QueueTimeout, WouldMiss
 from headrace.core.request import InferRequest
 from headrace.inference.scheduling.admission import WaitForecast
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits
 
 from tests.support.fakes import FakeModel, handle, infer_request, wait_started

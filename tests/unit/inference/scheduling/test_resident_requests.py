@@ -1,4 +1,4 @@
-"""Requests with resident rows through a model version: pipelined, serial, reshaped, split and failing."""
+"""Requests with resident rows through a model version: overlapped, serial, reshaped, split and failing."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from headrace.core.tensor import NOWHERE, PINNED, Array, ResidentRows, as_input
 from headrace.inference.scheduling.policy import BatchPolicy
 from headrace.inference.scheduling.reshaping import ReshapingExecution
 
-from tests.support.fake_pipeline import RAISES, FakePipeline
+from tests.support.fake_overlapped import RAISES, FakeOverlapped
 from tests.support.fakes import FakeModel, error_of, infer_request
 from tests.support.resident_rows import HostOwner, resident
 from tests.support.waiting import until_async
-from tests.unit.inference.scheduling.test_handle_pipeline import served
+from tests.unit.inference.scheduling.test_handle_overlapped import served
 
 
 def located(value: float, rows: int = 1, device: int = PINNED) -> InferRequest:
@@ -41,7 +41,7 @@ def copies(sent: InferRequest) -> list[int]:
 
 
 async def test_they_share_a_batch_with_rows_that_are_copied_and_are_not_copied_themselves(mailbox: Mailbox) -> None:
-    model = FakePipeline(device=3, manual=True)
+    model = FakeOverlapped(device=3, manual=True)
     handle = served(mailbox, model)
     first = handle.infer(infer_request(1))
     await asyncio.to_thread(model.wait_for, "finishing 0")
@@ -63,7 +63,7 @@ async def test_they_share_a_batch_with_rows_that_are_copied_and_are_not_copied_t
     await asyncio.to_thread(handle.close, 60)
 
 
-@pytest.mark.parametrize("model", [FakeModel, FakePipeline], ids=["serial", "pipelined"])
+@pytest.mark.parametrize("model", [FakeModel, FakeOverlapped], ids=["serial", "overlapped"])
 async def test_a_model_without_resident_inputs_gets_copies(model: Any, mailbox: Mailbox) -> None:
     handle = served(mailbox, model())
     sent = located(4, 3)
@@ -73,7 +73,7 @@ async def test_a_model_without_resident_inputs_gets_copies(model: Any, mailbox: 
 
 
 async def test_behind_a_reshape_they_are_read_by_the_gpu_too(mailbox: Mailbox) -> None:
-    inner = FakePipeline(device=0)
+    inner = FakeOverlapped(device=0)
 
     class Model:
         def execution(self, index: int) -> ReshapingExecution:
@@ -91,7 +91,7 @@ async def test_behind_a_reshape_they_are_read_by_the_gpu_too(mailbox: Mailbox) -
 
 
 async def test_an_oversized_request_is_split_in_place(mailbox: Mailbox) -> None:
-    model = FakePipeline(device=0)
+    model = FakeOverlapped(device=0)
     handle = served(mailbox, model, batch=BatchPolicy(4))
     sent = request(resident(np.arange(20, dtype=np.float32).reshape(10, 2)))
     assert np.array_equal((await handle.infer(sent)).outputs["y"], np.arange(20).reshape(10, 2) * 2)
@@ -103,7 +103,7 @@ async def test_memory_that_cannot_be_read_fails_its_own_request_and_no_other(mai
     def gone(address: int, size_bytes: int) -> Array:
         raise BadRequest("the memory is gone")
 
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     handle = served(mailbox, model)
     first = handle.infer(infer_request(1))
     await asyncio.to_thread(model.wait_for, "finishing 0")
@@ -126,7 +126,7 @@ async def test_the_memory_is_referenced_until_the_batch_ends_and_no_longer(
         logging.getLogger("headrace.instance"), "disabled", True
     )  # what pytest keeps of it holds frames
 
-    model = FakePipeline(device=0, manual=True)
+    model = FakeOverlapped(device=0, manual=True)
     handle = served(mailbox, model)
     rows = resident(np.full((1, 2), value, np.float32))
     owner = weakref.ref(rows.owner)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ async def test_the_memory_is_referenced_until_the_batch_ends_and_no_longer(
 
 
 @pytest.mark.parametrize(
-    "model", [FakeModel, lambda: FakePipeline(device=0), lambda: FakePipeline(device=0, prompt=True)]
+    "model", [FakeModel, lambda: FakeOverlapped(device=0), lambda: FakeOverlapped(device=0, prompt=True)]
 )
 async def test_an_idle_instance_references_no_request_memory(model: Any, mailbox: Mailbox) -> None:
     handle = served(mailbox, model())

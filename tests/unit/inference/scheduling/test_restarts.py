@@ -13,13 +13,13 @@ import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ModelFailed, Unavailable
 from headrace.inference.scheduling import instance as restarts
-from headrace.inference.scheduling.handle import ModelHandle
 from headrace.inference.scheduling.instance import LONGEST_PAUSE_S, RestartTimers
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
 from headrace.runtimes.base import Execution, ExecutionLost
 
-from tests.support.fake_pipeline import DIES, FakePipeline
+from tests.support.fake_overlapped import DIES, FakeOverlapped
 from tests.support.fakes import DEATH, SPEC, FakeModel, infer_request
 
 LOST = -7.0
@@ -210,7 +210,7 @@ def test_no_restart_on_a_device_that_has_failed_permanently(monkeypatch: pytest.
 
 def test_no_restart_before_the_old_instance_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(mailbox: Mailbox) -> None:
-        first, then = FakePipeline(manual=True), FakePipeline()
+        first, then = FakeOverlapped(manual=True), FakeOverlapped()
 
         class Two(Model):
             def execution(self, index: int) -> Execution:

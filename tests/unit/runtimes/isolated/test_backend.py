@@ -11,7 +11,7 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import HOST, Kind, Ledger, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
-from headrace.runtimes.base import InputRefused, find_inner, is_pipelined
+from headrace.runtimes.base import InputRefused, find_inner, is_overlapped
 from headrace.runtimes.isolated.backend import FailedInChildError, IsolatedBackend, IsolatedModel
 from headrace.runtimes.isolated.tensors import array_at, read_tensors, write_tensors
 from headrace.runtimes.processes import supervisor
@@ -56,7 +56,7 @@ def test_all_instances_run_in_one_child_process(load: Load) -> None:
     assert result == set(isolated_children_of_this_process())
     assert find_inner(model, "process_status") is model
     assert model.process_status == (True, "", 0)
-    assert not is_pipelined(executions[0])
+    assert not is_overlapped(executions[0])
 
 
 def test_outputs_may_be_larger_than_the_memory(load: Load) -> None:
@@ -67,7 +67,7 @@ def test_outputs_may_be_larger_than_the_memory(load: Load) -> None:
     assert values(execution.run(x_of(4, 5))) == [8, 10]
 
 
-@pytest.mark.parametrize("words", ["", "pipelined"])
+@pytest.mark.parametrize("words", ["", "overlapped"])
 def test_errors_of_the_model_are_raised_and_the_process_survives(load: Load, words: str) -> None:
     execution = load(words).execution(0)
     before = pid(execution.run(x_of(1)))
@@ -79,9 +79,9 @@ def test_errors_of_the_model_are_raised_and_the_process_survives(load: Load, wor
 
 
 def test_batches_overlap_and_finish_in_order(load: Load) -> None:
-    model = load("pipelined")
+    model = load("overlapped")
     execution = model.execution(0)
-    assert is_pipelined(execution)
+    assert is_overlapped(execution)
     assert execution.depth == 2
     for _ in range(5):
         batches = [fly(execution, 1, 2), fly(execution, 3)]
@@ -178,7 +178,7 @@ def test_an_output_in_the_memory_of_the_slot_is_not_copied() -> None:
 
 def test_a_frame_that_is_too_long_for_the_socket_lies_in_the_slot(load: Load) -> None:
     inputs = {"x": np.ones((2, 3), np.float32), **{f"{'n' * 60}{index}": np.ones(1, np.int8) for index in range(500)}}
-    for words in ("", "pipelined"):
+    for words in ("", "overlapped"):
         execution = load(words).execution(0)
         for _ in range(3):
             assert values(execution.run(inputs)) == [2, 2]

@@ -39,7 +39,7 @@ Load = Callable[..., IsolatedModel]
         (fragile.LOST, "its device failed"),
     ],
 )
-@pytest.mark.parametrize("words", ["", "pipelined"])
+@pytest.mark.parametrize("words", ["", "overlapped"])
 def test_a_batch_that_kills_its_process_fails_and_the_next_one_runs(
     load: Load, words: str, value: float, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -77,7 +77,7 @@ def test_the_descriptors_of_a_dead_process_are_closed_without_the_collector(load
 
 
 def test_only_the_batch_that_kills_the_process_fails(load: Load, tmp_path: Path) -> None:
-    model = load("pipelined wait")
+    model = load("overlapped wait")
     execution = model.execution(0)
     batches = [fly(execution, 1, fragile.ABORT), fly(execution, 4, 5)]
     (tmp_path / "go").touch()
@@ -105,7 +105,7 @@ def test_a_batch_that_a_dead_process_never_began_is_not_to_blame(load: Load) -> 
 
 
 def test_launches_during_the_restart_wait_for_it_and_then_overlap_again(load: Load, tmp_path: Path) -> None:
-    model = load("pipelined")
+    model = load("overlapped")
     execution = model.execution(0)
     batch = fly(execution, fragile.EXIT)
     until(lambda: model.process_status.restarts == 1)
@@ -117,7 +117,7 @@ def test_launches_during_the_restart_wait_for_it_and_then_overlap_again(load: Lo
     for _ in range(40):
         assert values(execution.finish(batches.pop(0))) == [4]
         batches.append(fly(execution, 2))
-        overlapped.append(batches[0].handle.process is not None and batches[1].handle.process is not None)  # type: ignore[attr-defined]
+        overlapped.append(batches[0].state.process is not None and batches[1].state.process is not None)  # type: ignore[attr-defined]
     assert not any(overlapped[:30]), "one at a time, for a while"
     assert all(overlapped[-5:])
     for batch in batches:
@@ -209,10 +209,10 @@ def test_a_process_that_does_not_end_is_killed(load: Load, monkeypatch: pytest.M
 
 
 def test_unfinished_batches_do_not_block_others(load: Load, tmp_path: Path) -> None:
-    model = load("pipelined wait", instances=2)
+    model = load("overlapped wait", instances=2)
     first_execution, other = model.execution(0), model.execution(1)
     batch, lost = fly(other, 7), fly(first_execution, fragile.ABORT)
-    assert lost.handle is not None
+    assert lost.state is not None
     (tmp_path / "go").touch()
     closing = threading.Thread(target=first_execution.close)
     closing.start()

@@ -190,7 +190,7 @@ def test_waits_spin_or_sleep(tmp_path: Path, wait: str, spins: list[bool]) -> No
             batch = execution.begin({"x": x}, count)
             batch.inputs["x"][:] = x
             execution.launch(batch)
-            buffer_slot = batch.handle.slot
+            buffer_slot = batch.state.slot
             result.append(buffer_slot.finished is buffer_slot.copied_out[True])
             np.testing.assert_array_equal(execution.finish(batch)["y"], right(x))
         assert result == spins
@@ -224,7 +224,7 @@ def test_batches_that_are_faster_as_they_are(cuda: LateCuda, trt: Any, tmp_path:
         contexts, live, graphs = trt.state.contexts, set(cuda.live), set(cuda.graphs)
         for count in (1, 2, 3, 4, 5, 6, 7, 8, 5, 3):
             batch = execution.begin({"x": rows(count)}, count)
-            assert batch.handle.context.rows == count
+            assert batch.state.context.rows == count
             execution.discard(batch)
             np.testing.assert_array_equal(execution.run({"x": rows(count)})["y"], right(rows(count)))
         assert (trt.state.contexts, cuda.live, cuda.graphs) == (contexts, live, graphs), (
@@ -340,7 +340,7 @@ def test_one_graph_for_those_that_are_alone(tmp_path: Path, monkeypatch: pytest.
                 batches.append((batch, x, owners))
                 expected = [] if order[0] > 2 or refused else [order[0]]
                 assert flown == expected, "only the first of them runs alone"
-                assert (batch.handle.slot.finished is batch.handle.slot.copied_out[True]) == (
+                assert (batch.state.slot.finished is batch.state.slot.copied_out[True]) == (
                     not number and bool(expected)
                 )
             for batch, x, _ in batches:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from headrace.core.clock import NS_PER_S
 from headrace.core.completion import Mailbox
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.models.registry import Registry
 from headrace.observability.counters import Recorder
@@ -25,7 +25,7 @@ from headrace.server.front_ends import frames
 from headrace.server.front_ends.engine_requests import EngineRequests
 from headrace.server.front_ends.tensors import TensorWriter
 
-from tests.support.fake_pipeline import FakePipeline
+from tests.support.fake_overlapped import FakeOverlapped
 from tests.support.fakes import SPEC
 from tests.support.waiting import until
 
@@ -34,7 +34,7 @@ GROUPS, MEMBERS = 10, 4
 BOUND = 406
 
 
-class Brief(FakePipeline):
+class Brief(FakeOverlapped):
     """Its batches run on the event loop."""
 
     any_thread = True

@@ -16,7 +16,7 @@ from headrace.core.request import BatchTimes, InferRequest
 from headrace.core.tensor import Array
 from headrace.inference.caching.response_cache import LARGE_BYTES
 from headrace.inference.caching.response_caches import ResponseCaches
-from headrace.inference.scheduling.handle import ModelHandle
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy
 from headrace.observability.counters import BatchRecord, Recorder
 from headrace.observability.totals import to_triton

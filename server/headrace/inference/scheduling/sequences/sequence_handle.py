@@ -13,8 +13,8 @@ from headrace.core.response_bodies import SequenceFigures
 from headrace.inference.scheduling.admission import rejection
 from headrace.inference.scheduling.batching import CostModel
 from headrace.inference.scheduling.entries import member_of
-from headrace.inference.scheduling.handle import DEADLINE_PASSED, ModelHandle, set_deadline
 from headrace.inference.scheduling.instance import BatchRunner, OnDeath
+from headrace.inference.scheduling.model_handle import DEADLINE_PASSED, ModelHandle, set_deadline
 from headrace.inference.scheduling.policy import HandlePolicy, SequencePolicy
 from headrace.inference.scheduling.queue import FAR_NS, Entry
 from headrace.inference.scheduling.scheduler import Scheduler

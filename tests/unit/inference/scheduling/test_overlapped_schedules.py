@@ -1,4 +1,4 @@
-"""Random schedules through a pipelined instance: every request is settled exactly once, with its own rows or its own error."""
+"""Random schedules through an overlapped instance: every request is settled exactly once, with its own rows or its own error."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline
-from tests.support.pipeline_bench import Bench, Caller
+from tests.support.fake_overlapped import DIES, LOST, RAISES, FakeOverlapped
+from tests.support.overlapped_bench import Bench, Caller
 
 
 @dataclass
@@ -63,7 +63,7 @@ policies = st.builds(
 def play(
     policy: BatchPolicy, depth: int, prompt: bool, script: list[Ask | Leave | Land]
 ) -> list[tuple[float, int, int, Caller]]:
-    model = FakePipeline(depth=depth, manual=True, prompt=prompt)
+    model = FakeOverlapped(depth=depth, manual=True, prompt=prompt)
     bench = Bench(model, policy)
     requests_sent: list[tuple[float, int, int, Caller]] = []
     try:

@@ -36,7 +36,7 @@ from headrace.inference.scheduling.ragged import PaddedLayout
 from headrace.inference.scheduling.scheduler import CallerThread, Scheduler
 from headrace.inference.scheduling.selector import Batch
 from headrace.inference.scheduling.serial_runner import SerialRunner
-from headrace.runtimes.base import ExecutionLost, PipelinedExecution, brief_rows, never_blocks
+from headrace.runtimes.base import ExecutionLost, OverlappedExecution, brief_rows, never_blocks
 
 logger = logging.getLogger("headrace.instance")
 
@@ -54,7 +54,7 @@ class _Finished(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class Pipeline:
+class OverlappedRunner:
     """Runs an execution that overlaps batches; see `headrace.inference.scheduling.instance.BatchRunner`.
 
     A batch that lacks an optional input, or whose requests of different length cannot be padded yet, runs through the execution's
@@ -69,7 +69,7 @@ class Pipeline:
         execution: the loaded model.
         scheduler: source of batches.
         inputs: number of inputs of the model.
-        serial: runs batches that cannot be pipelined on the same execution.
+        serial: runs batches that cannot be overlapped on the same execution.
         batch_results: settles the requests of batches.
         on_death: callback of a thread that fails, called before the thread waits for anything.
         pacing: delays pulls while batches are in flight; None pulls at once.
@@ -84,7 +84,7 @@ class Pipeline:
     asynchronous = True
 
     name: str
-    execution: PipelinedExecution
+    execution: OverlappedExecution
     scheduler: Scheduler
     inputs: int
     serial: SerialRunner

@@ -1,4 +1,4 @@
-"""A pipelined execution in virtual time: a device of three engines that take what a cost model says.
+"""An overlapped execution in virtual time: a device of three engines that take what a cost model says.
 
 Copy in, compute and copy out each take one batch at a time, in the order of launch, as a GPU with a copy engine each way does.
 """
@@ -41,7 +41,7 @@ class CostModel:
 
 
 @dataclass
-class VirtualPipeline:
+class VirtualOverlapped:
     """y = 2x, done when the engines are.
 
     Attributes:

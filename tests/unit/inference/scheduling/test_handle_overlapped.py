@@ -15,14 +15,14 @@ from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.errors import DeadlineExceeded, ModelFailed, Unavailable
 from headrace.core.tensor import BYTES, FP32, ModelSpec, TensorSpec
-from headrace.inference.scheduling.handle import ModelHandle
 from headrace.inference.scheduling.inline_gate import INLINE_BATCH_PAUSE
+from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.inference.scheduling.reshaping import ReshapingExecution
 from headrace.observability.counters import Recorder
 from headrace.runtimes.base import Execution
 
-from tests.support.fake_pipeline import DIES, RAISES, FakePipeline
+from tests.support.fake_overlapped import DIES, RAISES, FakeOverlapped
 from tests.support.fakes import SPEC, error_of, infer_request
 from tests.support.waiting import until
 
@@ -43,7 +43,7 @@ def served(
 
 
 async def test_batches_overlap_if_the_execution_supports_it(mailbox: Mailbox) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     handle = served(mailbox, model, batch=BatchPolicy(1))
     waiting = [handle.infer(infer_request(value)) for value in range(2)]
     await asyncio.to_thread(model.wait_for, "finishing 0", "launch 1")
@@ -65,7 +65,7 @@ async def test_batches_overlap_if_the_execution_supports_it(mailbox: Mailbox) ->
     ids=["no depth", "text"],
 )
 async def test_executions_without_overlap_run_plainly(spec: ModelSpec, depth: int, mailbox: Mailbox) -> None:
-    model = FakePipeline(depth=depth)
+    model = FakeOverlapped(depth=depth)
     handle = served(mailbox, model, spec=spec)
     assert (await handle.infer(infer_request(3))).outputs["y"].tolist() == [[6, 6]]
     assert await asyncio.to_thread(handle.close, 60)
@@ -77,7 +77,7 @@ async def test_executions_without_overlap_run_plainly(spec: ModelSpec, depth: in
 async def test_requests_of_a_model_without_a_batch_dimension_overlap(
     shape: tuple[int, ...], reshaped: bool, mailbox: Mailbox
 ) -> None:
-    inner = FakePipeline(manual=True)
+    inner = FakeOverlapped(manual=True)
 
     class Model:
         def execution(self, index: int) -> Execution:
@@ -106,7 +106,7 @@ async def test_requests_of_a_model_without_a_batch_dimension_overlap(
 
 
 async def test_requests_without_an_optional_input_run_plainly_between_pipelined_batches(mailbox: Mailbox) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     spec = replace(SPEC, inputs={**SPEC.inputs, "z": TensorSpec("z", FP32, (-1, 1), optional=True)})
     handle = served(mailbox, model, spec=spec, batch=BatchPolicy(2))
     whole = [infer_request(1), infer_request(2), infer_request(6)]
@@ -128,7 +128,7 @@ async def test_requests_without_an_optional_input_run_plainly_between_pipelined_
 
 @pytest.mark.parametrize("call", ["begin", "launch", "finish"])
 async def test_the_death_of_the_last_instance_fails_all_requests_and_readiness(call: str, mailbox: Mailbox) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     deaths: list[int] = []
     handle = served(mailbox, model, deaths.append, batch=BatchPolicy(1))
     first = handle.infer(infer_request(DIES[call] if call == "finish" else 1))
@@ -152,7 +152,7 @@ async def test_the_death_of_the_last_instance_fails_all_requests_and_readiness(c
 
 @pytest.mark.parametrize("call", ["begin", "launch", "finish"])
 async def test_closing_times_out_on_a_hanging_backend(call: str, mailbox: Mailbox) -> None:
-    model = FakePipeline(manual=call != "finish")
+    model = FakeOverlapped(manual=call != "finish")
     handle = served(mailbox, model, batch=BatchPolicy(1))
     waiting = []
     if call != "finish":
@@ -170,7 +170,7 @@ async def test_closing_times_out_on_a_hanging_backend(call: str, mailbox: Mailbo
 
 
 async def test_behind_reshape_rows_are_written_into_the_model_s_own_memory(mailbox: Mailbox) -> None:
-    inner = FakePipeline(manual=True)
+    inner = FakeOverlapped(manual=True)
 
     class Model:
         def execution(self, index: int) -> ReshapingExecution:
@@ -208,7 +208,7 @@ def test_reshape_before_a_plain_execution_is_plain() -> None:
 
 
 async def test_a_served_request_creates_no_reference_cycles(mailbox: Mailbox) -> None:
-    handle = served(mailbox, FakePipeline())
+    handle = served(mailbox, FakeOverlapped())
     for rows in (1, 3, 20):  # alone, and in parts
         await handle.infer(infer_request(1, rows=rows))
     gc.collect()
@@ -228,7 +228,7 @@ async def test_a_served_request_creates_no_reference_cycles(mailbox: Mailbox) ->
         gc.enable()
 
 
-class Brief(FakePipeline):
+class Brief(FakeOverlapped):
     """Batches of up to four rows are brief."""
 
     any_thread = True

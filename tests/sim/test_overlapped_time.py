@@ -1,4 +1,4 @@
-"""The pipeline's own steps in virtual time: the real scheduler, the real begin, fill, launch, finish and settle, no threads.
+"""Overlapped batches in virtual time: the real scheduler, the real begin, fill, launch, finish and settle, no threads.
 
 What the two threads would do is done here in the order of virtual time, so that throughput follows from the costs alone.
 """
@@ -15,7 +15,7 @@ import pytest
 from headrace.core.request import InferResponse
 from headrace.inference.scheduling.launch_pacing import LaunchPacing
 from headrace.inference.scheduling.output_check import OutputCheck
-from headrace.inference.scheduling.pipeline import Pipeline
+from headrace.inference.scheduling.overlapped_runner import OverlappedRunner
 from headrace.inference.scheduling.policy import BatchPolicy
 from headrace.inference.scheduling.queue import Entry
 from headrace.inference.scheduling.scheduler import Scheduler
@@ -28,15 +28,15 @@ from hypothesis import strategies as st
 from tests.support.completions import RecordedCompletion, request
 from tests.support.examples import examples
 from tests.support.fakes import SPEC
-from tests.support.pipeline_bench import batch_results
-from tests.support.virtual_pipeline import Cost, CostModel, VirtualPipeline
+from tests.support.overlapped_bench import batch_results
+from tests.support.virtual_overlapped import Cost, CostModel, VirtualOverlapped
 
 US = 1_000
 
 
 @dataclass
 class World:
-    """Pipelined instances on one queue, each on a device of its own."""
+    """Overlapped instances on one queue, each on a device of its own."""
 
     costs: CostModel
     policy: BatchPolicy
@@ -53,8 +53,10 @@ class World:
         self.order = itertools.count()
         self.scheduler = Scheduler(self.policy, clock=self.clock)
         self.recorder = Recorder()
-        self.devices = [VirtualPipeline(self.costs, self.clock, self.spend, self.depth) for _ in range(self.instances)]
-        self.pipelines = [self._pipeline(device) for device in self.devices]
+        self.devices = [
+            VirtualOverlapped(self.costs, self.clock, self.spend, self.depth) for _ in range(self.instances)
+        ]
+        self.runners = [self._runner(device) for device in self.devices]
         self.filling_until_ns = [0] * self.instances
         self.entries: list[Entry] = []
 
@@ -84,10 +86,10 @@ class World:
 
     def pull(self) -> None:
         """Run each instance's thread, those with the fewest batches in flight first."""
-        for index in sorted(range(self.instances), key=lambda i: self.pipelines[i]._open):
-            pipeline = self.pipelines[index]
-            while pipeline._open < self.depth and self.filling_until_ns[index] <= self.now_ns:
-                pull_ns = pipeline.pacing.pull_ns(self.scheduler.waiting_rows) if pipeline.pacing is not None else 0
+        for index in sorted(range(self.instances), key=lambda i: self.runners[i]._open):
+            runner = self.runners[index]
+            while runner._open < self.depth and self.filling_until_ns[index] <= self.now_ns:
+                pull_ns = runner.pacing.pull_ns(self.scheduler.waiting_rows) if runner.pacing is not None else 0
                 if self.now_ns < pull_ns:
                     self.at(pull_ns, lambda: None)
                     break
@@ -97,27 +99,27 @@ class World:
                 self._fly(index, batch)
 
     def _fly(self, index: int, run: Batch) -> None:
-        pipeline, device = self.pipelines[index], self.devices[index]
+        runner, device = self.runners[index], self.devices[index]
         rows = sum(entry.rows for entry in run.entries)
         self.sizes.append(rows)
-        pipeline._pending.add(run)
-        assert pipeline._start(run)
-        pipeline._launched.put(run)
+        runner._pending.add(run)
+        assert runner._start(run)
+        runner._launched.put(run)
         self.filling_until_ns[index], self.spent_ns = self.clock(), 0
         self.at(self.filling_until_ns[index], lambda: None)  # the thread is free again: look at the queue
-        self.at(device.done_ns[-1], lambda: self._land(pipeline))
+        self.at(device.done_ns[-1], lambda: self._land(runner))
 
-    def _land(self, pipeline: Pipeline) -> None:
-        run = pipeline._launched.get_nowait()
+    def _land(self, runner: OverlappedRunner) -> None:
+        run = runner._launched.get_nowait()
         assert run is not None
-        pipeline._finished.put(pipeline._finish(run))
-        pipeline._collect_finished()
+        runner._finished.put(runner._finish(run))
+        runner._collect_finished()
 
-    def _pipeline(self, device: VirtualPipeline) -> Pipeline:
+    def _runner(self, device: VirtualOverlapped) -> OverlappedRunner:
         answers = batch_results(self.recorder, self.scheduler, self.policy, OutputCheck(SPEC))
         serial = SerialRunner(device, self.scheduler, self.policy.max_rows, answers, self.clock, None)
         pace = LaunchPacing(self.policy.max_rows) if self.paced else None
-        return Pipeline(
+        return OverlappedRunner(
             "virtual", device, self.scheduler, 1, serial, answers, lambda _: None, pace, self.clock, 1, True
         )
 

@@ -1,4 +1,4 @@
-"""One pipelined instance without an event loop, with callers that tests can wait for."""
+"""One overlapped instance without an event loop, with callers that tests can wait for."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from headrace.inference.scheduling.instance import BatchRunner, Instance, OnDeat
 from headrace.inference.scheduling.latency_table import LatencyTable
 from headrace.inference.scheduling.launch_pacing import LaunchPacing
 from headrace.inference.scheduling.output_check import OutputCheck
-from headrace.inference.scheduling.pipeline import Pipeline
+from headrace.inference.scheduling.overlapped_runner import OverlappedRunner
 from headrace.inference.scheduling.policy import BatchPolicy
 from headrace.inference.scheduling.queue import Entry
 from headrace.inference.scheduling.scheduler import Scheduler
 from headrace.inference.scheduling.selector import Batch
 from headrace.inference.scheduling.serial_runner import SerialRunner
 from headrace.observability.counters import Recorder
-from headrace.runtimes.base import Execution, PipelinedExecution
+from headrace.runtimes.base import Execution, OverlappedExecution
 
 from tests.support.completions import RecordedCompletion
-from tests.support.fake_pipeline import FakePipeline
+from tests.support.fake_overlapped import FakeOverlapped
 from tests.support.fakes import SPEC
 
 # Its requests have rows of different widths.
@@ -71,7 +71,7 @@ def batch_results(
 
 
 class Bench:
-    """One pipelined instance with its scheduler.
+    """One overlapped instance with its scheduler.
 
     Args:
         model: execution of the instance.
@@ -81,7 +81,11 @@ class Bench:
     """
 
     def __init__(
-        self, model: FakePipeline, batch: BatchPolicy | None = None, last: bool = True, pace: LaunchPacing | None = None
+        self,
+        model: FakeOverlapped,
+        batch: BatchPolicy | None = None,
+        last: bool = True,
+        pace: LaunchPacing | None = None,
     ):
         self.model = model
         self.pace = pace
@@ -106,10 +110,10 @@ class Bench:
 
     def _runner(self, execution: Execution, on_death: OnDeath) -> BatchRunner:
         serial = SerialRunner(execution, self.scheduler, self.policy.max_rows, self.answers, self.clock, None)
-        pipelined = cast("PipelinedExecution", execution)
-        return Pipeline(
+        overlapped = cast("OverlappedExecution", execution)
+        return OverlappedRunner(
             "bench finisher",
-            pipelined,
+            overlapped,
             self.scheduler,
             1,
             serial,

@@ -28,7 +28,7 @@ from headrace.inference.scheduling.joining import RaggedLayout
 from headrace.inference.scheduling.latency_table import LatencyTable
 from headrace.inference.scheduling.launch_pacing import LaunchPacing
 from headrace.inference.scheduling.output_check import OutputCheck, OutputMismatch
-from headrace.inference.scheduling.pipeline import Pipeline
+from headrace.inference.scheduling.overlapped_runner import OverlappedRunner
 from headrace.inference.scheduling.policy import HandlePolicy, LevelPolicy
 from headrace.inference.scheduling.queue import FAR_NS, Entry, QueueOrder
 from headrace.inference.scheduling.quotas import Quotas
@@ -38,7 +38,7 @@ from headrace.inference.scheduling.scheduler import IdleTask, Scheduler
 from headrace.inference.scheduling.serial_runner import SerialRunner
 from headrace.inference.scheduling.version_handle import OverloadFigures, Prediction, VersionHandle, decoupled_error
 from headrace.observability.counters import Recorder
-from headrace.runtimes.base import Execution, LoadedModel, ProcessStatus, is_pipelined
+from headrace.runtimes.base import Execution, LoadedModel, ProcessStatus, is_overlapped
 
 logger = logging.getLogger("headrace.model")
 
@@ -576,19 +576,19 @@ class ModelHandle(VersionHandle):
             self._on_wanted(self)
 
     def _runner(self, name: str, execution: Execution, on_death: OnDeath) -> BatchRunner:
-        """Create the runner of an instance: a pipeline if the execution supports it and no input is BYTES."""
+        """Create the runner of an instance: an overlapped one if the execution supports it and no input is BYTES."""
         scheduler, batch_results, clock = self._scheduler, self._batch_results, self._clock
         gate = self._inline_gate
         serial = SerialRunner(execution, scheduler, self.policy.batch.max_rows, batch_results, clock, gate)
         inputs = self.spec.inputs
         numbers = all(tensor.datatype is not BYTES for tensor in inputs.values())
-        if not (is_pipelined(execution) and numbers):
+        if not (is_overlapped(execution) and numbers):
             return serial
         batch = self.policy.batch
         pacing = LaunchPacing(min(batch.preferred_rows, default=batch.max_rows)) if batch.merge else None
         layout = self.layout if isinstance(self.layout, PaddedLayout | RaggedLayout) else None
         threads, batched = self.policy.fill_threads, self.spec.max_batch_size > 0 and self.policy.ragged is None
-        return Pipeline(
+        return OverlappedRunner(
             name,
             execution,
             scheduler,

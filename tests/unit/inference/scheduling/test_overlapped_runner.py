@@ -1,4 +1,4 @@
-"""A pipelined instance on real threads, with flights that land when the test says so; nothing here sleeps."""
+"""An overlapped instance on real threads, with flights that land when the test says so; nothing here sleeps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from headrace.core.errors import Cancelled, HeadraceError, ModelFailed
 from headrace.core.request import InferResponse
 from headrace.inference.scheduling.policy import BatchPolicy
 
-from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline
-from tests.support.pipeline_bench import Bench, Caller
+from tests.support.fake_overlapped import DIES, LOST, RAISES, FakeOverlapped
+from tests.support.overlapped_bench import Bench, Caller
 
 
 @pytest.fixture
 def benches() -> Iterator[Callable[..., Bench]]:
     created: list[Bench] = []
 
-    def make(model: FakePipeline, batch: BatchPolicy | None = None, last: bool = True) -> Bench:
+    def make(model: FakeOverlapped, batch: BatchPolicy | None = None, last: bool = True) -> Bench:
         created.append(Bench(model, batch, last))
         return created[-1]
 
@@ -46,7 +46,7 @@ def doubled(value: float, rows: int = 1) -> list[list[float]]:
 
 
 def test_the_next_batch_is_launched_while_the_one_before_is_in_the_air(benches: Make) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model, BatchPolicy(1))
     first, second = bench.submit(1, 2)
     model.wait_for("finishing 0", "launch 1")
@@ -58,7 +58,7 @@ def test_the_next_batch_is_launched_while_the_one_before_is_in_the_air(benches: 
 
 @pytest.mark.parametrize("depth", [2, 3, 5])
 def test_batches_respect_the_depth_and_finish_in_order(benches: Make, depth: int) -> None:
-    model = FakePipeline(depth=depth, manual=True)
+    model = FakeOverlapped(depth=depth, manual=True)
     bench = benches(model, BatchPolicy(1))
     callers = bench.submit(*range(12))
     for number in range(12):
@@ -74,7 +74,7 @@ def test_batches_respect_the_depth_and_finish_in_order(benches: Make, depth: int
 
 
 def test_the_next_batch_grows_while_batches_are_in_flight(benches: Make) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model)
     callers = bench.submit(0)
     model.wait_for("launch 0")
@@ -89,7 +89,7 @@ def test_the_next_batch_grows_while_batches_are_in_flight(benches: Make) -> None
 
 
 def test_pulls_report_whether_batches_are_in_flight(benches: Make) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model)
     bench.log_pulls()
     (first,) = bench.submit(1)
@@ -102,7 +102,7 @@ def test_pulls_report_whether_batches_are_in_flight(benches: Make) -> None:
 
 
 def test_rows_are_read_in_place_and_returned_to_their_callers(benches: Make) -> None:
-    bench = benches(FakePipeline())
+    bench = benches(FakeOverlapped())
     body = np.zeros(1 + 3 * 2 * 4, np.uint8)
     unaligned = body[1:].view(np.float32).reshape(3, 2)
     unaligned[:] = [[1, 2], [3, 4], [5, 6]]
@@ -115,7 +115,7 @@ def test_rows_are_read_in_place_and_returned_to_their_callers(benches: Make) -> 
 
 
 def test_a_batch_that_does_not_fit_its_buffers_fails_without_a_leak(benches: Make) -> None:
-    model = FakePipeline()
+    model = FakeOverlapped()
     bench = benches(model)
     odd, good = bench.queue([np.zeros((1, 2), np.float64), np.ones((1, 2), np.float32)])
     assert rows_of(odd) == doubled(0)
@@ -128,7 +128,7 @@ def test_a_batch_that_does_not_fit_its_buffers_fails_without_a_leak(benches: Mak
 
 @pytest.mark.parametrize("call", ["begin", "launch", "finish"])
 def test_one_bad_request_in_a_batch_fails_alone(benches: Make, call: str) -> None:
-    model = FakePipeline()
+    model = FakeOverlapped()
     bench = benches(model)
     bad, good, fine = bench.submit(RAISES[call], 1, 2)
     assert (rows_of(good), rows_of(fine)) == (doubled(1), doubled(2))
@@ -141,7 +141,7 @@ def test_one_bad_request_in_a_batch_fails_alone(benches: Make, call: str) -> Non
 
 
 def test_members_of_a_failed_batch_rerun_before_the_queue_and_after_batches_in_flight(benches: Make) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model, BatchPolicy(3))
     spoilt = bench.submit(1, RAISES["finish"], 3)
     model.wait_for("launch 0")
@@ -158,7 +158,7 @@ def test_members_of_a_failed_batch_rerun_before_the_queue_and_after_batches_in_f
 
 
 def test_a_member_cancelled_before_its_retry_is_not_run_again(benches: Make) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model, BatchPolicy(3))
     spoilt = bench.submit(1, RAISES["finish"], 3)
     model.wait_for("launch 0")
@@ -180,7 +180,7 @@ def test_a_member_cancelled_before_its_retry_is_not_run_again(benches: Make) -> 
 
 
 def test_a_batch_of_cancelled_requests_is_not_launched(benches: Make) -> None:
-    model = FakePipeline()
+    model = FakeOverlapped()
     callers: list[Caller] = []
     ready = threading.Event()
 
@@ -201,7 +201,7 @@ def test_a_batch_of_cancelled_requests_is_not_launched(benches: Make) -> None:
 
 @pytest.mark.parametrize("position", range(3))
 def test_a_request_cancelled_in_flight_does_not_affect_the_others(benches: Make, position: int) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model)
     callers = bench.submit(0, 1, 2)
     model.wait_for("finishing 0")
@@ -216,7 +216,7 @@ def test_a_request_cancelled_in_flight_does_not_affect_the_others(benches: Make,
 
 
 def test_a_request_whose_cancellation_is_still_being_written_does_not_count_as_answered(benches: Make) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model)
     cancelled, other = bench.submit(0, 1)
     model.wait_for("finishing 0")
@@ -237,7 +237,7 @@ def test_a_request_whose_cancellation_is_still_being_written_does_not_count_as_a
 def test_the_death_of_the_thread_fails_batches_in_flight_at_once(
     benches: Make, how: dict[str, float], call: str
 ) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model, BatchPolicy(1))
     in_the_air = bench.submit(1)
     model.wait_for("finishing 0")
@@ -256,7 +256,7 @@ def test_the_death_of_the_thread_fails_batches_in_flight_at_once(
 
 @pytest.mark.parametrize("how", [DIES, LOST])
 def test_the_finisher_s_death_ends_the_instance(benches: Make, how: dict[str, float]) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model, BatchPolicy(1))
     deadly = bench.submit(how["finish"])
     model.wait_for("finishing 0")
@@ -271,7 +271,7 @@ def test_the_finisher_s_death_ends_the_instance(benches: Make, how: dict[str, fl
 
 
 def test_a_sleeping_thread_ends_with_its_finisher_and_others_serve_the_queue(benches: Make) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model, last=False)
     (deadly,) = bench.submit(DIES["finish"])
     model.wait_for("finishing 0")
@@ -284,7 +284,7 @@ def test_a_sleeping_thread_ends_with_its_finisher_and_others_serve_the_queue(ben
 
 
 def test_the_finisher_s_death_is_reported_while_the_other_thread_hangs(benches: Make) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model, BatchPolicy(1))
     deadly = bench.submit(DIES["finish"])
     model.wait_for("finishing 0")
@@ -298,7 +298,7 @@ def test_the_finisher_s_death_is_reported_while_the_other_thread_hangs(benches: 
 
 
 def test_giving_up_answers_everything_that_was_pulled(benches: Make) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model, BatchPolicy(3))
     spoilt = bench.submit(1, RAISES["finish"], 3)
     model.wait_for("launch 0")
@@ -314,7 +314,7 @@ def test_giving_up_answers_everything_that_was_pulled(benches: Make) -> None:
 
 
 def test_close_waits_for_batches_in_flight_and_retries(benches: Make) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model, BatchPolicy(2))
     spoilt = bench.submit(1, RAISES["finish"])
     model.wait_for("launch 0")
@@ -332,7 +332,7 @@ def test_close_waits_for_batches_in_flight_and_retries(benches: Make) -> None:
 
 
 def test_stage_times_are_those_of_the_batch(benches: Make) -> None:
-    bench = benches(FakePipeline())
+    bench = benches(FakeOverlapped())
     (caller,) = bench.submit(1, rows=3)
     answer = caller.answer()
     assert isinstance(answer, InferResponse)
@@ -346,7 +346,7 @@ def test_stage_times_are_those_of_the_batch(benches: Make) -> None:
 
 
 def test_an_instance_is_busy_for_the_time_that_does_not_overlap(benches: Make) -> None:
-    model = FakePipeline(manual=True)
+    model = FakeOverlapped(manual=True)
     bench = benches(model, BatchPolicy(1))
     first, second = bench.submit(1, 2)
     model.wait_for("launch 1")
@@ -364,7 +364,7 @@ def test_an_instance_is_busy_for_the_time_that_does_not_overlap(benches: Make) -
 
 @pytest.mark.parametrize("device", [0, None])
 def test_an_output_stays_on_the_gpu_if_every_request_of_the_batch_allows_it(benches: Make, device: int | None) -> None:
-    model, all_of, some, none = FakePipeline(device=device), frozenset("yz"), frozenset("y"), frozenset[str]()
+    model, all_of, some, none = FakeOverlapped(device=device), frozenset("yz"), frozenset("y"), frozenset[str]()
     bench = benches(model, BatchPolicy(3))
     for allowed in ([all_of, some, all_of], [all_of, all_of, none], [none, some, some]):
         for caller in bench.queue([np.full((1, 2), value, np.float32) for value in range(3)], allowed):
@@ -376,7 +376,7 @@ def test_an_output_stays_on_the_gpu_if_every_request_of_the_batch_allows_it(benc
 
 
 def test_the_thread_that_launches_a_brief_batch_finishes_it(benches: Make) -> None:
-    model = FakePipeline(prompt=True, brief_rows=8)
+    model = FakeOverlapped(prompt=True, brief_rows=8)
     bench = benches(model)
     for value in range(3):
         (caller,) = bench.submit(value, value)[:1]
@@ -388,7 +388,7 @@ def test_the_thread_that_launches_a_brief_batch_finishes_it(benches: Make) -> No
 
 @pytest.mark.parametrize("number", [RAISES["finish"], LOST["finish"]], ids=["fails", "is lost"])
 def test_a_brief_batch_that_fails_holds_nothing_back(benches: Make, number: float) -> None:
-    model = FakePipeline(prompt=True, brief_rows=8)
+    model = FakeOverlapped(prompt=True, brief_rows=8)
     bench = benches(model)
     for caller in bench.submit(number, 1):
         answer = caller.answer()

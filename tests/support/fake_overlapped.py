@@ -1,6 +1,6 @@
-"""A pipelined model under the test's control: y = 2x; the test decides when batches in flight end.
+"""An overlapped model under the test's control: y = 2x; the test decides when batches in flight end.
 
-It holds the data plane to the contract of `headrace.runtimes.base.PipelinedExecution`: `depth`, threads, order, and ownership of
+It holds the data plane to the contract of `headrace.runtimes.base.OverlappedExecution`: `depth`, threads, order, and ownership of
 memory at each step. Nothing in it sleeps; `wait_for` waits for something to be written into `log`.
 """
 
@@ -31,7 +31,7 @@ class _Batch:
 
 
 @dataclass
-class FakePipeline:
+class FakeOverlapped:
     """One execution (and its model).
 
     Attributes:
@@ -95,7 +95,7 @@ class FakePipeline:
 
     # What the data plane calls
 
-    def execution(self, index: int) -> FakePipeline:
+    def execution(self, index: int) -> FakeOverlapped:
         return self
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -193,9 +193,9 @@ class FakePipeline:
         self._expect(ident == threading.get_ident() and ident not in other, f"not on the {role}'s thread")
 
     def _batch(self, in_flight: InFlightBatch) -> _Batch:
-        assert isinstance(in_flight.handle, _Batch)
-        self._expect(in_flight.handle.number in self._open, "a batch that is not in flight")
-        return in_flight.handle
+        assert isinstance(in_flight.state, _Batch)
+        self._expect(in_flight.state.number in self._open, "a batch that is not in flight")
+        return in_flight.state
 
     def _give_back(self, batch: _Batch) -> None:
         with self._changed:
