@@ -15,7 +15,7 @@ from headrace.core.limits import ClientLimits, Limits
 from headrace.core.request import InferResponse
 from headrace.models.shared_memory import SharedMemoryRegions
 from headrace.server.data_plane import DataPlane
-from headrace.server.front_ends.engine_requests import EngineRequests
+from headrace.server.front_ends.front_end_requests import FrontEndRequests
 from headrace.server.front_ends.remote_models import RemoteModels
 from headrace.server.settings import Settings
 from headrace.wire.grpc.codec import scan
@@ -43,7 +43,7 @@ class Pair:
     """
 
     plane: DataPlane
-    engine: EngineRequests
+    engine: FrontEndRequests
     front_ends: list[RemoteModels]
     regions: SharedMemoryRegions
 
@@ -76,7 +76,7 @@ async def open_pair(repository: Path, front_ends: int = 1, **options: Any) -> As
         await asyncio.to_thread(plane.stop, 10.0)
         raise AssertionError(failures)
     regions = SharedMemoryRegions(True, None)
-    engine = EngineRequests(plane.registry, regions=regions)
+    engine = FrontEndRequests(plane.registry, regions=regions)
     pair = Pair(plane, engine, [RemoteModels(loop) for _ in range(front_ends)], regions)
     try:
         pair.apply_table()

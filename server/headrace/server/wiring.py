@@ -1,7 +1,7 @@
 """Parts of a server behind its sockets: data plane, services, access control, observers, threads, metrics page.
 
 One process has them beside its sockets (`headrace.server.app`). With front-end processes they are the engine process
-(`headrace.server.front_ends.engine`).
+(`headrace.server.front_ends.engine_process`).
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def run(sock: socket.socket) -> int:
         from headrace.server.front_ends.front_end import FrontEndProcess
 
         return FrontEndProcess(start, sock).run()
-    from headrace.server.front_ends.engine import EngineProcess
+    from headrace.server.front_ends.engine_process import EngineProcess
 
     return EngineProcess(start, sock).run()
 

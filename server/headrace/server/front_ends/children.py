@@ -37,7 +37,7 @@ _SETTLED_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # What the programs of all children import: they share the memory, and start in milliseconds.
 _MODULES = (
-    "headrace.server.front_ends.engine",
+    "headrace.server.front_ends.engine_process",
     "headrace.server.front_ends.front_end",
     "headrace.wire.grpc.service",
 )

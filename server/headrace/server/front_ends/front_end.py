@@ -18,10 +18,10 @@ from headrace.observability.logs import LogSettings
 from headrace.server.front_ends.access_records import ForwardingObserver
 from headrace.server.front_ends.channel import Start, SupervisorChannel, close_all
 from headrace.server.front_ends.grpc_proxy import FrontEndGrpcServer, GrpcProxy
-from headrace.server.front_ends.handshake import EngineFacts, Hello
+from headrace.server.front_ends.handshake import EngineProcessFacts, Hello
 from headrace.server.front_ends.inference import FrontEndHttp, FrontEndInference, ServedModels, StreamForwarder
 from headrace.server.front_ends.passed_servers import PassedHttpServer, PassedServers
-from headrace.server.front_ends.proxy import EngineLink, HttpProxy
+from headrace.server.front_ends.proxy import EngineProcessLink, HttpProxy
 from headrace.server.front_ends.remote_regions import RemoteRegions
 from headrace.server.front_ends.shared_page import PageState, SharedPage
 from headrace.server.front_ends.shared_state import shared_arrays, shared_limits
@@ -86,7 +86,7 @@ class FrontEndProcess:
         self._is_open = asyncio.Event()
         self._ending = asyncio.Event()
         hello, begin = Hello(start.token, "stream", start.number), self._models.begin
-        self._link = EngineLink(start.engine, hello, begin, self._on_open, self._on_lost, self._on_notice)
+        self._link = EngineProcessLink(start.engine, hello, begin, self._on_open, self._on_lost, self._on_notice)
         self._observer = ForwardingObserver(partial(self._link.send, "records"), loop.call_soon)
         lag = self._arrays.loop_lag()
         if self._settings.metrics:
@@ -122,7 +122,7 @@ class FrontEndProcess:
         self._channel.send("ready")
         await self._servers.wait()
 
-    def _create_grpc(self, answer: EngineFacts) -> FrontEndGrpcServer:
+    def _create_grpc(self, answer: EngineProcessFacts) -> FrontEndGrpcServer:
         """Create the gRPC server, which is not open yet."""
         settings = self._settings
         proxy = GrpcProxy(self._link, self._reader)
@@ -143,7 +143,7 @@ class FrontEndProcess:
 
     # --- Engine -------------------------------------------------------------------------------------------------------
 
-    def _on_open(self, answer: EngineFacts, descriptors: Sequence[int]) -> PageState:
+    def _on_open(self, answer: EngineProcessFacts, descriptors: Sequence[int]) -> PageState:
         """Use an engine process. Until its table has arrived, all requests are passed on."""
         self._answer = answer
         self._is_open.set()

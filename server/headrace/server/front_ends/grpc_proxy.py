@@ -15,8 +15,8 @@ from urllib.parse import unquote
 from headrace.core.clock import NS_PER_MS, NS_PER_US, monotonic_ns
 from headrace.core.errors import GRPC_CODES, HeadraceError, Unavailable
 from headrace.core.limits import ClientLimits, Limits
-from headrace.server.front_ends.handshake import Client, EngineFacts
-from headrace.server.front_ends.proxy import EngineLink, engine_gone
+from headrace.server.front_ends.handshake import Client, EngineProcessFacts
+from headrace.server.front_ends.proxy import EngineProcessLink, engine_gone
 from headrace.wire.grpc.call import ServerCall
 from headrace.wire.grpc.methods import GrpcCall, Message, Methods, RequestMessage, StreamCall
 from headrace.wire.grpc.server import GrpcServer
@@ -67,12 +67,12 @@ _MAX_TIMEOUT = 10**8
 _CODE_NAMES = {number: name for name, number in GRPC_CODES.items()}
 
 
-class EngineCall(Http2Stream):
+class ProxyCall(Http2Stream):
     """A call to the engine. Ownership: the event loop."""
 
-    connection: EngineConnection
+    connection: ProxyConnection
 
-    def __init__(self, connection: EngineConnection, stream_id: int) -> None:
+    def __init__(self, connection: ProxyConnection, stream_id: int) -> None:
         super().__init__(connection, stream_id)
         self.awaiting_body = False
         self._reader = MessageReader("", _RESPONSE_LIMITS)
@@ -174,10 +174,10 @@ class EngineCall(Http2Stream):
             self.increase_window(size_bytes)
 
 
-class EngineConnection(Http2Connection):
+class ProxyConnection(Http2Connection):
     """Client side of an HTTP/2 connection to the engine. Ownership: the event loop."""
 
-    def __init__(self, link: EngineLink) -> None:
+    def __init__(self, link: EngineProcessLink) -> None:
         super().__init__(self, UNLIMITED, asyncio.get_running_loop())
         self._link = link
 
@@ -188,12 +188,12 @@ class EngineConnection(Http2Connection):
         super().connection_made(transport)
         self._link.add(self.transport)
 
-    def open_call(self, path: str, call: ServerCall, reader: RequestOptionsReader) -> EngineCall:
+    def open_call(self, path: str, call: ServerCall, reader: RequestOptionsReader) -> ProxyCall:
         """Open a call of the method, with the options and the deadline of a client's call; raises Unavailable."""
         if self.closing:
             raise engine_gone()
         self.last_stream_id += 2 if self.last_stream_id else 1
-        stream = self.streams[self.last_stream_id] = EngineCall(self, self.last_stream_id)
+        stream = self.streams[self.last_stream_id] = ProxyCall(self, self.last_stream_id)
         fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode("latin-1"))]
         fields += [(b"te", b"trailers"), (b"content-type", b"application/grpc")]
         if call.deadline_ns:
@@ -211,7 +211,7 @@ class EngineConnection(Http2Connection):
     def _open_stream(self, stream_id: int, head: Any, end: bool, cost: int = 0) -> None:
         """Receive a header block of the engine: before the messages of a call, or at its end."""
         stream = self.streams.get(stream_id)
-        if isinstance(stream, EngineCall):  # else this side has cancelled it
+        if isinstance(stream, ProxyCall):  # else this side has cancelled it
             if end:
                 stream.remote_open = False
             stream.on_headers(head, end)
@@ -251,12 +251,12 @@ class GrpcProxy:
         reader: names of the metadata that are passed on.
     """
 
-    def __init__(self, link: EngineLink, reader: RequestOptionsReader) -> None:
+    def __init__(self, link: EngineProcessLink, reader: RequestOptionsReader) -> None:
         self._link = link
         self._reader = reader
-        self._connections: dict[Http2Connection, asyncio.Task[EngineConnection]] = {}
+        self._connections: dict[Http2Connection, asyncio.Task[ProxyConnection]] = {}
 
-    def methods(self, facts: EngineFacts, threads: CodecThreads) -> Methods:
+    def methods(self, facts: EngineProcessFacts, threads: CodecThreads) -> Methods:
         """Return gRPC methods that pass their calls to the engine process.
 
         Args:
@@ -318,7 +318,7 @@ class GrpcProxy:
         if opening is not None:
             opening.add_done_callback(_close)
 
-    async def _open(self, path: str, call: GrpcCall | StreamCall) -> EngineCall:
+    async def _open(self, path: str, call: GrpcCall | StreamCall) -> ProxyCall:
         client_call = cast(ServerCall, call)
         key = client_call.connection
         opening = self._connections.get(key)
@@ -330,11 +330,11 @@ class GrpcProxy:
                 self._connections[key] = opening
         return (await asyncio.shield(opening)).open_call(path, client_call, self._reader)
 
-    async def _connect(self, call: ServerCall) -> EngineConnection:
+    async def _connect(self, call: ServerCall) -> ProxyConnection:
         address = call.connection.transport.get_extra_info("peername")
         client = Client(tuple(address[:2]) if address else None, names=call.peer_names)
         sock = await self._link.open("grpc", client)
-        connection = EngineConnection(self._link)
+        connection = ProxyConnection(self._link)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
         return connection
 
@@ -368,7 +368,7 @@ class FrontEndGrpcServer(GrpcServer):
         self._proxy.close(connection)
 
 
-async def _pass_messages(passed: EngineCall, call: StreamCall) -> None:
+async def _pass_messages(passed: ProxyCall, call: StreamCall) -> None:
     """Pass the messages of the client on."""
     try:
         while (message := await call.read()) is not None:
@@ -381,7 +381,7 @@ async def _pass_messages(passed: EngineCall, call: StreamCall) -> None:
         passed.fail(error)
 
 
-def _close(opening: asyncio.Task[EngineConnection]) -> None:
+def _close(opening: asyncio.Task[ProxyConnection]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
 

@@ -67,7 +67,7 @@ class Hello(msgspec.Struct, array_like=True):
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
-class EngineFacts(msgspec.Struct, array_like=True):
+class EngineProcessFacts(msgspec.Struct, array_like=True):
     """Answer of the engine to a front end.
 
     Attributes:
@@ -81,7 +81,7 @@ class EngineFacts(msgspec.Struct, array_like=True):
     open_paths: list[str] = []
 
 
-_decode_answer = msgspec.msgpack.Decoder(EngineFacts).decode
+_decode_answer = msgspec.msgpack.Decoder(EngineProcessFacts).decode
 
 
 class Greeting(NamedTuple):
@@ -131,7 +131,7 @@ async def open_connection(address: bytes, hello: Hello, descriptors: Sequence[in
 
 async def connect(
     address: bytes, hello: Hello, descriptors: Sequence[int] = ()
-) -> tuple[socket.socket, EngineFacts, list[int]]:
+) -> tuple[socket.socket, EngineProcessFacts, list[int]]:
     """Open a stream to the engine, which may not run yet.
 
     Args:
@@ -157,7 +157,7 @@ async def connect(
         raise
 
 
-def answer(sock: socket.socket, facts: EngineFacts, descriptors: Sequence[int] = ()) -> None:
+def answer(sock: socket.socket, facts: EngineProcessFacts, descriptors: Sequence[int] = ()) -> None:
     """Answer a front end; raises OSError."""
     _send(sock, _encode(facts), descriptors)
 

@@ -98,7 +98,7 @@ class PassedHttpConnection(HeadraceHttpProtocol):
         """Receive large bodies as all others, without a second reservation."""
 
 
-class EngineHttpServer:
+class ProxiedHttpServer:
     """Serves the HTTP requests that all front ends pass on for one port.
 
     Args:
@@ -130,7 +130,7 @@ class _NoDeadlines(DeadlineTimer):
         """Do nothing."""
 
 
-class EngineGrpcServer(GrpcServer):
+class ProxiedGrpcServer(GrpcServer):
     """Serves the gRPC calls that all front ends pass on.
 
     Args:
@@ -204,7 +204,7 @@ class FrontEndPeer:
     stream: FrameStream
 
     def __init__(
-        self, http: Mapping[str, EngineHttpServer], grpc: EngineGrpcServer | None, on_record: Callable[[bytes], None]
+        self, http: Mapping[str, ProxiedHttpServer], grpc: ProxiedGrpcServer | None, on_record: Callable[[bytes], None]
     ) -> None:
         self._http, self._grpc = http, grpc
         self._on_record = on_record

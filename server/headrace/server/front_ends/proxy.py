@@ -16,10 +16,10 @@ import httptools
 import msgspec
 
 from headrace.core.errors import Unavailable
-from headrace.server.front_ends.engine_state import EngineState
 from headrace.server.front_ends.frames import NOTICE, message_frame
-from headrace.server.front_ends.handshake import Client, EngineFacts, Hello, connect, open_connection
+from headrace.server.front_ends.handshake import Client, EngineProcessFacts, Hello, connect, open_connection
 from headrace.server.front_ends.remote_models import RemoteModels
+from headrace.server.front_ends.reported_loads import ReportedLoads
 from headrace.wire.http.event_stream import MEDIA_TYPE, encode_event, error_data
 from headrace.wire.http.infer_endpoint import Connection, Receive, Scope, Send, send_error
 
@@ -42,7 +42,7 @@ def engine_gone() -> Unavailable:
     return Unavailable(_ENGINE_GONE)
 
 
-class EngineLink:
+class EngineProcessLink:
     """A front end's stream to the engine process, which connects again after each end of the engine.
 
     Ownership: the event loop.
@@ -61,7 +61,7 @@ class EngineLink:
         address: bytes,
         hello: Hello,
         begin: Callable[[], RemoteModels],
-        on_open: Callable[[EngineFacts, Sequence[int]], EngineState],
+        on_open: Callable[[EngineProcessFacts, Sequence[int]], ReportedLoads],
         on_lost: Callable[[], None],
         on_notice: Callable[[str, Any], None],
     ) -> None:
@@ -161,7 +161,7 @@ class HttpProxy:
         port: "http" or "metrics".
     """
 
-    def __init__(self, link: EngineLink, port: str) -> None:
+    def __init__(self, link: EngineProcessLink, port: str) -> None:
         self.link = link
         self._port = port
         self._idle: dict[Connection, _Tunnel] = {}  # by the client's connection

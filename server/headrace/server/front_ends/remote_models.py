@@ -26,12 +26,12 @@ from headrace.core.tensor import Array, ModelSpec, as_input, is_resident
 from headrace.observability.counters import Recorder
 from headrace.server.front_ends import frames
 from headrace.server.front_ends.arena import ALIGNMENT, Arena
-from headrace.server.front_ends.engine_state import EngineState, NoState
 from headrace.server.front_ends.errors import restore_error
 from headrace.server.front_ends.frame_stream import FrameStream
 from headrace.server.front_ends.frames import CountEvent, FrameError, TensorPlace
 from headrace.server.front_ends.remote_quotas import RemoteQuotas
 from headrace.server.front_ends.remote_regions import RegionRange, can_name_regions, rows_in_engine
+from headrace.server.front_ends.reported_loads import NoLoads, ReportedLoads
 from headrace.server.front_ends.request_groups import MIN_SLOT_BYTES, group_requests
 from headrace.server.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
 from headrace.server.front_ends.version_table import VersionRow, decode_table
@@ -258,7 +258,7 @@ class RemoteModels:
         self._arena: Arena | None = None
         self.mailbox = Mailbox(loop)
         self.is_attached = False
-        self.state: EngineState = NoState()
+        self.state: ReportedLoads = NoLoads()
         self.quotas = RemoteQuotas(loop, self.send)
         self._loop = loop
         self._stream: FrameStream | None = None
@@ -298,7 +298,7 @@ class RemoteModels:
     async def attached(
         self,
         sock: socket.socket,
-        state: EngineState | None = None,
+        state: ReportedLoads | None = None,
         on_notice: Callable[[str, Any], None] = lambda *_: None,
         on_closed: Callable[[], None] = lambda: None,
     ) -> None:

@@ -12,7 +12,7 @@ from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.registry import Registry
 from headrace.server.front_ends.channel import Start
 from headrace.server.front_ends.counter_array import CounterArray, CounterArrays
-from headrace.server.front_ends.engine_requests import EngineRequests
+from headrace.server.front_ends.front_end_requests import FrontEndRequests
 from headrace.server.front_ends.passed_requests import FrontEndPeer
 from headrace.server.front_ends.shared_page import PageWriter
 from headrace.server.settings import Settings
@@ -53,7 +53,7 @@ class TableSync:
         self,
         loop: asyncio.AbstractEventLoop,
         registry: Registry,
-        requests: EngineRequests,
+        requests: FrontEndRequests,
         writer: PageWriter,
         peers: Mapping[int, FrontEndPeer],
         timeout_s: float = 30.0,

@@ -22,7 +22,7 @@ from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.models.registry import Registry
 from headrace.observability.counters import Recorder
 from headrace.server.front_ends import frames
-from headrace.server.front_ends.engine_requests import EngineRequests
+from headrace.server.front_ends.front_end_requests import FrontEndRequests
 from headrace.server.front_ends.tensors import TensorWriter
 
 from tests.support.fake_overlapped import FakeOverlapped
@@ -56,7 +56,7 @@ async def test_calls_of_groups(mailbox: Mailbox) -> None:
     registry: Any = SimpleNamespace(
         selections=lambda: [("1", handle)], traffic=lambda _name: None, serving=lambda *_: None
     )
-    requests, writer = EngineRequests(cast("Registry", registry)), TensorWriter(SPEC.inputs)
+    requests, writer = FrontEndRequests(cast("Registry", registry)), TensorWriter(SPEC.inputs)
     requests.table_bytes()
     here, there = socket.socketpair()
     here.setblocking(False)

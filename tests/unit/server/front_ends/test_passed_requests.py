@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 from headrace.core.limits import ClientLimits
-from headrace.server.front_ends.engine_state import NoState
 from headrace.server.front_ends.frame_stream import FrameStream
 from headrace.server.front_ends.handshake import (
     Client,
-    EngineFacts,
+    EngineProcessFacts,
     Greeting,
     Hello,
     Listener,
@@ -27,9 +26,10 @@ from headrace.server.front_ends.handshake import (
     engine_listener,
     open_connection,
 )
-from headrace.server.front_ends.passed_requests import EngineHttpServer, FrontEndPeer
-from headrace.server.front_ends.proxy import EngineLink, HttpProxy
+from headrace.server.front_ends.passed_requests import FrontEndPeer, ProxiedHttpServer
+from headrace.server.front_ends.proxy import EngineProcessLink, HttpProxy
 from headrace.server.front_ends.remote_models import RemoteModels
+from headrace.server.front_ends.reported_loads import NoLoads
 from headrace.server.listen import uvicorn_config
 from headrace.server.settings import Settings
 from headrace.wire.http.connection import HeadraceHttpProtocol
@@ -86,16 +86,18 @@ class Servers:
 
     async def open(self) -> None:
         """Start both."""
-        self._http = EngineHttpServer(uvicorn_config(self._application, Settings(())), ClientLimits())
+        self._http = ProxiedHttpServer(uvicorn_config(self._application, Settings(())), ClientLimits())
         self.peer = FrontEndPeer({"http": self._http}, None, lambda _: None)
         self._listener = Listener(self._socket, TOKEN, self._on_greeting)
         hello, is_open, loop = Hello(TOKEN, "stream", 1), asyncio.Event(), asyncio.get_running_loop()
 
-        def on_open(*_answer: Any) -> NoState:
+        def on_open(*_answer: Any) -> NoLoads:
             is_open.set()
-            return NoState()
+            return NoLoads()
 
-        self.link = EngineLink(self.address, hello, lambda: RemoteModels(loop), on_open, lambda: None, lambda *_: None)
+        self.link = EngineProcessLink(
+            self.address, hello, lambda: RemoteModels(loop), on_open, lambda: None, lambda *_: None
+        )
         self.link.start()
         await is_open.wait()
         self.front_end = await self._serve(HttpProxy(self.link, "http"))
@@ -116,7 +118,7 @@ class Servers:
     def _on_greeting(self, greeting: Greeting) -> None:
         loop = asyncio.get_running_loop()
         if greeting.hello.role == "stream" and not hasattr(self.peer, "stream"):
-            answer(greeting.sock, EngineFacts())
+            answer(greeting.sock, EngineProcessFacts())
             self.peer.stream = FrameStream(lambda *_: None, lambda _: self.peer.abort(), on_notice=self.peer.on_notice)
             self.opening = loop.create_task(self.peer.stream.open(greeting.sock))
         else:  # a port, and the next engine process, which there is none of

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from headrace.core.errors import Unavailable
 from headrace.server.front_ends import frames
-from headrace.server.front_ends.engine_state import NoState
-from headrace.server.front_ends.handshake import Client, EngineFacts, Hello, answer, engine_listener
-from headrace.server.front_ends.proxy import EngineLink
+from headrace.server.front_ends.handshake import Client, EngineProcessFacts, Hello, answer, engine_listener
+from headrace.server.front_ends.proxy import EngineProcessLink
 from headrace.server.front_ends.remote_models import RemoteModels
+from headrace.server.front_ends.reported_loads import NoLoads
 
 from tests.support.waiting import until_async
 
@@ -29,11 +29,11 @@ class Engine:
         self.notices: list[str] = []
         self.opened = self.lost = 0
         address, calls = self.listener.getsockname(), (self._on_open, self._on_lost, self._on_notice)
-        self.link = EngineLink(address, HELLO, lambda: RemoteModels(asyncio.get_running_loop()), *calls)
+        self.link = EngineProcessLink(address, HELLO, lambda: RemoteModels(asyncio.get_running_loop()), *calls)
 
-    def _on_open(self, _answer: EngineFacts, _descriptors: Sequence[int]) -> NoState:
+    def _on_open(self, _answer: EngineProcessFacts, _descriptors: Sequence[int]) -> NoLoads:
         self.opened += 1
-        return NoState()
+        return NoLoads()
 
     def _on_lost(self) -> None:
         self.lost += 1
@@ -47,7 +47,7 @@ class Engine:
         sock, _ = await loop.sock_accept(self.listener)
         sock.setblocking(False)
         assert await loop.sock_recv(sock, 1000)
-        answer(sock, EngineFacts())
+        answer(sock, EngineProcessFacts())
         return sock
 
 

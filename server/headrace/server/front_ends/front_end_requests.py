@@ -1,7 +1,7 @@
 """Requests of the front ends in the engine process: groups from their streams become requests of a version, and its responses
 answers.
 
-`EngineRequests` also makes the table of versions. A version in a front end's table is held for it: it is not closed before the
+`FrontEndRequests` also makes the table of versions. A version in a front end's table is held for it: it is not closed before the
 front end has stopped using it, so that requests that arrive during a reload are served.
 """
 
@@ -166,7 +166,7 @@ def _like(spec: TensorSpec, place: TensorPlace) -> Array:
     return array
 
 
-class EngineRequests:
+class FrontEndRequests:
     """Runs the requests of all front ends. Ownership: the event loop.
 
     Args:
@@ -352,7 +352,7 @@ class FrontEndLink:
     Args:
         requests: versions, and all links.
         number: of the front end.
-        arena, on_notice, on_closed: see `EngineRequests.attach`.
+        arena, on_notice, on_closed: see `FrontEndRequests.attach`.
 
     Attributes:
         number: see Args.
@@ -362,7 +362,7 @@ class FrontEndLink:
 
     def __init__(
         self,
-        requests: EngineRequests,
+        requests: FrontEndRequests,
         number: int,
         arena: int | None,
         on_notice: Callable[[str, Any], None],

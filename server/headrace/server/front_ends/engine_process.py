@@ -22,9 +22,9 @@ from headrace.server.banner import Addresses, announce, describe_access, describ
 from headrace.server.front_ends.access_records import RecordSink, record_needs
 from headrace.server.front_ends.channel import Start, SupervisorChannel, close_all, repository_filter
 from headrace.server.front_ends.control_state import ControlState
-from headrace.server.front_ends.engine_requests import EngineRequests
-from headrace.server.front_ends.handshake import EngineFacts, Greeting, Listener, answer
-from headrace.server.front_ends.passed_requests import EngineGrpcServer, EngineHttpServer, FrontEndPeer
+from headrace.server.front_ends.front_end_requests import FrontEndRequests
+from headrace.server.front_ends.handshake import EngineProcessFacts, Greeting, Listener, answer
+from headrace.server.front_ends.passed_requests import FrontEndPeer, ProxiedGrpcServer, ProxiedHttpServer
 from headrace.server.front_ends.passed_servers import PassedHttpServer, PassedServers
 from headrace.server.front_ends.process_figures import ServerProcesses
 from headrace.server.front_ends.shared_page import PageWriter, SharedPage
@@ -76,7 +76,7 @@ class EngineProcess:
         self._peers: dict[int, FrontEndPeer] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._methods: Methods | None = None
-        self._grpc: EngineGrpcServer | None = None
+        self._grpc: ProxiedGrpcServer | None = None
         self._memory: ClientMemory | None = None  # pins arenas; created for the first model on a GPU
         self._exit_status = 0
 
@@ -98,7 +98,7 @@ class EngineProcess:
         self._writer = PageWriter(self._page, loop, self._arrays.arrays, server_figures=figures)
         charge = (lambda _name: None) if wiring.keys is None else wiring.keys.charge
         regions, writer = wiring.services.regions, self._writer
-        self._requests = EngineRequests(registry, writer.touch, self._pin, regions, charge, writer.answered)
+        self._requests = FrontEndRequests(registry, writer.touch, self._pin, regions, charge, writer.answered)
         self._records = RecordSink(wiring.observer, partial(_recorder, registry))
         self._log_settings = wiring.services.logs.settings()
         self._update_settings()
@@ -117,7 +117,7 @@ class EngineProcess:
         self._http = self._create_http(applications)
         if self._settings.grpc:
             self._methods = self._create_methods()
-            self._grpc = EngineGrpcServer(self._methods, self._limits.grpc)
+            self._grpc = ProxiedGrpcServer(self._methods, self._limits.grpc)
         self._channel = SupervisorChannel(self._socket, self._on_message, self._on_orphaned)
         self._servers = PassedServers(self._channel.send, self._settings.drain_timeout_s, self._arrays.own)
         wiring.data_plane.reconciler.start()
@@ -153,11 +153,13 @@ class EngineProcess:
         else:
             self._memory.pin(descriptor, start, size_bytes, device, done)
 
-    def _create_http(self, applications: Mapping[str, tuple[Application, ClientLimits]]) -> dict[str, EngineHttpServer]:
+    def _create_http(
+        self, applications: Mapping[str, tuple[Application, ClientLimits]]
+    ) -> dict[str, ProxiedHttpServer]:
         """Create the servers of what front ends pass on for the ports "http" and "metrics"."""
         settings = replace(self._settings, keep_alive_timeout_s=_KEEP_ALIVE_S)
         return {
-            port: EngineHttpServer(uvicorn_config(application, settings), limits)
+            port: ProxiedHttpServer(uvicorn_config(application, settings), limits)
             for port, (application, limits) in applications.items()
         }
 
@@ -217,9 +219,9 @@ class EngineProcess:
     async def _open_stream(self, greeting: Greeting) -> None:
         """Open the stream of a front end, and send it the table."""
         number, descriptors, methods = greeting.hello.number, greeting.descriptors, self._methods
-        facts = EngineFacts()
+        facts = EngineProcessFacts()
         if methods is not None:
-            facts = EngineFacts(list(methods.unary), list(methods.streams), list(methods.open_paths))
+            facts = EngineProcessFacts(list(methods.unary), list(methods.streams), list(methods.open_paths))
         try:
             answer(greeting.sock, facts, (self._page.fd,))
         except OSError:  # the front end has ended

@@ -10,7 +10,7 @@ from headrace.wire.requests.load_report import ServerFigures
 _NO_LOAD = ModelLoad(0, 0, 0, 0, 0, 0, 0, 0.0, 0, ())
 
 
-class EngineState(Protocol):
+class ReportedLoads(Protocol):
     """Shared page of the engine: state of each version by its number."""
 
     def load(self, version: int) -> ModelLoad:
@@ -26,7 +26,7 @@ class EngineState(Protocol):
         """Count a failed request of a version; False if the engine must count it."""
 
 
-class NoState:
+class NoLoads:
     """An engine without a shared page: no load figures, and every request is sent."""
 
     def load(self, version: int) -> ModelLoad:
