@@ -62,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words of the command line; `sys.argv[1:]` if None.
 
     Returns:
-        Exit status: 0, or 1 if a build failed, or 2 if the command line is wrong.
+        Exit status: 0, or 1 if a build failed, 2 if the command line is wrong, or 3 if an engine is slower than
+            what serves now.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     Parser.words = words

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config.machine import LIBRARIES
-from headrace.config.serving_plan import ServingPlan
+from headrace.config.serving_plan import ServingPlan, requests_tensorrt
 from headrace_reports.command_line import pickup_text, plural, printable
 from rich.console import Console
 from rich.text import Text
@@ -19,6 +19,8 @@ from headrace_engines.build_request import BuildRequest, second_runtime_problem
 from headrace_engines.precision.methods import REMARKS
 from headrace_engines.report import Heading, narrow_table, print_text, rate, save_json, size
 
+# Two timings of 0.3 s of one file differ by up to 15 % on a machine with other load.
+_SLOWER = 0.85
 _DEVICES = {"onnxruntime": "the CPU", "onnxruntime_cuda": "the GPU", "tensorrt": "the GPU"}
 
 
@@ -33,6 +35,7 @@ class BuildOutcome:
         published: None if the artefact is not published.
         error: reason of the first stage that failed; "" without an error.
         seconds: duration of this call.
+        is_slower: the error is that the engine is slower than what serves now.
     """
 
     name: str
@@ -41,6 +44,7 @@ class BuildOutcome:
     published: Published | None = None
     error: str = ""
     seconds: float = 0.0
+    is_slower: bool = False
 
     @property
     def not_served(self) -> str:
@@ -159,8 +163,7 @@ def speed_text(outcome: BuildOutcome) -> str:
     parts = []
     current, current_rows_per_s = _serving_before(outcome)
     if current_rows_per_s:
-        times = _times(built.rows_per_s, current_rows_per_s)
-        parts.append(f"{times} as fast as what serves now ({current}, {rate(current_rows_per_s)} rows/s)")
+        parts.append(_beside_serving(built, current, current_rows_per_s))
     elif current:
         parts.append(f"{rate(built.rows_per_s)} rows/s; {current} serves now")
     if built.spec.precision != "fp32":
@@ -178,6 +181,24 @@ def speed_text(outcome: BuildOutcome) -> str:
         measured = plural(len(built.refinement), "pattern")
         parts.append(f"of {measured} of long layers, faster in floating point: {', '.join(layers) or 'none'}")
     return "; ".join(parts)
+
+
+def _beside_serving(built: BuildResult, current: str, current_rows_per_s: float) -> str:
+    times = _times(built.rows_per_s, current_rows_per_s)
+    return f"{times} as fast as what serves now ({current}, {rate(current_rows_per_s)} rows/s)"
+
+
+def slower_text(outcome: BuildOutcome) -> str:
+    """Return how much slower the engine is than what serves now; "" if it is not, or if a server would use no other file."""
+    current, current_rows_per_s = _serving_before(outcome)
+    if outcome.request is None or outcome.built is None or outcome.not_served:
+        return ""
+    if requests_tensorrt(outcome.request.project.config):
+        return ""
+    if outcome.built.rows_per_s >= _SLOWER * current_rows_per_s:
+        return ""
+    beside = _beside_serving(outcome.built, current, current_rows_per_s)
+    return f"it is {beside}: `headrace build {outcome.name} --publish-slower` publishes it"
 
 
 def _times(faster: float, slower: float) -> str:
@@ -298,7 +319,7 @@ def without_engine_text(outcome: BuildOutcome) -> str:
 
 def _serving_before(outcome: BuildOutcome) -> tuple[str, float]:
     """Return description and throughput of the file that serves before the build; "" if it was this engine."""
-    if outcome.request is None or outcome.built is None or outcome.published is None:
+    if outcome.request is None or outcome.built is None:
         return "", 0.0
     plan = outcome.request.expected.current
     if plan is None:

@@ -148,7 +148,7 @@ def variant(setup: Setup, wanted: Variant) -> str:
 
 def _build(setup: Setup, name: str, limit_s: float, environment: Mapping[str, str] | None = None) -> None:
     words = ["build", name, "--model-repository", str(setup.repository), "--target", "tensorrt"]
-    _run([*words, "--cache", str(Path(setup.work) / "cache"), "--force"], limit_s, environment)
+    _run([*words, "--cache", str(Path(setup.work) / "cache"), "--force", "--publish-slower"], limit_s, environment)
 
 
 def pictures(setup: Setup, count: int, seed: int = 7) -> Array:

@@ -99,7 +99,7 @@ def test_a_build_proves_the_batches_of_its_engine(tmp_path: Path, graph: str, te
     (tmp_path / "models" / "m" / "config.yaml").write_text("max_batch_size: 4\ndynamic_batching: {}\n")
     options = ("--target", "onnxruntime", "--precision", "fp32", "--cache", str(tmp_path / "cache"))
     folders = ("--state-dir", str(tmp_path / "state"))
-    built = run_headrace("build", str(tmp_path / "models" / "m"), *options, *folders)
+    built = run_headrace("build", str(tmp_path / "models" / "m"), "--publish-slower", *options, *folders)
     assert built.returncode == 0, built
     assert text in built.stdout
     (stored,) = (tmp_path / "state" / "proofs").glob("*.json")

@@ -89,7 +89,17 @@ COMMANDS = [
     ("simulate", "--seconds", "0.2"),
     ("tune", "models/affine", "--seconds", "0.02", "--instances", "1", "--repeats", "1", "--max-batch-size", "4"),
     ("models", "build", "--output", "demo", "--only", "tiny"),
-    ("build", "models/affine", "--target", "onnxruntime", "--precision", "fp32", "--cache", "store"),
+    (
+        "build",
+        "models/affine",
+        "--publish-slower",
+        "--target",
+        "onnxruntime",
+        "--precision",
+        "fp32",
+        "--cache",
+        "store",
+    ),
     ("inspect", "models/affine", "--target", "onnxruntime"),
     (
         "compare",

@@ -122,7 +122,7 @@ async def test_a_load_has_nothing_to_prove_after_a_build(tmp_path: Path, caplog:
     onnx.save(convolutions(), folder / "1" / "model.onnx")
     (folder / "config.yaml").write_text(NETWORK)
     options = ("--precision", "fp32", "--cache", str(tmp_path / "cache"), "--state-dir", str(tmp_path / "state"))
-    built = run_headrace("build", str(folder), *options)
+    built = run_headrace("build", str(folder), "--publish-slower", *options)
     assert built.returncode == 0, built
     assert f"batch sizes proven, up to {ROWS} rows" in built.stdout
     async with running(folder.parent, cases.ALL, proofs=BatchProofs(tmp_path / "state")) as (_, registry):

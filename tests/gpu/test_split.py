@@ -45,7 +45,7 @@ def test_the_command_gives_each_part_a_gpu(tmp_path: Path) -> None:
     for gpu, part in enumerate((f"{cases.NAME}_part1", f"{cases.NAME}_part2")):
         assert read_model_folder(repository / part, repository).config.instance_group[0].gpus == (gpu,)
         words = ("--target", "tensorrt", "--precision", "fp32", "--cache", str(tmp_path / "cache"))
-        done, _ = run("build", part, *options, *words)
+        done, _ = run("build", part, "--publish-slower", *options, *words)
         assert done.returncode == 0, done.stdout + done.stderr
     with serving(repository, tmp_path, *OPTIONS) as server:
         cases.check_answers(server)

@@ -79,7 +79,7 @@ def workspace(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Workspa
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(source, folder / "repository")
     created = Workspace(folder / "repository", folder / "cache")
-    done, seconds = run("build", "digits", "--precision", "int8", *created.options)
+    done, seconds = run("build", "digits", "--publish-slower", "--precision", "int8", *created.options)
     print(done.stdout, f"{seconds:.1f} s")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "published" in done.stdout
@@ -108,7 +108,7 @@ def test_the_second_build_takes_less_than_two_seconds(workspace: Workspace, tmp_
         path.unlink()
     elapsed_s = []
     for _ in range(2):
-        done, seconds = run("build", "digits", "--precision", "int8", *other.options)
+        done, seconds = run("build", "digits", "--publish-slower", "--precision", "int8", *other.options)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "stored" in done.stdout
         elapsed_s.append(seconds)
@@ -207,7 +207,7 @@ def test_a_damaged_plan_is_detected_and_not_used(
     assert main(["inspect", "digits", "--model-repository", str(other.repository)]) == 0
     assert "This is the model itself" in capsys.readouterr().out
     # Publishing again mends it.
-    assert main(["build", "digits", "--precision", "int8", *other.options]) == 0
+    assert main(["build", "digits", "--publish-slower", "--precision", "int8", *other.options]) == 0
     assert main(["engines", "verify", *other.options]) == 0
 
 
@@ -216,7 +216,7 @@ def test_an_interrupted_build_leaves_no_files(source: Path, tmp_path: Path, numb
     shutil.copytree(source, tmp_path / "repository")
     workspace = Workspace(tmp_path / "repository", tmp_path / "cache")
     child = subprocess.Popen(
-        command("build", "digits", "--precision", "fp16", *workspace.options),
+        command("build", "digits", "--publish-slower", "--precision", "fp16", *workspace.options),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

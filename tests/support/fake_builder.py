@@ -4,8 +4,8 @@ python tests/support/fake_builder.py ORDERS MODEL_FOLDER --version N --target T
 
 ORDERS is a folder: `engine.onnx` is published; for TensorRT `engine.plan`, with the stamp's fields in `tensorrt.json`.
 `calls` gets a line for each start and each SIGTERM. While `hold` is there it waits; while `progress` is there too, which it has
-printed before. `fail` holds what it says before it fails; with `deaf` it does not heed SIGTERM; with `readonly` it
-takes the folder for one that cannot be written.
+printed before. `fail` holds what it says before it fails, `slower` what it says of an engine that it does not publish; with
+`deaf` it does not heed SIGTERM; with `readonly` it takes the folder for one that cannot be written.
 """
 
 from __future__ import annotations
@@ -102,6 +102,9 @@ def main() -> int:
         print("digits int8 refused")
         sys.stderr.write((orders / "fail").read_text())
         return 1
+    if (orders / "slower").exists():
+        sys.stderr.write((orders / "slower").read_text())
+        return 3
     if (orders / "progress").exists():
         print((orders / "progress").read_text(), flush=True)
         while (orders / "progress").exists():

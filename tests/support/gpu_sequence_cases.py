@@ -84,7 +84,7 @@ def make_repository(folder: Path) -> Path:
         "--state-dir",
         str(folder / "state"),
     ]
-    assert main(["build", "built", "--target", "tensorrt", *words]) == 0
+    assert main(["build", "built", "--publish-slower", "--target", "tensorrt", *words]) == 0
     return repository
 
 

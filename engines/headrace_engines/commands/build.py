@@ -14,13 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.config.optimization_config import PRECISIONS
+from headrace.config.serving_plan import SLOWER_STATUS
 from headrace.core.errors import HeadraceError
 from headrace_reports.command_line import number_parser, open_console, printable
 from rich.console import Console
 
 from headrace_engines.build import build_best_engine, build_engine
 from headrace_engines.build_publication import prove_batches, publish_build
-from headrace_engines.build_report import BuildOutcome, last_phase, show_outcomes, write_outcomes
+from headrace_engines.build_report import BuildOutcome, last_phase, show_outcomes, slower_text, write_outcomes
 from headrace_engines.build_request import Targets, request_build
 from headrace_engines.commands import add_cache, add_repository_and_target, add_state, add_version
 from headrace_engines.errors import BuildError, CallError, failure_text
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_version(parser)
     add("--precision", choices=PRECISIONS, help="precision, in place of the configuration's")
     add("--force", action="store_true", help="publish engines that miss the required accuracy, with a mark")
+    add("--publish-slower", action="store_true", help="publish engines that are slower than what serves now")
     add(
         "--refine",
         action="store_true",
@@ -74,7 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Build the requested models; return 1 if a build failed or missed its accuracy, else 0.
+    """Build the requested models.
+
+    Returns:
+        1 if a build failed or missed its accuracy, else 3 if an engine is slower than what serves now, else 0.
 
     Raises:
         BuildError: a model or target does not exist, or options contradict each other.
@@ -112,7 +117,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     show_outcomes(console, open_console(stderr=True), outcomes)
     if options.json is not None:
         write_outcomes(options.json, outcomes)
-    return 1 if any(outcome.error for outcome in outcomes) else 0
+    if any(outcome.error and not outcome.is_slower for outcome in outcomes):
+        return 1
+    return SLOWER_STATUS if any(outcome.is_slower for outcome in outcomes) else 0
 
 
 def _line_writer(console: Console, name: str) -> Callable[[str], None]:
@@ -137,6 +144,8 @@ def build_model(
         build = build_best_engine if request.spec.precision == "best" else build_engine
         built = build(project, request.spec, request.target, store, report, rebuild=options.rebuild)
         outcome = replace(outcome, built=built)
+        if not options.publish_slower and (options.force or not built.refusal) and (error := slower_text(outcome)):
+            return replace(outcome, error=error, is_slower=True, seconds=time.monotonic() - started_s)
         published = publish_build(request, built, store)
         outcome = replace(outcome, published=published)
         # A server that has started this build proves the engine when it loads it.

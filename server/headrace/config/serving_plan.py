@@ -24,6 +24,10 @@ from headrace.config.optimization_config import cuda_accelerator, requested_prec
 from headrace.config.tensor_config import ModelInput, ModelOutput
 from headrace.core.errors import ConfigError, Unsupported
 
+SLOWER_STATUS = 3
+"""Exit status of `headrace build` for an engine that is slower than what serves now, and so is not published."""
+NOT_PUBLISHED = "an engine was built, but is not published: "
+"""Start of the reason of such a build."""
 ENGINES_FOLDER = "engines"
 """Folder in the state folder: engines of models whose own folder is read-only."""
 
@@ -190,7 +194,7 @@ class ServingPlan:
             failure: error of building the engine; "" without one.
             reason: why a built engine cannot be used; "" if none was built.
         """
-        text = reason or (f"building its engine failed: {failure}" if failure else "")
+        text = reason or failed_build_text("its engine", failure)
         return {
             "not_on_gpu": text
             if text and (self.not_on_gpu or (reason and not self.not_on_tensorrt))
@@ -202,7 +206,7 @@ class ServingPlan:
         """Describe the failure of building the engine for the log, with the reason why the other GPU runtime does not serve."""
         has_other = self.target == "tensorrt" and bool(self.cuda_problem)
         other = f"; the second GPU runtime does not serve the model: {self.cuda_problem}" if has_other else ""
-        return f"building its engine failed: {failure}{other}"
+        return f"{failed_build_text('its engine', failure)}{other}"
 
     def _without_cuda(self, fallback: ServingPlan, reason: str) -> ServingPlan:
         problem = f"{LIBRARIES[CUDA_RUNTIME]} cannot load it: {reason}"
@@ -241,6 +245,13 @@ def cpu_pin(config: ModelConfig) -> str:
     if requested_device(config) != "cpu":
         return ""
     return "runtime: onnxruntime" if config.runtime == "onnxruntime" else "KIND_CPU in instance_group"
+
+
+def failed_build_text(engine: str, failure: str) -> str:
+    """Return the sentence on a build that ended without an engine in place; "" without a failure."""
+    if not failure or failure.startswith(NOT_PUBLISHED):
+        return failure
+    return f"building {engine} failed: {failure}"
 
 
 def requests_tensorrt(config: ModelConfig) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from headrace.config.serving_plan import NOT_PUBLISHED, SLOWER_STATUS
 from headrace.runtimes.processes.child_process import killed_by, signal_group
 
 logger = logging.getLogger("headrace.builds")
@@ -237,7 +238,10 @@ class EngineBuilds:
                     for line in process.stdout or ():
                         self._read_progress(order, line)
                 status = process.returncode
-                return "" if status == 0 else _reason(status, output, order)
+                reason = "" if status == 0 else _reason(status, output, order)
+                return (
+                    NOT_PUBLISHED + reason.rpartition("was not published: ")[2] if status == SLOWER_STATUS else reason
+                )
         except OSError as error:
             return f"the builder cannot be started: {error.strerror}"
 

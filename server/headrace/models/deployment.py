@@ -19,7 +19,13 @@ from typing import TypeVar
 from headrace.config.documents import Document, refuse
 from headrace.config.files import SharedFolder
 from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
-from headrace.config.serving_plan import ServingPlan, requests_tensorrt, sample_fingerprints
+from headrace.config.serving_plan import (
+    NOT_PUBLISHED,
+    ServingPlan,
+    failed_build_text,
+    requests_tensorrt,
+    sample_fingerprints,
+)
 from headrace.config.triton_json import to_triton_json
 from headrace.core.cancellation import current_cancellation
 from headrace.core.errors import ConfigError, HeadraceError
@@ -339,10 +345,12 @@ class Deployments:
             model = self._live.get(name)
             if model is None or model.order(number) != order:
                 return
-            BUILDS.count(name, "failed" if failure else "built")
+            is_slower = failure.startswith(NOT_PUBLISHED)
+            BUILDS.count(name, "slower" if is_slower else "failed" if failure else "built")
             version = model.versions.get(number)
             if failure:
-                logger.error("model %s version %s: %s", name, number, model.plan(number).failed_build(failure))
+                level = logging.WARNING if is_slower else logging.ERROR
+                logger.log(level, "model %s version %s: %s", name, number, model.plan(number).failed_build(failure))
                 self._update_remark(model, number)
                 return
             old = model.pending[number].signature if version is None else version.signature
@@ -574,7 +582,7 @@ class Deployments:
             return remark
         failure = self._builds.failure(order)
         if failure is not None:
-            return f"{plan.remark}; building it failed: {failure}" if failure else remark
+            return f"{plan.remark}; {failed_build_text('it', failure)}" if failure else remark
         version = model.versions.get(number)
         if version is None:
             meanwhile = "requests are refused until then (KIND_GPU)"
@@ -606,7 +614,7 @@ class Deployments:
         model = _Model(source, folder, versions, pending)
         orders = [order for number in (*versions, *pending) if (order := model.order(number)) is not None]
         if orders:
-            BUILDS.declare_each((name, result) for result in ("built", "failed"))
+            BUILDS.declare_each((name, result) for result in ("built", "failed", "slower"))
         self._builds.set_orders(name, orders)
         remarks = {number: self._remark(model, number) for number in versions}
         substitutes = {n: version.plan.not_on_gpu for n, version in versions.items() if version.plan.substitutes}

@@ -15,14 +15,14 @@ from headrace.models.registry import Registry
 from headrace.observability.processor import ProcessorMeter
 
 
-def explain(registry: Registry, meter: ProcessorMeter | None, model: str, version: str = "") -> Explanation:
+def explain(registry: Registry, model: str, version: str = "", meter: ProcessorMeter | None = None) -> Explanation:
     """Return the bottlenecks of a version, most important first, and the figures of the last seconds; thread-safe.
 
     Args:
         registry: registry of the versions.
-        meter: measures the processor; None if nothing does.
         model: name of the model.
         version: version number or label; "" is the latest.
+        meter: measures the processor; None if nothing does.
 
     Raises:
         NotFound, Unavailable: see `Registry.lease`.
@@ -116,7 +116,7 @@ def _find_slowest_step(
     )
     bottlenecks = [Bottleneck("slowest_step", explanation)]
     if registry.serving(step.model, step.version) is not None:
-        inner = explain(registry, meter, step.model, step.version)["findings"]
+        inner = explain(registry, step.model, step.version, meter)["findings"]
         bottlenecks += [replace(each, explanation=f"step '{slowest}': {each.explanation}") for each in inner]
         bottlenecks[0] = replace(
             bottlenecks[0], cure=inner[0].cure, setting=inner[0].setting, expected=inner[0].expected

@@ -427,7 +427,7 @@ class Wiring:
             version=version("headrace"),
             extensions=extensions(settings, cuda is not None),
             heartbeat_s=settings.stream_heartbeat_s,
-            explain=partial(explain, registry, self._processor),
+            explain=partial(explain, registry, meter=self._processor),
             name=settings.id,
             options_reader=reader,
             load_reports=self._create_load_reports(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from headrace.core.errors import ConfigError, Unsupported
 from headrace.models.loader import Loader
 from headrace.runtimes import onnxruntime_cuda
 from headrace_engines.__main__ import main
+from headrace_engines.build import BuildResult, build_engine
 from headrace_engines.build_report import BuildOutcome, current_serving_text, without_engine_text
 from headrace_engines.build_request import BuildRequest, forecast, gpu_config_change, gpu_runtime
 from headrace_engines.commands import build as build_command
@@ -142,7 +144,15 @@ def test_an_engine_of_a_read_only_folder_goes_to_the_state_folder(
     project = project_of(tmp_path, "max_batch_size: 4\n")
     monkeypatch.setattr("headrace_engines.store.os.access", lambda _path, _mode: False)
     state = tmp_path / "state"
-    words = ("build", str(project.folder.path), "--cache", str(tmp_path / "cache"), "--target", "onnxruntime")
+    words = (
+        "build",
+        str(project.folder.path),
+        "--publish-slower",
+        "--cache",
+        str(tmp_path / "cache"),
+        "--target",
+        "onnxruntime",
+    )
     assert main([*words, "--state-dir", str(state)]) == 0
     index = engine_folder(state, project.folder.path, 1)
     assert f"m: published in {index}: the model's folder cannot be written" in capsys.readouterr().out
@@ -150,6 +160,54 @@ def test_an_engine_of_a_read_only_folder_goes_to_the_state_folder(
     plan = serving_plan(project.folder, 1, without_gpu(), index)
     assert plan.artefact is not None
     assert plan.artefact.parent == index
+
+
+def test_an_engine_slower_than_what_serves_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = project_of(tmp_path, "max_batch_size: 4\n")
+
+    def build(*arguments: Any, **options: Any) -> BuildResult:
+        built = build_engine(*arguments, **options)
+        return replace(built, baseline=replace(built.timings[0], rows_per_s=1.5 * built.rows_per_s))
+
+    monkeypatch.setattr(build_command, "build_engine", build)
+    folder = project.folder.path
+    words = [
+        "build",
+        str(folder),
+        "--cache",
+        str(tmp_path / "cache"),
+        "--target",
+        "onnxruntime",
+        "--state-dir",
+        str(tmp_path),
+    ]
+    assert main(words) == 3
+    captured = capsys.readouterr()
+    assert captured.err.startswith(
+        "m was not published: it is 0.67 times as fast as what serves now (model.onnx, ONNX Runtime"
+    )
+    assert captured.err.endswith(": `headrace build m --publish-slower` publishes it\n")
+    assert "m: served without it: model.onnx" in captured.out
+    assert [path.name for path in (folder / "1").iterdir()] == ["model.onnx"]
+    assert main([*words, "--publish-slower"]) == 0
+    assert "m: 0.67 times as fast as what serves now" in capsys.readouterr().out
+    assert {path.suffix for path in (folder / "1").iterdir()} == {".onnx", ".json"}
+
+
+def test_an_engine_as_fast_as_what_serves_but_for_noise_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = project_of(tmp_path, "max_batch_size: 4\n")
+
+    def build(*arguments: Any, **options: Any) -> BuildResult:
+        built = build_engine(*arguments, **options)
+        return replace(built, baseline=replace(built.timings[0], rows_per_s=1.1 * built.rows_per_s))
+
+    monkeypatch.setattr(build_command, "build_engine", build)
+    words = ["build", str(project.folder.path), "--cache", str(tmp_path / "cache"), "--target", "onnxruntime"]
+    assert main([*words, "--state-dir", str(tmp_path)]) == 0
 
 
 # ONNX Runtime's CUDA provider
@@ -306,7 +364,15 @@ def test_a_model_that_tensorrt_refuses_is_reported_with_what_serves_it(
     monkeypatch.setattr(build_command, "build_engine", refuse)
     monkeypatch.setattr(build_command, "Targets", lambda _name: _AlwaysTensorRt())
     project = project_of(tmp_path, KIND_GPU)
-    words = ("build", str(project.folder.path), "--cache", str(tmp_path / "cache"), "--state-dir", str(tmp_path))
+    words = (
+        "build",
+        str(project.folder.path),
+        "--publish-slower",
+        "--cache",
+        str(tmp_path / "cache"),
+        "--state-dir",
+        str(tmp_path),
+    )
     assert main([*words]) == 1
     captured = capsys.readouterr()
     assert captured.err == "m was not built: TensorRT has no operator Unique\n", "the server takes the reason from here"

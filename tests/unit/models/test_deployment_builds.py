@@ -17,6 +17,7 @@ from headrace.models.control_policy import ControlPolicy
 from headrace.models.loader import Loader
 from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
+from headrace.observability.labelled_counter import BUILDS
 
 from tests.support.control_thread import EXPLICIT, at_rest, index, infer_values, put, running, same
 from tests.support.fake_builder import command
@@ -104,6 +105,21 @@ async def test_the_engine_serves_when_it_is_built(workshop: Workshop) -> None:
         assert [is_artefact_name(name) for name in workshop.loads] == [False, True]
         assert reason_of(registry) == ""
         assert workshop.calls() == ["started"]
+
+
+async def test_what_serves_is_kept_if_the_engine_is_slower(
+    workshop: Workshop, caplog: pytest.LogCaptureFixture
+) -> None:
+    (workshop.orders / "slower").write_text("m was not published: it is 0.68 times as fast as what serves now\n")
+    caplog.set_level(logging.WARNING, "headrace")
+    async with workshop.running() as (_, registry):
+        await settled(registry)
+        text = "an engine was built, but is not published: it is 0.68 times as fast as what serves now"
+        assert reason_of(registry).endswith(f"; {text}")
+        assert same(await infer_values(registry), 1)
+    (record,) = [each for each in caplog.records if each.getMessage().endswith(text)]
+    assert record.levelno == logging.WARNING
+    assert dict(BUILDS.items())["m", "slower"] >= 1
 
 
 async def test_a_failed_build_is_reported_and_not_retried(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,7 @@ async def test_a_quota_is_explained_without_naming_the_client() -> None:
     served.record_failure(refused.value, 1)
     served.lease()
     registry: Any = SimpleNamespace(lease=lambda _model, _version: served, traffic_report=lambda _model: None)
-    report = explain(registry, None, "fake", "1")
+    report = explain(registry, "fake", "1")
     assert (report["limit"], "the access log names the clients" in str(report["summary"])) == ("quota", True)
     assert "hunter2" not in str(report)
     assert served.close(60)
