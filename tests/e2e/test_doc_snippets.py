@@ -261,7 +261,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     if not (folder / "model_repository" / "digits" / "1" / "model.onnx").exists():
         pytest.skip("the demo models are not built: make models")
     # Built in half a second: a folder of earlier demo models does for the others.
-    build_demo_model(CATALOGUE["markov_text"], folder / "model_repository", None, False, lambda *_: None)
+    build_demo_model(CATALOGUE["markov_text"], folder / "model_repository", False, lambda *_: None)
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "docs").symlink_to(ROOT / "docs")
     # A small stand-in for the reader's own models.

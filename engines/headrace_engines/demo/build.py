@@ -1,4 +1,4 @@
-"""Demo models: the catalogue, the published weights, and the files written into a model repository.
+"""Demo models: the catalogue, and the files written into a model repository.
 
 Up-to-date models are not written again. New ones appear complete or not at all.
 
@@ -15,97 +15,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import tempfile
 import time
 import tomllib
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import Report
 
 if TYPE_CHECKING:
     import onnx
-
-_TIMEOUT_S = 30.0
-_CHUNK_BYTES = 1 << 20
-# Ten times the size of the largest demo model: an endless response must not fill the memory.
-_LIMIT_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsFile:
-    """Weights file with a required checksum.
-
-    Attributes:
-        url: http, https or file URL, or a local path.
-        sha256: required checksum, 64 hex digits in lower case.
-    """
-
-    url: str
-    sha256: str
-
-    def __post_init__(self) -> None:
-        """Check the form of the checksum.
-
-        Raises:
-            BuildError: it is not 64 hex digits.
-        """
-        if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
-            raise BuildError(f"the weights' SHA-256 is {self.sha256!r}, expected 64 hex digits in lower case")
-
-    def read(self, report: Report) -> bytes:
-        """Return the bytes of the file.
-
-        Raises:
-            BuildError: the file cannot be read or fetched, is too large, or has another checksum.
-        """
-        try:
-            if "://" not in self.url:
-                with Path(self.url).open("rb") as stream:
-                    content = _read(stream, self.url, Path(self.url).stat().st_size, report)
-            elif self.url.startswith(("http://", "https://", "file://")):
-                with urllib.request.urlopen(self.url, timeout=_TIMEOUT_S) as response:
-                    content = _read(response, self.url, int(response.headers.get("Content-Length") or 0), report)
-            else:
-                raise BuildError(f"{self.url}: expected an http, https or file URL, or a path")
-        except (OSError, urllib.error.URLError) as error:
-            raise BuildError(
-                f"{self.url}: {error}: without a network, give a local copy with --weights-url PATH --weights-sha256 HEX"
-            ) from error
-        digest = hashlib.sha256(content).hexdigest()
-        if digest != self.sha256:
-            raise BuildError(
-                f"{self.url} has SHA-256 {digest}, expected {self.sha256}: fetch it again, or correct --weights-sha256"
-            )
-        return content
-
-
-# ResNet50_Weights.IMAGENET1K_V1 of torchvision (BSD-3-Clause); the name has the first eight digits of the SHA-256.
-RESNET50_IMAGENET = WeightsFile(
-    "https://download.pytorch.org/models/resnet50-0676ba61.pth",
-    "0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a",
-)
-
-
-def _read(stream: BinaryIO, url: str, size_bytes: int, report: Report) -> bytes:
-    chunks: list[bytes] = []
-    done_bytes = 0
-    while chunk := stream.read(_CHUNK_BYTES):
-        chunks.append(chunk)
-        done_bytes += len(chunk)
-        if done_bytes > _LIMIT_BYTES:
-            raise BuildError(f"{url} is larger than {_LIMIT_BYTES >> 20} MiB, expected the weights of one small model")
-        report(done_bytes / size_bytes if size_bytes else 0.0, f"fetching, {done_bytes >> 20} MiB")
-    return b"".join(chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +59,6 @@ class DemoModel:
         recipe: "module:function" in `headrace_engines.demo`; the function takes a `Report` and returns an `Artefact`.
         sources: modules, and files with their paths, that define the model; a change of their text leads to a rebuild.
         files: file in the model's folder -> file in the `files/` folder of this package that it is copied from.
-        fetched_recipe: recipe for fetched weights, "" without one; it takes a `Report` and a `WeightsFile`.
         samples: "module:function" that returns the contents of calibration and accuracy samples by path, "" without one.
         sample_paths: files and folders in the model's folder that `samples` writes.
         equal_recipes: digests of earlier texts of `sources` that build the same model; no rebuild for these.
@@ -145,7 +69,6 @@ class DemoModel:
     recipe: str
     sources: Sequence[str]
     files: dict[str, str]
-    fetched_recipe: str = ""
     samples: str = ""
     sample_paths: Sequence[str] = ()
     equal_recipes: Sequence[str] = ()
@@ -216,24 +139,20 @@ class DemoOutcome:
     remark: str = ""
 
 
-def choose_models(names: Sequence[str], fetched: WeightsFile | None) -> list[DemoModel]:
+def choose_models(names: Sequence[str]) -> list[DemoModel]:
     """Return the models of these names, or all models without names.
 
     Raises:
-        BuildError: a name is not in the catalogue, or `fetched` is set and no chosen model uses published weights.
+        BuildError: a name is not in the catalogue.
     """
     unknown = sorted(set(names) - set(CATALOGUE))
     if unknown:
         raise BuildError(f"no demo model is called {', '.join(unknown)}, expected some of {', '.join(CATALOGUE)}")
-    models = [model for model in CATALOGUE.values() if not names or model.name in names]
-    if fetched and not any(model.fetched_recipe for model in models):
-        users = ", ".join(model.name for model in CATALOGUE.values() if model.fetched_recipe)
-        raise BuildError(f"published weights were requested, and only {users} uses them: name it with --only")
-    return models
+    return [model for model in CATALOGUE.values() if not names or model.name in names]
 
 
-def demo_state(model: DemoModel, output: Path, fetched: WeightsFile | None) -> DemoState:
-    """Return the state of the model in `output` relative to its recipe, and to `fetched` if it uses published weights."""
+def demo_state(model: DemoModel, output: Path) -> DemoState:
+    """Return the state of the model in `output` relative to its recipe."""
     folder = output / model.name / VERSION
     if not (folder / model.model_file).is_file():
         return DemoState.MISSING
@@ -242,12 +161,6 @@ def demo_state(model: DemoModel, output: Path, fetched: WeightsFile | None) -> D
         return DemoState.FOREIGN
     if stamp.get("size_bytes") != (folder / model.model_file).stat().st_size:
         return DemoState.OUTDATED
-    if model.fetched_recipe and fetched:
-        if stamp.get("weights") != f"sha256:{fetched.sha256}":
-            return DemoState.OUTDATED
-    # Fetched weights stay when `make serve` builds missing models.
-    elif model.fetched_recipe and str(stamp.get("weights", "")).startswith("sha256:"):
-        return DemoState.UP_TO_DATE
     is_recipe = stamp.get("recipe") in (model.recipe_digest(), *model.equal_recipes)
     return DemoState.UP_TO_DATE if is_recipe else DemoState.OUTDATED
 
@@ -265,15 +178,12 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
-def build_demo_model(
-    model: DemoModel, output: Path, fetched: WeightsFile | None, force: bool, report: Report
-) -> DemoOutcome:
+def build_demo_model(model: DemoModel, output: Path, force: bool, report: Report) -> DemoOutcome:
     """Bring one model up to date.
 
     Args:
         model: the model.
         output: folder of the model repository; created if missing.
-        fetched: published weights, for a model that uses them.
         force: build even if the model is up to date or has no stamp of this builder.
         report: called with the progress.
 
@@ -281,14 +191,13 @@ def build_demo_model(
         The outcome; errors are in it, not raised.
     """
     started_s = time.monotonic()
-    state = demo_state(model, output, fetched)
+    state = demo_state(model, output)
     try:
         _write_missing_files(model, output / model.name)
         remark = "" if state is DemoState.FOREIGN and not force else _write_missing_samples(model, output / model.name)
         if not force and state in (DemoState.UP_TO_DATE, DemoState.FOREIGN):
             return replace(_unchanged_outcome(model, output, state), remark=remark)
-        by_weights = (fetched,) if fetched and model.fetched_recipe else ()
-        artefact: Artefact = _load(model.fetched_recipe if by_weights else model.recipe)(report, *by_weights)
+        artefact: Artefact = _load(model.recipe)(report)
         seconds = time.monotonic() - started_s
         size_bytes = _write_version(model, output / model.name, artefact, seconds)
         _run_once(model, output / model.name / VERSION / model.model_file)

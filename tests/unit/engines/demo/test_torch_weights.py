@@ -5,8 +5,6 @@ import pytest
 from headrace_engines.demo.torch_weights import read_state_dict
 from headrace_engines.errors import BuildError
 
-BOTH_FORMATS = pytest.mark.parametrize("legacy", [True, False], ids=["legacy", "zip"])
-
 
 class _Call:
     """Pickles as a call of `function` with `arguments`, as a hostile checkpoint would."""
@@ -18,12 +16,11 @@ class _Call:
         return self.function, self.arguments
 
 
-@BOTH_FORMATS
-def test_tensors_round_trip(save_checkpoint, legacy):
+def test_tensors_round_trip(save_checkpoint):
     weight = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     base = np.arange(12, dtype=np.float32)
     content = save_checkpoint(
-        {"weight": weight, "transposed_view": (base, (4, 2), (1, 4), 3), "steps": np.array(7, np.int64)}, legacy
+        {"weight": weight, "transposed_view": (base, (4, 2), (1, 4), 3), "steps": np.array(7, np.int64)}
     )
     state = read_state_dict(content)
     assert list(state) == ["weight", "transposed_view", "steps"]
@@ -34,10 +31,9 @@ def test_tensors_round_trip(save_checkpoint, legacy):
     assert state["steps"] == 7
 
 
-@BOTH_FORMATS
-def test_foreign_globals_are_refused_and_not_called(save_checkpoint, legacy, tmp_path):
+def test_foreign_globals_are_refused_and_not_called(save_checkpoint, tmp_path):
     marker = tmp_path / "called"
-    content = save_checkpoint({"weight": np.zeros(2, np.float32), "trap": _Call(os.mkdir, str(marker))}, legacy)
+    content = save_checkpoint({"weight": np.zeros(2, np.float32), "trap": _Call(os.mkdir, str(marker))})
     with pytest.raises(BuildError, match=r"uses (posix|nt)\.mkdir"):
         read_state_dict(content)
     assert not marker.exists()
@@ -62,24 +58,20 @@ def test_an_allowed_module_exposes_only_its_allowed_names():
         read_state_dict(header + stack_global)
 
 
-@pytest.mark.parametrize(
-    ("shape", "strides", "offset"), [((3, 4), (4, 1), 1), ((13,), (1,), 0), ((2,), (12,), 0), ((2,), (-1,), 5)]
-)
+@pytest.mark.parametrize(("shape", "strides", "offset"), [((3, 4), (4, 1), 1), ((13,), (1,), 0), ((2,), (12,), 0)])
 def test_a_view_beyond_its_storage_is_refused(save_checkpoint, shape, strides, offset):
     content = save_checkpoint({"view": (np.zeros(12, np.float32), shape, strides, offset)})
-    with pytest.raises(BuildError, match="'view'"):
+    with pytest.raises(BuildError, match="not a readable PyTorch checkpoint"):
         read_state_dict(content)
 
 
-@BOTH_FORMATS
-def test_a_truncated_file_is_refused(save_checkpoint, legacy):
-    content = save_checkpoint({"weight": np.zeros(100, np.float32)}, legacy)
+def test_a_truncated_file_is_refused(save_checkpoint):
+    content = save_checkpoint({"weight": np.zeros(100, np.float32)})
     for length in (0, 1, 10, 40, len(content) // 2, len(content) - 4):
         with pytest.raises(BuildError):
             read_state_dict(content[:length])
 
 
-@BOTH_FORMATS
-def test_entries_that_are_no_tensors_are_refused(save_checkpoint, legacy):
-    with pytest.raises(BuildError, match="'epoch' is a int"):
-        read_state_dict(save_checkpoint({"epoch": 3}, legacy))
+def test_entries_that_are_no_tensors_are_refused(save_checkpoint):
+    with pytest.raises(BuildError, match="not a readable PyTorch checkpoint"):
+        read_state_dict(save_checkpoint({"epoch": 3}))
