@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, cast
 
-import numpy as np
-
 from headrace.core.access import QuotaBucket
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import ClientLimits
@@ -24,7 +22,7 @@ from headrace.wire.requests.load_report import ServerFigures
 from headrace.wire.requests.request_options import UNORDERED_PARAMETER
 from headrace.wire.requests.service import PendingRequest
 from headrace.wire.requests.services import InferenceServices
-from headrace.wire.requests.tensor_codec import BodyBytes
+from headrace.wire.requests.tensor_codec import BodyBytes, allocate_body
 
 
 class ServedModels:
@@ -52,7 +50,7 @@ class ServedModels:
     def allocate_body(self, size_bytes: int, head_bytes: int) -> BodyBytes:
         """Allocate memory for a large body; see `RemoteModels.allocate_body`."""
         models = self.current
-        return np.empty(size_bytes, np.uint8) if models is None else models.allocate_body(size_bytes, head_bytes)
+        return (allocate_body if models is None else models.allocate_body)(size_bytes, head_bytes)
 
     def detach(self) -> None:
         """Fail all requests in flight: the engine process has ended."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from headrace.core.limits import ClientLimits
@@ -65,6 +65,8 @@ class _CheckedHosts(HostPolicy):
 class PassedHttpConnection(HeadraceHttpProtocol):
     """HTTP requests of one client of a front end. Ownership: the event loop."""
 
+    receives_directly = False  # without a second reservation
+
     def __init__(self, *args: Any, client: Client, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._client = client
@@ -93,9 +95,6 @@ class PassedHttpConnection(HeadraceHttpProtocol):
     def observe_body(self, now_ns: int) -> bool:
         """Observe nothing: the front end does."""
         return False
-
-    def _receive_directly(self, cycle: RequestResponseCycle) -> None:
-        """Receive large bodies as all others, without a second reservation."""
 
 
 class ProxiedHttpServer:

@@ -35,6 +35,7 @@ from headrace.server.front_ends.reported_loads import NoLoads, ReportedLoads
 from headrace.server.front_ends.request_groups import MIN_SLOT_BYTES, group_requests
 from headrace.server.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
 from headrace.server.front_ends.version_table import VersionRow, decode_table
+from headrace.wire.requests.tensor_codec import allocate_body
 
 logger = logging.getLogger("headrace.front_ends")
 
@@ -293,7 +294,7 @@ class RemoteModels:
             head_bytes: size of its header; the tensors behind it are aligned.
         """
         memory = None if self._arena is None else self._arena.allocate(size_bytes, head_bytes)
-        return np.empty(size_bytes, np.uint8) if memory is None else memory
+        return allocate_body(size_bytes, head_bytes) if memory is None else memory
 
     async def attached(
         self,

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from headrace.core.errors import BadRequest
 from headrace.core.limits import ClientLimits
 from headrace.wire.grpc.large_contents import read_varint
+from headrace.wire.requests.tensor_codec import BodyBytes, allocate_body
 
 MIN_DIRECT_BYTES = 128 << 10
 """Smaller messages are joined from their pieces."""
@@ -32,11 +31,8 @@ def message_allocator(limits: ClientLimits) -> AllocateMessage:
     """
 
     def allocate(size_bytes: int, beginning: memoryview) -> memoryview:
-        allocate_body = limits.bodies.allocate
-        if allocate_body is None:
-            return np.empty(size_bytes, np.uint8).data
-        memory: memoryview = allocate_body(size_bytes, first_content(beginning)).data
-        return memory
+        memory: BodyBytes = (limits.bodies.allocate or allocate_body)(size_bytes, first_content(beginning))
+        return memory.data
 
     return allocate
 

@@ -32,13 +32,13 @@ from headrace.core.errors import Overloaded
 from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.wire.http.event_stream import Http10Cycle
 from headrace.wire.http.half_closed import DisconnectProbe
-from headrace.wire.http.infer_endpoint import InferEndpoint, ParsedHead, content_length, json_length
+from headrace.wire.http.infer_endpoint import InferEndpoint, InferHeaders, ParsedHead, content_length, json_length
 from headrace.wire.http.origins import ANY_HOST, HostPolicy
 from headrace.wire.http.repeated_request import RepeatedHeads, RepeatedRequest
 from headrace.wire.http.response_writer import ResponseWriter
 from headrace.wire.http.socket_reader import MIN_DIRECT_BYTES, READ_BYTES, WIDE_READ_BYTES, SocketReader
 from headrace.wire.http.timeouts import ConnectionTimeouts, Stage
-from headrace.wire.requests.tensor_codec import BodyBytes
+from headrace.wire.requests.tensor_codec import BodyBytes, allocate_body
 
 # --- Connection --------------------------------------------------------------------------------------------------------
 
@@ -93,9 +93,11 @@ class HeadraceHttpProtocol(ResponseWriter):
         peer_names: names in the client certificate; empty without one.
         stage: the event that the connection waits for.
         since: tick (`ConnectionTimeouts.epoch`) at which the stage began.
+        receives_directly: large bodies go directly into one array.
     """
 
     flow: ConnectionFlow
+    receives_directly = True
 
     def __init__(
         self,
@@ -415,7 +417,7 @@ class HeadraceHttpProtocol(ResponseWriter):
         if cycle is not None and cycle.more_body and cycle is not self._checked_cycle and self.parser is not None:
             # Only right after the headers: once the task of the request has run, `receive` returns the body.
             self._checked_cycle = cycle
-            if not self.pipeline and not self._unparsed:
+            if not self.pipeline and not self._unparsed and self.receives_directly:
                 self._receive_directly(cycle)
 
     def _parse(self, data: bytes) -> None:
@@ -527,11 +529,17 @@ class HeadraceHttpProtocol(ResponseWriter):
         return endpoint
 
     def _read_head(self, data: bytes) -> bytes:
-        """Return the head in a read that has exactly one request; b"" if the head cannot be cached."""
-        head = data[: data.find(b"\r\n\r\n") + 4]
-        cycle = self.cycle
+        """Return the head in a read that has exactly one request, or its beginning; b"" if the head cannot be cached."""
+        if self.stage not in (Stage.BETWEEN, Stage.BODY):
+            return b""
+        head, cycle = data[: data.find(_HEAD_END) + 4], self.cycle
+        size_bytes = content_length(cycle.scope["headers"])  # type: ignore[arg-type]
+        if self.stage is Stage.BODY:
+            is_repeatable = size_bytes >= MIN_DIRECT_BYTES and self.receives_directly
+        else:
+            is_repeatable = size_bytes == self._body_bytes
         if (
-            self.stage is not Stage.BETWEEN
+            not is_repeatable
             or self.pipeline
             or not cycle.keep_alive
             or cycle.waiting_for_100_continue
@@ -539,23 +547,26 @@ class HeadraceHttpProtocol(ResponseWriter):
             or not head.startswith(b"POST ")
             or b"upgrade" in head.lower()
             or len(head) + self._body_bytes != len(data)
-            or content_length(cycle.scope["headers"]) != self._body_bytes  # type: ignore[arg-type]
+            or b"transfer-encoding" in head.lower()
         ):
             return b""
         return head
 
     def _serve_repeated(self, data: bytes, endpoint: InferEndpoint) -> bool:
-        """Serve a read that has a cached head and exactly its body; returns False if the parser must read it."""
+        """Serve a read that has a cached head and exactly its body, or the beginning of a large one; returns False if the parser
+        must read it.
+        """
         end = data.find(b"\r\n\r\n") + 4
         head, cycle = self._heads.get(data[:end]), self.cycle
-        if (
-            head is None
-            or (self._has_received if cycle is None else self.stage is not Stage.BETWEEN or not cycle.response_complete)
-            or len(data) - end != head.headers.content_length
+        if head is None or (
+            self._has_received if cycle is None else self.stage is not Stage.BETWEEN or not cycle.response_complete
         ):
             return False
-        body, service = data[end:], endpoint.service
-        if service.has_shared_memory and service.may_read_late(body):
+        body, service, headers = data[end:], endpoint.service, head.headers
+        missing_bytes, header_size = headers.content_length - len(body), headers.header_size
+        if missing_bytes and (missing_bytes < 0 or not head.has_views or len(body) < header_size):  # type: ignore[operator]
+            return False
+        if service.has_shared_memory and service.may_read_late(body[:header_size] if missing_bytes else body):
             return False
         if cycle is None:
             self._has_received, self.stage = True, Stage.BETWEEN
@@ -564,12 +575,18 @@ class HeadraceHttpProtocol(ResponseWriter):
         self.cycle = self._active_cycle = request  # type: ignore[assignment]
         try:
             reservation.grow(len(body))
+            if missing_bytes:
+                reservation.check(missing_bytes)
         except Overloaded as error:
+            reservation.end()
             self.stage = Stage.BODY
             self._refuse(503, str(error))
             return True
         self.tasks.add(request)  # type: ignore[arg-type]
-        request.begin(body)
+        if missing_bytes:
+            self._receive_repeated(request, headers, body)
+        else:
+            request.begin(body)
         return True
 
     def on_repeated_complete(self) -> None:
@@ -604,6 +621,12 @@ class HeadraceHttpProtocol(ResponseWriter):
             self._refuse(503, str(error))
             return
 
+        whole: asyncio.Future[BodyBytes | None] = self.loop.create_future()
+
+        def end(body: BodyBytes | None = None) -> None:
+            if not whole.done():
+                whole.set_result(body)
+
         def complete(body: BodyBytes | None) -> None:
             if cycle.response_complete or body is None:
                 self._direct_body = None  # the request has ended
@@ -612,17 +635,40 @@ class HeadraceHttpProtocol(ResponseWriter):
             cycle.more_body = False
             cycle.message_event.set()
             # The parser still waits for that body: a new one parses the next request.
-            self.stage = Stage.BETWEEN
-            self._reservation.pause()
             self._new_parser()
+            self._end_direct_body()
+            end(body)
 
-        allocate = self._client_limits.bodies.allocate
-        memory = None if allocate is None else allocate(size_bytes, json_length(cycle.scope["headers"]))  # type: ignore[arg-type]
-        self._direct_body = cycle, self._reader.receive_body(size_bytes, cycle.body, complete, memory)
+        self._direct_body = cycle, whole
+        memory = self._allocate(size_bytes, json_length(cycle.scope["headers"]))  # type: ignore[arg-type]
+        self._reader.receive_body(size_bytes, cycle.body, complete, end, memory)
+
+    def _receive_repeated(self, request: RepeatedRequest, head: InferHeaders, start: bytes) -> None:
+        """Receive the rest of the large body of a repeated request, which is rejected before that if it would be too late."""
+
+        def complete(body: BodyBytes | None) -> None:
+            self._end_direct_body()
+            if body is not None and request.awaits_body:
+                request.begin(body)
+
+        self.stage, self.since = Stage.BODY, self._timeouts.epoch
+        request.admit()
+        if not request.awaits_body:  # the timer would end the connection while the rest of the body is dropped
+            self._unset_keepalive_if_required()
+        memory = self._allocate(head.content_length, head.header_size or 0)
+        self._reader.receive_body(head.content_length, start, complete, request.drop, memory)
+
+    def _allocate(self, size_bytes: int, head_bytes: int) -> BodyBytes:
+        memory: BodyBytes = (self._client_limits.bodies.allocate or allocate_body)(size_bytes, head_bytes)
+        return memory
+
+    def _end_direct_body(self) -> None:
+        """Wait for the next request, after all of a direct body has arrived."""
+        self.stage = Stage.BETWEEN
+        self._reservation.pause()
 
     def _direct_data(self, size_bytes: int) -> None:
         """Reserve memory for a part of a direct body."""
-        self._unset_keepalive_if_required()
         if self.cycle.response_complete:
             self._reader.drop_body()
             return

@@ -21,6 +21,7 @@ from headrace.core.completion import LoopCompletion
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unauthenticated, forget_frames
 from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.core.request import InferResponse
+from headrace.core.tensor import BYTES
 from headrace.observability.labelled_counter import ERRORS
 from headrace.wire.http.codec import IMAGE_BODY, Body, ModelCodec, check_json_bytes
 from headrace.wire.http.origins import OriginPolicy
@@ -173,11 +174,13 @@ class ParsedHead(msgspec.Struct, frozen=True, eq=False):  # its attributes are r
         model: name.
         version: "" for the latest.
         headers: parsed headers.
+        has_views: its inputs are views of the body, behind JSON that is small: decoding a large body takes no time.
     """
 
     model: str
     version: str
     headers: InferHeaders
+    has_views: bool = False
 
 
 WIRE = Wire("http", "200", lambda error: str(http_status(error)), load_in_parameters=False)
@@ -232,7 +235,7 @@ class InferEndpoint:
             pending.options = headers.options
             self.check_length(headers)
             if connection is not None and headers.is_repeatable and not service.needs_charge(headers.options):
-                connection.remember_head(self, ParsedHead(model, version, headers))
+                connection.remember_head(self, ParsedHead(model, version, headers, _has_views(pending, headers)))
 
         try:
             # `admit` checks the permission, and selects the version by a sticky header.
@@ -473,6 +476,12 @@ class InferEndpoint:
             if reservation is not None:
                 reservation.grow(len(body))
         return body
+
+
+def _has_views(pending: PendingRequest, headers: InferHeaders) -> bool:
+    assert pending.handle is not None
+    is_binary = headers.header_size is not None and 0 <= headers.header_size <= LARGE_BYTES
+    return is_binary and all(spec.datatype is not BYTES for spec in pending.handle.spec.inputs.values())
 
 
 def peer_principal(scope: Scope, access: AccessControl) -> Principal | None:

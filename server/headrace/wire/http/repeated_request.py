@@ -23,6 +23,7 @@ from headrace.core.limits import BodyReservation
 from headrace.wire.http.infer_endpoint import InferEndpoint, ParsedHead, error_response, success_head
 from headrace.wire.requests.response_metadata import header_lines
 from headrace.wire.requests.service import PendingRequest
+from headrace.wire.requests.tensor_codec import BodyBytes
 
 logger = logging.getLogger("headrace.http")
 
@@ -75,12 +76,13 @@ class RepeatedRequest:
         reservation: of its body; released at the end of the request.
 
     Attributes:
+        awaits_body: it is admitted, and its body is incomplete.
         disconnected, keep_alive, response_started, response_complete: see uvicorn's RequestResponseCycle.
     """
 
     __slots__ = (
-        "_connection", "_endpoint", "_head", "_pending", "_reservation", "_writing", "disconnected", "keep_alive",
-        "on_response", "response_complete", "response_started",
+        "_connection", "_endpoint", "_head", "_pending", "_reservation", "_writing", "awaits_body", "disconnected",
+        "keep_alive", "on_response", "response_complete", "response_started",
     )  # fmt: skip
 
     body = b""
@@ -97,13 +99,32 @@ class RepeatedRequest:
         self._pending: PendingRequest | None = None
         self._writing: asyncio.Task[None] | None = None
         self.on_response = connection.on_repeated_complete
-        self.disconnected = self.response_started = self.response_complete = False
+        self.disconnected = self.response_started = self.response_complete = self.awaits_body = False
         self.keep_alive = True
 
-    def begin(self, body: bytes) -> None:
-        """Decode and queue the request; never raises."""
-        endpoint, head = self._endpoint, self._head
+    def admit(self) -> None:
+        """Admit the request before its body arrives, or respond with an error; never raises."""
+        head = self._head
         pending = self._pending = PendingRequest(head.model, head.version, monotonic_ns(), head.headers.options)
+        self.awaits_body = True
+        try:
+            self._endpoint.service.admit(pending)
+        except Exception as error:
+            self._fail(pending, error)
+
+    def drop(self) -> None:
+        """End the request without a response: its body does not arrive."""
+        if self.awaits_body:
+            assert self._pending is not None
+            self._fail(self._pending, Cancelled("the client disconnected before its request was complete"))
+
+    def begin(self, body: bytes | BodyBytes) -> None:
+        """Decode and queue the request; never raises."""
+        endpoint, head, pending = self._endpoint, self._head, self._pending
+        if pending is None:
+            pending = self._pending = PendingRequest(head.model, head.version, monotonic_ns(), head.headers.options)
+        else:
+            pending.received_ns, self.awaits_body = monotonic_ns(), False
         try:
             completion = endpoint.service.enqueue(pending, body, head.headers.header_size)
         except Exception as error:
@@ -122,9 +143,11 @@ class RepeatedRequest:
             self._end()
             self._connection.transport.abort()
         elif self._pending is not None:
-            self._pending.completion.settle(
-                Unavailable("the server is shutting down and could not wait for this request")
-            )
+            error = Unavailable("the server is shutting down and could not wait for this request")
+            if self.awaits_body:
+                self._fail(self._pending, error)
+            else:
+                self._pending.completion.settle(error)
 
     def _finish(self) -> None:
         """Write the response, after the completion is settled; never raises."""
@@ -150,6 +173,7 @@ class RepeatedRequest:
             self._fail(pending, error)
 
     def _fail(self, pending: PendingRequest, error: Exception) -> None:
+        self.awaits_body = False
         try:
             failure, load_headers = self._endpoint.fail(pending, error)
             forget_frames(error)

@@ -10,8 +10,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from headrace.wire.requests.tensor_codec import BodyBytes
 
 # Smaller bodies go through the parser: its copies cost less than the switch to direct reading.
@@ -31,8 +29,8 @@ _SCRATCH = _WIDE[:READ_BYTES]
 class _Body:
     array: BodyBytes | None
     missing_bytes: int
-    complete: asyncio.Future[BodyBytes | None]
     on_complete: Callable[[BodyBytes | None], None]
+    on_end: Callable[[], None]
 
 
 class SocketReader(asyncio.BufferedProtocol):
@@ -59,8 +57,9 @@ class SocketReader(asyncio.BufferedProtocol):
         size_bytes: int,
         start: bytes | bytearray,
         on_complete: Callable[[BodyBytes | None], None],
-        memory: BodyBytes | None = None,
-    ) -> asyncio.Future[BodyBytes | None]:
+        on_end: Callable[[], None],
+        memory: BodyBytes,
+    ) -> None:
         """Receive the rest of a body directly into one array.
 
         The array is not touched before data arrive, so that a large Content-Length alone commits no memory.
@@ -70,16 +69,11 @@ class SocketReader(asyncio.BufferedProtocol):
             start: first part of the body, already received.
             on_complete: called with the complete body as uint8[size_bytes], or None if it was dropped, before further bytes
                 are read.
-            memory: receives the body, uint8[size_bytes]; None for a new array.
-
-        Returns:
-            Future of the complete body; its result is None if the client disconnects first or the body is dropped.
+            on_end: called in place of `on_complete` if the body ends before: the client disconnects, or is refused.
+            memory: receives the body, uint8[size_bytes].
         """
-        array: BodyBytes = np.empty(size_bytes, np.uint8) if memory is None else memory
-        array.data[: len(start)] = start
-        complete: asyncio.Future[BodyBytes | None] = asyncio.get_running_loop().create_future()
-        self._body = _Body(array, size_bytes - len(start), complete, on_complete)
-        return complete
+        memory.data[: len(start)] = start
+        self._body = _Body(memory, size_bytes - len(start), on_complete, on_end)
 
     def drop_body(self) -> None:
         """Free the array; the rest of the body is read and discarded."""
@@ -89,8 +83,8 @@ class SocketReader(asyncio.BufferedProtocol):
     def end_body(self) -> None:
         """End the direct body: the next bytes go to the HTTP parser."""
         body, self._body = self._body, None
-        if body is not None and not body.complete.done():
-            body.complete.set_result(None)
+        if body is not None:
+            body.on_end()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the buffer for the next bytes; it ends with the body, so that bytes of the next request stay out of it."""
@@ -110,8 +104,6 @@ class SocketReader(asyncio.BufferedProtocol):
         if self._body is body and not body.missing_bytes:
             self._body = None
             body.on_complete(body.array)
-            if not body.complete.done():
-                body.complete.set_result(body.array)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End an incomplete body and pass the event on."""

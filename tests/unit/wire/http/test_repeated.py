@@ -16,7 +16,7 @@ from headrace.wire.http.connection import HeadraceHttpProtocol
 from headrace.wire.http.infer_endpoint import InferEndpoint
 from headrace.wire.http.repeated_request import RepeatedRequest
 from headrace.wire.http.socket_reader import READ_BYTES, WIDE_READ_BYTES
-from headrace.wire.http.timeouts import ConnectionTimeouts
+from headrace.wire.http.timeouts import ConnectionTimeouts, Stage
 from uvicorn.server import ServerState
 
 from tests.support.virtual_time import in_virtual_time
@@ -25,10 +25,13 @@ from tests.unit.wire.http.test_infer_endpoint import Handle, services
 from tests.unit.wire.http.test_infer_endpoint import request as json_body
 
 
-def binary_request() -> tuple[bytes, tuple[bytes, bytes]]:
-    tensor = {"name": "X", "datatype": "FP32", "shape": [1, 2], "parameters": {"binary_data_size": 8}}
+def binary_request(rows: int = 1) -> tuple[bytes, tuple[bytes, bytes]]:
+    tensor = {"name": "X", "datatype": "FP32", "shape": [rows, 2], "parameters": {"binary_data_size": 8 * rows}}
     header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    return header + np.full(2, 0.5, "<f4").tobytes(), (b"inference-header-content-length", b"%d" % len(header))
+    return header + np.full(2 * rows, 0.5, "<f4").tobytes(), (
+        b"inference-header-content-length",
+        b"%d" % len(header),
+    )
 
 
 class Transport:
@@ -97,9 +100,19 @@ class Case:
     def is_repeated(self) -> bool:
         return isinstance(self.protocol.cycle, RepeatedRequest)
 
-    async def exchange(self, data: bytes) -> bytes:
-        """Everything that is written for some bytes."""
-        self.protocol.data_received(data)
+    async def exchange(self, data: bytes, read_bytes: int = 0) -> bytes:
+        """Everything that is written for some bytes; with `read_bytes` the socket has at most so many at once."""
+        if read_bytes:
+            reader, rest = self.protocol._reader, memoryview(data)
+            while rest:
+                buffer = reader.get_buffer(-1)
+                size = min(len(buffer), len(rest), read_bytes)
+                buffer[:size] = rest[:size]
+                rest = rest[size:]
+                reader.buffer_updated(size)
+                await asyncio.sleep(0)
+        else:
+            self.protocol.data_received(data)
         await turns()
         written = b"".join(self.transport.written)
         self.transport.written.clear()
@@ -124,8 +137,8 @@ def http(body: bytes, *lines: str, model: str = "twice") -> bytes:
 JSON = http(json_body())
 
 
-def binary(*lines: str) -> bytes:
-    body, (name, value) = binary_request()
+def binary(*lines: str, rows: int = 1) -> bytes:
+    body, (name, value) = binary_request(rows)
     return http(body, f"{name.decode()}: {value.decode()}", *lines)
 
 
@@ -391,3 +404,100 @@ async def test_bodies_of_a_few_reads_are_read_at_once() -> None:
     await turns()
     assert b"".join(case.transport.written) == response
     assert case.is_repeated
+
+
+# --- Large bodies ------------------------------------------------------------------------------------------------------
+
+LARGE = binary(rows=10_000)
+READ = 16_000
+
+
+@pytest.mark.parametrize("read_bytes", [600, READ, 1 << 20])
+async def test_a_repeated_request_with_a_large_body_gets_the_same_bytes(read_bytes: int) -> None:
+    case = Case()
+    first = await case.exchange(LARGE, READ)
+    assert first.startswith(b"HTTP/1.1 200 ")
+    assert not case.is_repeated
+    assert await case.exchange(LARGE, read_bytes) == first
+    assert case.is_repeated
+    assert await case.exchange(JSON + JSON, READ) != b"", "the parser reads on behind it"
+    assert await case.exchange(LARGE + LARGE, READ) == first + first
+    case.check_clean()
+    for request in case.handle.requests:
+        assert request.inputs["X"].flags.aligned
+
+
+async def test_texts_and_large_json_are_parsed_on_a_thread() -> None:
+    case = Case()
+    large = http(json_body()[:-1] + b" " * 70_000 + b"}")
+    first = await case.exchange(large, READ)
+    assert first.startswith(b"HTTP/1.1 200 ")
+    assert await case.exchange(large, READ) == first
+    assert not case.is_repeated
+
+
+async def test_a_client_that_disconnects_within_a_large_body_is_dropped() -> None:
+    case = Case()
+    await case.exchange(LARGE, READ)
+    assert await case.exchange(LARGE[:50_000], READ) == b""
+    assert case.is_repeated
+    assert (case.handle.leases, len(case.state.tasks)) == (1, 1)
+    assert case.limits.bodies.reserved_bytes > 0
+    case.protocol._reader.connection_lost(None)
+    assert [error.reason for error in case.handle.failures] == ["cancelled"]
+    assert not case.transport.written
+    case.check_clean()
+
+
+async def test_a_large_body_is_rejected_before_it_arrives() -> None:
+    case = Case()
+    whole = await case.exchange(LARGE, READ)
+    case.handle.overloaded = Overloaded("too much", 2.0)
+    early = await case.exchange(LARGE[:READ], READ)
+    assert early.startswith(b"HTTP/1.1 503 ")
+    assert case.is_repeated
+    case.handle.overloaded = None
+    assert await case.exchange(LARGE[READ:], READ) == b"", "the rest of the body is dropped"
+    assert await case.exchange(LARGE, READ) == whole, "the connection goes on"
+    case.check_clean()
+
+
+async def test_the_end_of_the_server_ends_a_large_body_with_an_error() -> None:
+    case = Case()
+    await case.exchange(LARGE, READ)
+    await case.exchange(LARGE[:50_000], READ)
+    case.protocol.shutdown()
+    for task in list(case.state.tasks):
+        task.cancel(msg="over")
+    assert b"".join(case.transport.written).startswith(b"HTTP/1.1 503 ")
+    assert case.transport.closed
+    case.protocol._reader.connection_lost(None)
+    case.check_clean()
+
+
+@pytest.mark.parametrize("taken", [70_000, 30_000])
+async def test_a_large_body_beyond_the_budget_of_all_bodies_is_refused(taken: int) -> None:
+    """Before it arrives, or when others have taken the rest meanwhile."""
+    case = Case(max_body_bytes=100_000, max_total_body_bytes=100_000)
+    await case.exchange(LARGE, READ)
+    if taken > 50_000:
+        case.limits.bodies.reserved_bytes = taken
+        written = await case.exchange(LARGE[:READ], READ)
+    else:
+        assert await case.exchange(LARGE[:READ], READ) == b""
+        case.limits.bodies.reserved_bytes += taken
+        written = await case.exchange(LARGE[READ:], READ)
+    assert case.is_repeated
+    assert written.startswith(b"HTTP/1.1 503 ")
+    assert case.limits.hits["max_total_body_bytes"] == 1
+    assert (case.limits.bodies.reserved_bytes, case.handle.leases, len(case.state.tasks)) == (taken, 0, 0)
+
+
+async def test_a_large_body_that_does_not_arrive_is_refused() -> None:
+    case = Case()
+    await case.exchange(LARGE, READ)
+    await case.exchange(LARGE[:50_000], READ)
+    assert case.protocol.stage is Stage.BODY
+    case.protocol.time_out("too slow")
+    assert b"".join(case.transport.written).startswith(b"HTTP/1.1 408 ")
+    case.check_clean()
