@@ -101,6 +101,10 @@ class InlineGate:
         """
         return self._on_device and self._is_enabled(self.clock())
 
+    def is_open(self, now_ns: int) -> bool:
+        """Return True if no pause holds at `now_ns` (monotonic); any thread may call. `allows_batch` decides, on the loop."""
+        return self._on_device and now_ns >= self._enabled_ns and now_ns >= self.mailbox.mixed_ns
+
     def _note(self, now_ns: int) -> None:
         """Record that the latest request is of this version."""
         mailbox = self.mailbox

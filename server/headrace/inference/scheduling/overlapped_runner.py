@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from headrace.core.clock import NS_PER_S, Clock
+from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock
 from headrace.core.request import BatchTimes
 from headrace.inference.scheduling.admission import InFlightWork
 from headrace.inference.scheduling.batch_results import BatchResults, exceed_deadline
@@ -44,6 +44,8 @@ logger = logging.getLogger("headrace.instance")
 _SHORT_BYTES = 1 << 18
 # Those of a brief batch: a copy takes about as long as the GPU then.
 _BRIEF_BYTES = 1 << 20
+# Between two brief batches that the instance's thread leaves to the event loop, which may not take them.
+_LEAVE_NS = 10 * NS_PER_MS
 
 
 class _Finished(NamedTuple):
@@ -105,11 +107,12 @@ class OverlappedRunner:
         self._prompt = never_blocks(self.execution)
         self._brief_rows = brief_rows(self.execution)
         self._defer: Callable[..., object] | None = None  # while the event loop waits for a batch
-        # These four belong to the instance's thread:
+        # These five belong to the instance's thread:
         self._launched_inline = False  # another thread has launched a batch in its place
         self._inline_error: BaseException | None = None  # error of that launch
         self._open = 0  # batches in flight: launched and not returned through `_finished`
         self._retries: deque[Batch] = deque()  # members to run one by one, and further groups of a batch
+        self._leaves_ns = 0  # earliest monotonic time of the next batch that this thread leaves to the event loop
         self._last_done_ns = 0  # the finisher's: completion of the batch before
         self._caller_lock = threading.Lock()
         self._sleeper = threading.Lock()
@@ -325,6 +328,24 @@ class OverlappedRunner:
             return False
         entry.inline = gate.allows_batch()
         return entry.inline
+
+    def leaves(self, entry: Entry, rows: int, size_bytes: int, wake: Callable[[], None]) -> bool:
+        """Return True on the instance's thread if the queued batch is brief, and the event loop may run it if none is in flight.
+
+        Under constant load this thread would take each next batch itself, and runs on the loop would never begin again.
+        """
+        gate, now_ns = self.inline_gate, self.clock()
+        if gate is None or rows > self._brief_rows or size_bytes > _BRIEF_BYTES:
+            return False
+        if now_ns < self._leaves_ns or not gate.is_open(now_ns) or not (self._open or self._is_free(entry)):
+            return False
+        if not self._open:
+            self._leaves_ns = now_ns + _LEAVE_NS
+            try:
+                gate.mailbox.loop.call_soon_threadsafe(wake)
+            except RuntimeError:  # the loop is closed
+                return False
+        return True
 
     def _is_free(self, entry: Entry) -> bool:
         """Return True if no batch is in flight, and the entry has all inputs."""

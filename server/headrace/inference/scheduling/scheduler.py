@@ -65,6 +65,16 @@ class InlineDispatch(Protocol):
             size_bytes: of the batch.
         """
 
+    def leaves(self, entry: Entry, rows: int, size_bytes: int, wake: Callable[[], None]) -> bool:
+        """Return True if the instance's thread, which calls this under the queue's lock, leaves a batch to the event loop.
+
+        Args:
+            entry: first entry of the batch.
+            rows: of the batch.
+            size_bytes: of the batch.
+            wake: is called on the event loop then, if no batch is in flight.
+        """
+
     def dispatch(self, batch: Batch) -> None:
         """Launch the batch, or run one that takes a few microseconds; must not raise."""
 
@@ -429,7 +439,7 @@ class Scheduler:
             begins_ns: monotonic start of the batch's compute, if later than now.
 
         Returns:
-            The batch. None if the scheduler is closed and empty, paused, or interrupted.
+            The batch. None if the scheduler is closed and empty, paused, interrupted, or if the event loop takes the batch.
         """
         while True:
             if self._selector.dropped:
@@ -440,7 +450,10 @@ class Scheduler:
                 self._dispatched.discard(sleeper)
                 if self._paused:
                     return None
-                answer = IDLE if dispatched else self._selector.poll(self._clock(), begins_ns, self._closed)
+                is_left = not dispatched and self._is_left_to_loop(inline_dispatch)
+                if is_left and busy:
+                    return None  # once no batch is in flight
+                answer = IDLE if dispatched or is_left else self._selector.poll(self._clock(), begins_ns, self._closed)
                 if type(answer) is Batch or dispatched or (interrupted is not None and interrupted()):
                     # This thread leaves: another one must run the remaining requests or keep the timeout for them.
                     if self.queue.count and self._sleepers and self._should_wake():
@@ -466,6 +479,14 @@ class Scheduler:
                         self._sleepers.remove(sleeper)
                         continue
                 sleeper.acquire()  # a wake-up arrived just after the timeout: consume it
+
+    def _is_left_to_loop(self, inline_dispatch: InlineDispatch | None) -> bool:
+        """Return True if an instance's thread leaves the queued batch to the event loop; called under the lock."""
+        queue = self.queue
+        if inline_dispatch is None or not inline_dispatch.asynchronous or self._closed or queue.front is None:
+            return False
+        rows = min(queue.total_rows, self._selector.policy.max_rows)
+        return inline_dispatch.leaves(queue.front, rows, queue.size_bytes, self._wake)
 
     def interrupt(self, sleeper: threading.Lock) -> None:
         """Make a `next_batch` that sleeps on `sleeper` call its `interrupted` again; any thread may call."""

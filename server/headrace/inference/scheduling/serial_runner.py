@@ -133,6 +133,10 @@ class SerialRunner:
         """Return False: on a CPU the loop would decode nothing while several requests compute."""
         return False
 
+    def leaves(self, _entry: Entry, _rows: int, _size_bytes: int, _wake: Callable[[], None]) -> bool:
+        """Return False, as `accepts_batch` does."""
+        return False
+
     def dispatch(self, batch: Batch) -> None:
         """Run the batch on the event loop and resume its caller."""
         gate = self.inline_gate

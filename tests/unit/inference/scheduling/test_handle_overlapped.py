@@ -262,6 +262,26 @@ async def test_a_brief_batch_runs_on_the_event_loop(mailbox: Mailbox) -> None:
     assert not model.violations
 
 
+async def test_brief_batches_return_to_the_event_loop_under_constant_load(mailbox: Mailbox) -> None:
+    """Requests wait whenever the instance's thread has finished a batch: it would take each next one, too."""
+    model = Brief(manual=True)
+    handle = served_on_the_loop(mailbox, model)
+    mailbox.latest = "another"
+    first = handle.infer(infer_request(1))
+    await asyncio.to_thread(model.wait_for, "finishing 0")
+    await asyncio.to_thread(until, lambda: monotonic_ns() > mailbox.mixed_ns)
+    waiting = [handle.infer(infer_request(value)) for value in (2, 3)]
+    await asyncio.sleep(0)  # the instance is woken
+    model.let_go()
+    assert (await first).outputs["y"].tolist() == [[2, 2]]
+    for value, completion in zip((2, 3), waiting, strict=True):
+        assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
+    assert [thread is threading.current_thread() for thread in model.finishers] == [False, True]
+    assert model.batches == [[1], [2, 3]]
+    assert await asyncio.to_thread(handle.close, 60)
+    assert not model.violations
+
+
 async def test_a_longer_batch_runs_on_its_instance(mailbox: Mailbox) -> None:
     model = Brief()
     handle = served_on_the_loop(mailbox, model)
