@@ -171,7 +171,9 @@ def test_eviction_frees_all_memory(repository: Path, needs: dict[str, int]) -> N
 
 def test_a_gpu_filled_by_others_refuses_loads_and_keeps_serving(repository: Path, tmp_path: Path) -> None:
     mine = shutil.copytree(repository, tmp_path / "repository")
-    (mine / "a" / "config.yaml").write_text(CONFIG + "keep_loaded: true\n")
+    placed = CONFIG + "instance_group: [{kind: gpu, gpus: [0]}]\n"  # else `b` goes to another GPU, where there is one
+    (mine / "a" / "config.yaml").write_text(placed + "keep_loaded: true\n")
+    (mine / "b" / "config.yaml").write_text(placed)
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         await reconciler.load("a", None, {})
