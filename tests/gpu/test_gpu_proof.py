@@ -132,8 +132,8 @@ async def test_a_load_has_nothing_to_prove_after_a_build(tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("strategy", ["direct: {}", "oldest: {max_candidate_sequences: 20}"])
-@pytest.mark.parametrize("is_mixed", [False, True])
-async def test_states_that_stay_on_the_gpu_are_tested_with_their_rows(
-    tmp_path: Path, strategy: str, is_mixed: bool
+@pytest.mark.parametrize(("fault", "source"), [("", None), ("mixed", None), ("mixed", "mixed"), ("eight", "")])
+async def test_sequences_whose_states_stay_on_the_gpu_run_in_proven_sizes(
+    tmp_path: Path, strategy: str, fault: str, source: str | None
 ) -> None:
-    await cases.check_sequences(tmp_path, strategy, is_mixed)
+    await cases.check_sequences(tmp_path, strategy, fault, source)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from headrace.core.request import InferRequest, InferResponse
+from headrace.core.request import InferRequest, InferResponse, SequenceFields
 from headrace.inference.scheduling.sequences.state import find_slot_states
 from headrace.models.batch_proofs import BatchProofs
 from headrace.models.control_policy import ControlPolicy
@@ -23,6 +23,7 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from loadtest.onnx_models import onnx_model
 from tests.support.control_thread import running
 from tests.support.networks import network
+from tests.support.waiting import until_async
 
 Array = np.ndarray[Any, Any]
 # TensorRT computes FP32 with TF32.
@@ -169,18 +170,33 @@ async def check_mixing_model(folder: Path, engine: str, has_source: bool) -> Non
     assert batches["state"] == "alone"
 
 
-def sequence_model(is_mixed: bool) -> onnx.ModelProto:
-    """y is the state `before` plus x, or plus the mean of x over all rows; `after` is the same."""
+def sequence_model(fault: str) -> onnx.ModelProto:
+    """y is the state `before` plus x, "mixed": plus the mean of x over all rows, "eight": plus 1 in a batch of eight rows.
+
+    `after` is the same.
+    """
     node, row = onnx.helper.make_node, (onnx.TensorProto.FLOAT, ("rows", 4))
-    added = "mean" if is_mixed else "x"
-    nodes = [
-        node("ReduceMean", ["x", "axes"], ["mean"], keepdims=1),
-        node("Add", ["before", added], ["sum"]),
+    nodes = {
+        "": [node("Identity", ["x"], ["added"])],
+        "mixed": [node("ReduceMean", ["x", "zero"], ["added"], keepdims=1)],
+        "eight": [
+            node("Shape", ["x"], ["shape"]),
+            node("Gather", ["shape", "zero"], ["rows"]),
+            node("Equal", ["rows", "eight"], ["is8"]),
+            node("Cast", ["is8"], ["one"], to=onnx.TensorProto.FLOAT),
+            node("Add", ["x", "one"], ["added"]),
+        ],
+    }[fault] + [
+        node("Add", ["before", "added"], ["sum"]),
         node("Mul", ["sum", "READY"], ["y"]),
         node("Identity", ["y"], ["after"]),
     ]
     inputs = {"x": row, "before": row, "READY": (onnx.TensorProto.FLOAT, ("rows", 1))}
-    return onnx_model(nodes[not is_mixed :], inputs, {"y": row, "after": row}, {"axes": np.array([0], np.int64)})
+    constants = {"zero": np.array([0]), "eight": np.array([8])}
+    used = {name for each in nodes for name in each.input}
+    return onnx_model(
+        nodes, inputs, {"y": row, "after": row}, {name: constants[name] for name in constants if name in used}
+    )
 
 
 SEQUENCES = """backend: tensorrt
@@ -194,22 +210,47 @@ sequence_batching:
 """
 
 
-async def check_sequences(folder: Path, strategy: str, is_mixed: bool) -> None:
-    """States that stay on the GPU are proven with the rows; a model that mixes them is reported."""
+async def run_sequences(registry: Registry, steps: Array) -> Array:
+    """Return y of sequences side by side for x, both of shape (requests, sequences, 4)."""
+    handle, outputs = registry.lease("m", ""), []
+    try:
+        for step, rows in enumerate(steps):
+            pending = []
+            for number, x in enumerate(rows, 1):
+                fields = SequenceFields(number, step == 0, step == len(steps) - 1)
+                request = InferRequest(inputs={"x": x[None]}, rows=1, shape_key=(4,), received_ns=0, sequence=fields)
+                pending.append(handle.infer(request))
+            outputs.append([np.asarray((await each).outputs["y"])[0] for each in pending])
+        return np.array(outputs)
+    finally:
+        handle.release()
+
+
+async def check_sequences(folder: Path, strategy: str, fault: str, source: str | None, limit_s: float = 20.0) -> None:
+    """States that stay on the GPU are proven with the rows; a size that is wrong is not used."""
     version = folder / "repository" / "m" / "1"
     version.mkdir(parents=True)
     sizes = dict.fromkeys(("x", "before"), ((1, 4), (8, 4), (8, 4))) | {"READY": ((1, 1), (8, 1), (8, 1))}
-    plan, model = version / "model.plan", sequence_model(is_mixed)
-    TensorRtTarget().build(model, TargetSpec("fp32", (ShapeRange(sizes),)), plan, silent)
+    plan, spec = version / "model.plan", TargetSpec("fp32", (ShapeRange(sizes),))
+    TensorRtTarget().build(sequence_model(fault), spec, plan, silent)
+    if source is not None:
+        onnx.save(sequence_model(source), version / "model.onnx")
     (version.parent / "config.yaml").write_text(SEQUENCES.replace("STRATEGY", strategy))
-    async with running(folder / "repository", ALL, proofs=BatchProofs(folder)) as (_, registry):
-        batches = explain(registry, "m")["batches"]
+    steps = np.random.default_rng(3).standard_normal((4, 8, 4)).astype(np.float32)
+    async with running(folder / "repository", ALL, proofs=BatchProofs(folder, limit_s)) as (_, registry):
         ((_, _, handle),) = registry.sources()
+        await until_async(lambda: handle.batch_verdict.state != "partial")
+        batches = explain(registry, "m")["batches"]
+        outputs = await run_sequences(registry, steps)
         execution = handle._instance_group._model.execution(0)
-        assert find_slot_states(execution) is not None, "the states are on the host"
+        on_gpu = find_slot_states(execution) is not None
         execution.close()
-    assert batches["state"] == ("warned" if is_mixed else "proven"), batches
-    if is_mixed:
+    np.testing.assert_allclose(outputs, steps.cumsum(axis=0), atol=ATOL)
+    state = "proven" if not fault else "limited" if source == "" else "alone"
+    assert (batches["state"], on_gpu) == (state, not fault), batches
+    if fault == "mixed":
         assert batches["reason"].startswith("influence: output 'y' of row")
+    elif fault:
+        assert "8" in batches["faults"]
     else:
         assert set(batches["verified_batches"]) >= {1, 2, 3, 8}

@@ -124,8 +124,9 @@ def echo_controls(
 
 
 def add_echo(repository: Path, name: str, strategy: str, batch: int = 4, idle_us: int = 3_600_000_000) -> Path:
-    """Write the ONNX model, and return its folder."""
+    """Write the ONNX model, and return its folder; its outputs depend on the row."""
     config = f"""
+parameters {{ key: "headrace.proof" value {{ string_value: "warn" }} }}
 max_batch_size: {batch}
 sequence_batching {{ max_sequence_idle_microseconds: {idle_us} {strategy} {controls()} }}
 """

@@ -128,7 +128,7 @@ class AccountedModel:
         """Create instance `index` with the steps around it; see `headrace.runtimes.base.LoadedModel`."""
         execution = served_execution(self.inner.execution(index), self.config, self.steps)
         if self.verdict.allowed:
-            return ProvenSizes(execution, lambda: self.verdict)
+            return ProvenSizes(execution, lambda: self.verdict, self.config.sequence_batching is not None)
         return execution
 
     @property

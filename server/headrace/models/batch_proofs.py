@@ -125,11 +125,10 @@ class BatchProofs:
         elif record.verdict is None or (self._later_s and not record.is_complete):
             limit_s = self._limit_s if record.verdict is None else self._later_s
             record = self._prove(key, config, partial(open_proof().run, int(limit_s * NS_PER_S)))
-        if config.sequence_batching is None:  # instances hold the states of sequences while they are idle
-            if config.proof_sample:
-                model.sampler = RowSampler(config.proof_sample, self._slots)
-            model.has_left = not record.is_complete
-            model.prove = partial(self._prove_idle, key, plan, model, open_proof)
+        if config.proof_sample and config.sequence_batching is None:  # a row of a sequence depends on those before it
+            model.sampler = RowSampler(config.proof_sample, self._slots)
+        model.has_left = not record.is_complete
+        model.prove = partial(self._prove_idle, key, plan, model, open_proof)
         if record.verdict is not None:
             _log(config, record.verdict)
         _serve(plan, model, record)
@@ -317,9 +316,14 @@ class StoredDifference(BatchProofs):
 def _serve(plan: ServingPlan, model: AccountedModel, record: _Record) -> bool:
     """Let a model run batches as a record allows; return True if its executions must be opened again for that."""
     verdict, before = record.verdict or NOT_TESTED, model.verdict
-    if _is_reported(model.config):
+    if model.config.proof == "warn":
         verdict = BatchVerdict(verdict.verified, verdict.faults, reason=verdict.reason)
-    if verdict.alone and plan.runtime == "tensorrt" and not is_ragged(model.config):
+    if model.config.sequence_batching is not None:
+        verdict = replace(verdict, allowed=(1,) if verdict.alone else verdict.allowed)  # each row is a request
+        engine = find_inner(model, "attach_states")
+        if verdict.allowed and engine is not None:
+            engine.attach_states()  # in host memory they are cut with their rows
+    elif verdict.alone and plan.runtime == "tensorrt" and not is_ragged(model.config):
         engine = find_inner(model, "run_unpadded")
         if engine is not None:
             engine.run_unpadded()
@@ -327,11 +331,6 @@ def _serve(plan: ServingPlan, model: AccountedModel, record: _Record) -> bool:
             verdict = replace(verdict, allowed=(1,))
     model.verdict = verdict
     return (before.alone, bool(before.allowed)) != (verdict.alone, bool(verdict.allowed))
-
-
-def _is_reported(config: ModelConfig) -> bool:
-    """Return True if batches that change answers run, and are reported: a sequence keeps its row of the batches."""
-    return config.proof == "warn" or config.sequence_batching is not None
 
 
 def _merges(config: ModelConfig, plan: ServingPlan) -> bool:
@@ -367,8 +366,7 @@ def _log(config: ModelConfig, verdict: BatchVerdict) -> None:
     effect = {"alone": "each request runs alone and whole", "limited": f"batches run with {verdict.allowed} rows"}
     effect["partial"] = f"batches of {', '.join(map(str, verdict.verified))} rows are proven"
     text = effect.get(verdict.state, "batches are not proven, and run")
-    if _is_reported(config) and verdict.state not in ("partial", "untested"):
-        why = "proof: warn" if config.proof == "warn" else "a sequence keeps its row"
-        text = f"batches run in spite of it ({why})"
+    if config.proof == "warn" and verdict.state not in ("partial", "untested"):
+        text = "batches run in spite of it (proof: warn)"
     level = logging.INFO if verdict.state in ("partial", "untested") else logging.WARNING
     logger.log(level, "model %s: %s: %s", config.name, text, verdict.reason)

@@ -35,9 +35,9 @@ from headrace.inference.scheduling.joining import RaggedLayout
 from headrace.inference.scheduling.policy import SequencePolicy
 from headrace.inference.scheduling.proven_sizes import size_at
 from headrace.inference.scheduling.row_sampler import RowSample
-from headrace.inference.scheduling.sequences.state import find_slot_states, run_new_sequences
+from headrace.inference.scheduling.sequences.state import HostStates, find_slot_states, run_new_sequences
 from headrace.models.accounted_model import AccountedModel, served_execution
-from headrace.models.sequence_policy import sequence_policy
+from headrace.models.sequence_policy import sequence_policy, state_tensors
 from headrace.models.warmup import Warmup, make_warmups, random_values
 from headrace.runtimes.base import Execution, ExecutionLost, find_inner
 
@@ -308,8 +308,7 @@ class ProofRun:
 
     def _reference_tests(self) -> list[BatchTests] | None:
         """Return the tests of the model's ONNX file on the CPU; None without one, or if it does not run there."""
-        has_slots = self._sequences is not None and self._states != self._sequences.states
-        if self._references is None and self._source.is_file() and not has_slots:
+        if self._references is None and self._source.is_file():
             from headrace.runtimes.onnxruntime import OnnxRuntimeBackend
 
             with suppress(HeadraceError, ProofError):
@@ -395,6 +394,10 @@ class ProofRun:
         served = [tensor.name for tensor in self._config.served_output]
         outputs = list(dict.fromkeys([*served, *(state.output_name for state in self._states)]))
         states = find_slot_states(execution)
+        if states is None and self._sequences is not None and self._states != self._sequences.states:
+            # The reference of an engine that keeps the states.
+            tensors = state_tensors(self._config, self._folder.path)
+            states = HostStates(tensors, self._model.max_rows, True, self._config.name)
         if states is not None:
             return run_rows(partial(run_new_sequences, run, states), outputs)
         if layout is None:

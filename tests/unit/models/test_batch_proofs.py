@@ -38,7 +38,7 @@ from tests.support.control_thread import running
 from tests.support.models import add_model
 from tests.support.networks import network
 from tests.support.prometheus import read_page
-from tests.support.proof_cases import HeldTasks
+from tests.support.proof_cases import HeldTasks, run_sequences
 from tests.support.ragged_models import PADDED_CONFIG, RAGGED_CONFIG, ragged_sums, token_sums
 from tests.support.waiting import until, until_async
 
@@ -436,39 +436,61 @@ sequence_batching:
 """
 
 
+@pytest.mark.parametrize("limit_s", [20.0, 0.0])
+@pytest.mark.parametrize("strategy", ["", "  oldest: {max_candidate_sequences: 9}\n"], ids=["direct", "oldest"])
 @pytest.mark.parametrize(
-    ("axis", "state"), [(1, "proven"), (0, "warned")], ids=["mean of a row", "mean over the sequences"]
+    ("axis", "state"), [(1, "proven"), (0, "alone")], ids=["mean of a row", "mean over the sequences"]
 )
-async def test_states_of_sequences_are_inputs_and_outputs_of_a_row(
-    repository: Path, caplog: pytest.LogCaptureFixture, axis: int, state: str
+async def test_sequences_share_batches_that_are_proven(
+    repository: Path,
+    sizes: list[int],
+    caplog: pytest.LogCaptureFixture,
+    axis: int,
+    state: str,
+    strategy: str,
+    limit_s: float,
 ) -> None:
-    """The model adds to each state the mean state of its own row, or of all rows."""
+    """The model adds to each state the mean of state and input of its own row, or of all rows."""
     row = (onnx.TensorProto.FLOAT, ("rows", 4))
     node = onnx.helper.make_node
     model = onnx_model(
         [
-            node("ReduceMean", ["before", "axes"], ["mean"], keepdims=1),
+            node("Add", ["before", "x"], ["moved"]),
+            node("ReduceMean", ["moved", "axes"], ["mean"], keepdims=1),
             node("Add", ["before", "mean"], ["sum"]),
             node("Mul", ["sum", "READY"], ["after"]),
             node("NonZero", ["x"], ["places"]),  # the analysis of the graph cannot prove it
             node("Cast", ["places"], ["floats"], to=onnx.TensorProto.FLOAT),
             node("ReduceSum", ["floats"], ["total"], keepdims=0),
             node("Mul", ["total", "nothing"], ["zero"]),
-            node("Add", ["x", "zero"], ["y"]),
+            node("Add", ["after", "zero"], ["y"]),
         ],
         {"x": row, "before": row, "READY": (onnx.TensorProto.FLOAT, ("rows", 1))},
         {"y": row, "after": row},
         {"nothing": np.array(0, np.float32), "axes": np.array([axis], np.int64)},
     )
     add_model(repository, "m", model)
-    (repository / "m" / "config.yaml").write_text(SEQUENCE_CONFIG)
-    async with running(repository, ALL, proofs=BatchProofs(None, 20.0)) as (_, registry):
+    (repository / "m" / "config.yaml").write_text(SEQUENCE_CONFIG + strategy)
+    steps = np.random.default_rng(1).standard_normal((3, 4, 4)).astype(np.float32)
+    async with running(repository, ALL, proofs=BatchProofs(None, limit_s)) as (_, registry):
+        ((_, _, handle),) = registry.sources()
+        assert ("the load was too short" in caplog.text) == (not limit_s)
+        await until_async(lambda: "too short" not in handle.batch_verdict.reason)
         batches = explain(registry, "m")["batches"]
+        sizes.clear()
+        outputs = await run_sequences(registry, steps)
+        parameters = handle.spec.parameters
+    before = np.zeros((4, 4), np.float32)
+    for x, y in zip(steps, outputs, strict=True):
+        before = before + ((before + x).mean(axis=1, keepdims=True) if axis else before + x)
+        np.testing.assert_allclose(y, before, atol=1e-5)
     assert batches["state"] == state, batches
-    if state == "warned":
-        assert batches["reason"].startswith("influence: output 'after' of row")
-        assert "batches run in spite of it (a sequence keeps its row)" in caplog.text
+    if state == "alone":
+        assert set(sizes) == {1}
+        assert batches["reason"].startswith("influence: output 'y' of row")
+        assert parameters["headrace.unproven_batches"] == batches["reason"]
     else:
+        assert max(sizes) == 4
         assert batches["verified_batches"] == [1, 2, 3, 4]
 
 

@@ -182,8 +182,9 @@ async def test_a_difference_in_a_part_of_a_batch_is_one_of_the_size_of_the_part(
 
 
 @pytest.mark.parametrize("strategy", ["direct: {}", "oldest: {max_candidate_sequences: 20}"])
-@pytest.mark.parametrize("is_mixed", [False, True])
-async def test_states_that_stay_on_the_gpu_are_tested_with_their_rows(
-    trt: Any, tmp_path: Path, strategy: str, is_mixed: bool
+@pytest.mark.parametrize(("fault", "source"), [("", None), ("mixed", None), ("mixed", "mixed"), ("eight", "")])
+@pytest.mark.parametrize("limit_s", [20.0, 0.0], ids=["at the load", "while idle"])
+async def test_sequences_whose_states_stay_on_the_gpu_run_in_proven_sizes(
+    trt: Any, tmp_path: Path, strategy: str, fault: str, source: str | None, limit_s: float
 ) -> None:
-    await cases.check_sequences(tmp_path, strategy, is_mixed)
+    await cases.check_sequences(tmp_path, strategy, fault, source, limit_s)

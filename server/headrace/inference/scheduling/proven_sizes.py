@@ -20,13 +20,14 @@ class ProvenSizes:
         inner: the wrapped execution.
         verdict: returns which batches may run; more of them may be proven while the execution is open. A batch of another size
             is cut and padded, or refused if requests run alone.
+        by_row: True if each row is a request, as with sequences: a batch of requests that run alone is cut.
 
     Attributes:
         inner: as in the argument.
     """
 
-    def __init__(self, inner: Execution, verdict: Callable[[], BatchVerdict]) -> None:
-        self.inner, self._verdict = inner, verdict
+    def __init__(self, inner: Execution, verdict: Callable[[], BatchVerdict], by_row: bool = False) -> None:
+        self.inner, self._verdict, self._by_row = inner, verdict, by_row
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Return all outputs; see `headrace.runtimes.base.Execution.run`.
@@ -37,7 +38,7 @@ class ProvenSizes:
         rows, verdict = next(iter(inputs.values())).shape[0], self._verdict()
         if rows in verdict.allowed or not verdict.allowed:
             return self.inner.run(inputs)
-        if verdict.alone:
+        if verdict.alone and not self._by_row:
             raise ModelFailed(
                 f"the request has {rows} rows, of which no batch is proven: send one row. {verdict.reason}"
             )

@@ -203,8 +203,8 @@ class TensorRtModel:
             return str(error)
         return ""
 
-    def attach_states(self, states: PlanStates) -> str:
-        """Keep states of sequences on the GPUs; called once, before the first execution is created.
+    def attach_states(self, states: PlanStates = NO_STATES) -> str:
+        """Keep states of sequences on the GPUs, in the executions that are created from now on; by default none.
 
         Returns:
             "" on success, else the reason; the model then runs as if this had not been called.

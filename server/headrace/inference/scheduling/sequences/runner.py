@@ -79,7 +79,11 @@ class SequenceRunner(SerialRunner):
                     scheduler.lose_state(index, _DIED)
                 batch = scheduler.take_batch(index)
                 if batch is None:
-                    return
+                    task = scheduler.take_task(index)
+                    if task is None:
+                        return
+                    task(self.execution)
+                    continue
                 self._run_sequences(batch)
                 scheduler.finish_batch(index)
                 del batch  # its arrays may be large, and the next batch may come late

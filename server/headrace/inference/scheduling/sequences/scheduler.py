@@ -12,7 +12,7 @@ from headrace.core.response_bodies import SequenceFigures
 from headrace.inference.scheduling.batching import CostModel, WaitUntil
 from headrace.inference.scheduling.policy import BatchPolicy, QueueLimits, SequencePolicy
 from headrace.inference.scheduling.queue import FAR_NS, Entry
-from headrace.inference.scheduling.scheduler import Scheduler
+from headrace.inference.scheduling.scheduler import IdleTask, Scheduler
 from headrace.inference.scheduling.selector import Batch
 from headrace.inference.scheduling.sequences.live_sequence import CorrelationId, SequenceEntry, SequenceKey
 from headrace.inference.scheduling.sequences.sequence_table import FLAGS_PARAMETER, SequenceTable
@@ -47,6 +47,7 @@ class SequenceScheduler(Scheduler):
         super().__init__(BatchPolicy(merge=False), limits, clock=clock, defer=defer, cost_model=cost_model)
         self._table = SequenceTable(policy, limits, self._retry_s)
         self._work: dict[int, threading.Condition] = {}
+        self._tasks: dict[int, IdleTask] = {}
         self._on_ended = on_ended
 
     # Called by protocols
@@ -203,13 +204,26 @@ class SequenceScheduler(Scheduler):
         self._settle()
         self._wake_instances()
 
+    def offer(self, task: IdleTask) -> None:
+        """Wake an instance for a task, if no sequence is live: its `take_batch` returns None, and `take_task` the task."""
+        with self._lock:
+            if self._work and not (self.is_ending() or self._table.live or self._tasks):
+                index, condition = next(iter(self._work.items()))
+                self._tasks[index] = task
+                condition.notify()
+
+    def take_task(self, index: int) -> IdleTask | None:
+        """Return the task for which an instance was woken; None without one."""
+        with self._lock:
+            return self._tasks.pop(index, None)
+
     def take_batch(self, index: int) -> Batch | None:
-        """Block until there is a batch for an instance; None once the scheduler is closed and empty, or paused."""
+        """Block until there is a batch for an instance; None for an offer, once closed and empty, or paused."""
         while True:
             with self._lock:
                 table, now_ns = self._table, self._clock()
                 table.expire(now_ns)
-                if self._paused:
+                if self._paused or index in self._tasks:
                     return None
                 answer = table.take(index, now_ns, self._closed)
                 is_done = isinstance(answer, Batch) or (self._closed and not table.count)
