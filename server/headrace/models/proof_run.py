@@ -15,7 +15,7 @@ from headrace.config.model_config import ModelConfig
 from headrace.config.model_folder import MAX_INPUT_BYTES, ModelFolder
 from headrace.config.onnx_model import table_sizes
 from headrace.config.serving_plan import GPU_RUNTIMES, ServingPlan
-from headrace.config.tensor_config import ModelInput, ModelOutput, row_bytes_of
+from headrace.config.tensor_config import ModelInput, ModelOutput, row_bytes_of, scores_output
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array
@@ -106,6 +106,7 @@ class ProofRun:
         tables: dict[str, int] = {}
         with suppress(ConfigError):  # a plan without its ONNX file
             tables = table_sizes(self._source, self._source.name)
+        self._classes = _classes(folder.config)
         self._ranges = {name: (0.0, rows - 1.0) for name, rows in tables.items()}
         self._ranges |= _ranges(make_warmups(folder.config, folder.path))
         self._clock, self._layout, self._end_ns = clock, layout, clock()
@@ -335,7 +336,7 @@ class ProofRun:
         problem, equal = "", None
         for rows in self._row_sets(dims):
             try:
-                tests = BatchTests(run, rows, self._datatypes, self._floor, self._clock, self._end_ns)
+                tests = BatchTests(run, rows, self._datatypes, self._floor, self._classes, self._clock, self._end_ns)
             except ExecutionLost:
                 raise
             except Exception as error:
@@ -446,6 +447,18 @@ def allowed_rows(max_rows: int, unproven: Sequence[int], find_rows: Callable[[in
     """
     wrong = {find_rows(size) for size in unproven}
     return [rows for rows in range(1, max_rows + 1) if rows == 1 or find_rows(rows) not in wrong]
+
+
+def _classes(config: ModelConfig) -> dict[str, str]:
+    """Return the outputs whose classes are compared, as for `BatchTests`: those with a label file or `postprocess`."""
+    index, ranking = scores_output(config.postprocess, config.output), config.postprocess
+    floats = [tensor for tensor in config.served_output if tensor.data_type.startswith(("TYPE_FP", "TYPE_BF"))]
+    classes = {tensor.name: tensor.name for tensor in floats if tensor.label_filename}
+    if ranking is None or index is None:
+        return classes
+    if not ranking.top_k:
+        return classes | {config.output[index].name: config.output[index].name}
+    return classes | dict.fromkeys((ranking.classes, ranking.labels), ranking.scores)
 
 
 def _ranges(warmups: Sequence[Warmup]) -> dict[str, tuple[float, float]]:

@@ -494,6 +494,37 @@ async def test_sequences_share_batches_that_are_proven(
         assert batches["verified_batches"] == [1, 2, 3, 4]
 
 
+CLASSES = """max_batch_size: 4
+dynamic_batching: {}
+input: [{name: x, data_type: fp32, dims: [4]}]
+output: [{name: y, data_type: fp32, dims: [4], label_filename: labels.txt}]
+"""
+
+
+@pytest.mark.parametrize("error", [1e-7, 1e-3])
+@pytest.mark.parametrize(
+    "config", [CLASSES, CLASSES + "postprocess: {top_k: 2}\n", CLASSES + "postprocess: {softmax: true}\n"]
+)
+async def test_a_near_tie_of_two_classes_is_no_fault(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, config: str, error: float
+) -> None:
+    add_model(repository, "m", model_of(APART))
+    (repository / "m" / "config.yaml").write_text(config)
+    (repository / "m" / "labels.txt").write_text("a\nb\nc\nd\n")
+    run = OnnxRuntimeExecution.run
+
+    def tied(self: OnnxRuntimeExecution, inputs: dict[str, Array]) -> dict[str, Array]:
+        """Let the second class have the score of the first one, or more than that in a batch."""
+        y = run(self, inputs)["y"]
+        y[:, 1] = y[:, 0] + error * (len(y) > 1)
+        return {"y": y}
+
+    monkeypatch.setattr(OnnxRuntimeExecution, "run", tied)
+    async with running(repository, ALL, proofs=BatchProofs(None, 20.0)) as (_, registry):
+        batches = explain(registry, "m")["batches"]
+    assert batches["state"] == ("proven" if error < 1e-5 else "alone"), batches
+
+
 async def test_whole_numbers_fill_the_table_that_they_index(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     table = rng.standard_normal((50, 4)).astype(np.float32)

@@ -4,7 +4,7 @@
 
     influence    the other rows are replaced by other values, NaN and the largest number: a row stays equal to the bit
     position     a row has the same outputs at every place of a batch, and beside other rows
-    alone        a row has the outputs of the same row run alone
+    alone        a row has the outputs of the same row run alone, and its class, unless two classes are as near as the bound
 
 A replaced row never changes the place of a row, so a deterministic kernel returns equal bits. Where repeated runs of one batch
 differ, their spread is allowed. Position and alone have a wider bound: kernels add in another order for another size or place.
@@ -148,6 +148,8 @@ class BatchTests:
         rows: at least two different rows.
         datatypes: datatype of each input and output.
         floor: smallest bound of position and alone, as a share of an output's range, e.g. 1e-5 in FP32.
+        classes: name of the output with the scores by that of an output with ranked classes; of a classifier whose scores are
+            not ranked, the output itself.
         clock: monotonic nanoseconds.
         end_ns: monotonic time after which two rows suffice; None for all rows.
         is_telling: False if all rows have equal outputs alone, so that a row at another place may go unnoticed.
@@ -160,6 +162,7 @@ class BatchTests:
     rows: InitVar[Sequence[Row]]
     datatypes: Mapping[str, Datatype]
     floor: float
+    classes: Mapping[str, str] = field(default_factory=dict)
     clock: Clock = monotonic_ns
     end_ns: InitVar[int | None] = None
 
@@ -208,16 +211,18 @@ class BatchTests:
         """
         alone, values_of = self._copies(self.run([row]))[0], self._copies([output])[0]
         others = None if reference is None else self._copies(reference([row]))[0]
-        for name, values in values_of.items():
-            if values.dtype.kind != "f" and self.floor > _EXACT_FLOOR:
-                continue  # rounding decides which of two near values is the class
-            differs, bound = difference(values, alone[name]), self._bounds[name]
-            bound = max(bound, _bound([alone[name], *(each[name] for each in self._alone)], self.floor))
+        bounds = {}
+        for name, bound in self._bounds.items():
+            bounds[name] = max(bound, _bound([alone[name], *(each[name] for each in self._alone)], self.floor))
             if others is not None and np.isfinite(own := difference(alone[name], others[name])):
-                bound = max(bound, _REFERENCE_FACTOR * own)
+                bounds[name] = max(bounds[name], _REFERENCE_FACTOR * own)
+        for name, values in values_of.items():
+            if values.dtype.kind != "f" and name not in self.classes and self.floor > _EXACT_FLOOR:
+                continue  # rounding decides which of two near values a whole number is
+            text = self._differs(name, values, alone, bounds)
             # Where the row alone has other outputs each time, as of a graph with random numbers, a difference means nothing.
-            if differs > bound and difference(alone[name], self._copies(self.run([row]))[0][name]) <= bound:
-                return _alone_fault(name, place, size, differs, bound)
+            if text and not self._differs(name, self._copies(self.run([row]))[0][name], alone, bounds):
+                return Fault("alone", f"output '{name}' of row {place} of {size} {text}")
         return None
 
     def largest(self, size: int) -> list[Row]:
@@ -324,22 +329,49 @@ class BatchTests:
     def _compare(self, size: int, results: list[tuple[int, int, dict[str, Array]]]) -> Fault | None:
         for place, index, output in results:
             for name, values in output.items():
-                differs, bound = difference(values, self._alone[index][name]), self._bounds[name]
-                if differs <= bound:
+                text = self._differs(name, values, self._alone[index], self._bounds)
+                if not text:
                     continue
                 rows = f"output '{name}' of row {place} of {size}"
-                if any(other == index and difference(values, twin[name]) > bound for _, other, twin in results):
-                    text = f"{rows} differs by {differs:.3g} from that of an equal row at another place"
-                    return Fault("position", f"{text}, {bound:.3g} is allowed")
-                return _alone_fault(name, place, size, differs, bound)
+                for twin in (twin for _, other, twin in results if other == index):
+                    of_twin = self._differs(name, values, twin, self._bounds, "that of an equal row at another place")
+                    if of_twin:
+                        return Fault("position", f"{rows} {of_twin}")
+                return Fault("alone", f"{rows} {text}")
         return None
 
+    def _differs(
+        self, name: str, values: Array, alone: Row, bounds: Mapping[str, float], other: str = "the row alone"
+    ) -> str:
+        """Return how an output differs from that of the other row; "" if it is within its bound."""
+        scores = self.classes.get(name)
+        gap = 0.0 if scores is None else _class_gap(values, alone[name], alone[scores])
+        if scores is not None and gap > bounds[scores]:
+            return f"has another class than {other}: scores {gap:.3g} apart, {bounds[scores]:.3g} is allowed"
+        differs = difference(values, alone[name]) if scores in (None, name) else 0.0
+        return (
+            "" if differs <= bounds[name] else f"differs by {differs:.3g} from {other}, {bounds[name]:.3g} is allowed"
+        )
 
-def _alone_fault(name: str, place: int, size: int, differs: float, bound: float) -> Fault:
-    text = (
-        f"output '{name}' of row {place} of {size} differs by {differs:.3g} from the row alone, {bound:.3g} is allowed"
-    )
-    return Fault("alone", text)
+
+def _class_gap(values: Array, alone: Array, scores: Array) -> float:
+    """Return how far the score of another class is from that of the class of a row alone; 0 for equal classes.
+
+    Args:
+        values: classes (..., k), the best first, or scores (..., classes) of a row.
+        alone: the same of the row alone.
+        scores: scores of the row alone, of the same shape; a class that is not ranked has the lowest one.
+    """
+    if not values.size or values.shape != alone.shape:
+        return 0.0
+    own: Any = scores.astype(np.float64)
+    if values.dtype.kind == "f":
+        other = np.take_along_axis(own, values.argmax(axis=-1, keepdims=True), axis=-1)
+        return float((own.max(axis=-1, keepdims=True) - other).max())
+    same = values[..., :, None] == alone[..., None, :]
+    places = np.where(same.any(axis=-1), same.argmax(axis=-1), values.shape[-1] - 1)
+    gaps = np.abs(own - np.take_along_axis(own, places, axis=-1))
+    return float(np.where(values == alone, 0.0, gaps).max())
 
 
 def difference(one: Array, other: Array) -> float:

@@ -266,6 +266,48 @@ def test_a_row_of_a_batch_is_compared_with_the_row_alone(
         assert str(fault).startswith(f"alone: output '{place_of_error}' of row 3 of 8 differs by ")
 
 
+@pytest.mark.parametrize(
+    ("gap", "moved", "is_ranked", "text"),
+    [
+        (
+            0.015,
+            0.008,
+            False,
+            "output 'y' of row 1 of 2 has another class than the row alone: scores 0.015 apart, 0.01 is",
+        ),
+        (0.015, 0.007, False, ""),
+        (0.009, 0.008, False, ""),  # a near tie: rounding decides
+        (0.015, 0.008, True, "output 'classes' of row 1 of 2 has another class than the row alone: scores 0.015 apart"),
+        (0.015, 0.007, True, ""),
+        (0.009, 0.008, True, ""),
+        (0.3, 0.0, None, "output 'classes' of row 1 of 2 has another class than the row alone: scores 0.3 apart"),
+    ],
+)
+def test_the_class_of_a_row_is_that_of_the_row_alone_unless_two_are_near(
+    gap: float, moved: float, is_ranked: bool | None, text: str
+) -> None:
+    """The second class comes nearer to the best by twice `moved`; None: both change their ranks, without their scores."""
+
+    def outputs_of(y: Array) -> Row:
+        order = np.argsort(-y, axis=1)[:, :2]
+        ranks = {"scores": np.take_along_axis(y, order, axis=1), "classes": order.astype(np.int32)}
+        return {"y": y} if is_ranked is False else ranks
+
+    def run(rows: Sequence[Row]) -> Sequence[Row]:
+        return [outputs_of(row["x"]) for row in rows]
+
+    rows = [{"x": np.array([[*values, 0.0]])} for values in ((1.0, 1.0 - gap), (0.5, 1.0))]
+    classes = {"y": "y"} if is_ranked is False else {"classes": "scores"}
+    tests = BatchTests(run, rows, dict.fromkeys(("x", "y", "scores", "classes"), FP32), 0.01, classes)
+    tests._bounds = dict.fromkeys(tests._bounds, 0.01)
+    changed = dict(outputs_of(rows[0]["x"] + [[-moved, moved, 0.0]]))
+    if is_ranked is None:
+        changed["classes"] = changed["classes"][:, ::-1]
+    fault = tests.compare(rows[0], changed, 2, 1, None)
+    assert str(fault or "").startswith(text and f"alone: {text}")
+    assert bool(fault) is bool(text)
+
+
 def test_three_times_the_difference_to_a_reference_is_allowed() -> None:
     def run(rows: Sequence[Row]) -> Sequence[Row]:
         return [{"y": row["x"] + 0.1} for row in rows]
