@@ -116,7 +116,7 @@ class World:
         runner._collect_finished()
 
     def _runner(self, device: VirtualOverlapped) -> OverlappedRunner:
-        answers = batch_results(self.recorder, self.scheduler, self.policy, OutputCheck(SPEC))
+        answers = batch_results(self.recorder, self.policy, OutputCheck(SPEC))
         serial = SerialRunner(device, self.scheduler, self.policy.max_rows, answers, self.clock, None)
         pace = LaunchPacing(self.policy.max_rows) if self.paced else None
         return OverlappedRunner(

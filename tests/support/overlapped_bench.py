@@ -59,14 +59,13 @@ class Caller(RecordedCompletion):
 
 def batch_results(
     recorder: Recorder,
-    scheduler: Scheduler,
     policy: BatchPolicy,
     check: OutputCheck,
     report: Callable[[int], None] = lambda _busy_ns: None,
 ) -> BatchResults:
-    """Return what settles batches of a scheduler without a handle."""
+    """Return what settles batches without a handle."""
     latency_table = LatencyTable()
-    admission = AdmissionController(CostModel(latency_table, policy), policy, scheduler, list)
+    admission = AdmissionController(CostModel(latency_table, policy), policy, list)
     return BatchResults(recorder, settle_all, report, check, latency_table, admission, lambda _error: None)
 
 
@@ -96,7 +95,7 @@ class Bench:
         self.recorder = Recorder()
         self.reports: list[int] = []
         check = OutputCheck(_ANY_WIDTH)
-        self.answers = batch_results(self.recorder, self.scheduler, self.policy, check, self.reports.append)
+        self.answers = batch_results(self.recorder, self.policy, check, self.reports.append)
         self.exits: list[BaseException | None] = []
         self.instance = Instance("bench", lambda: model, self._runner, self._ended)
         self.instance.start()

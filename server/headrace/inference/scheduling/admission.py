@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.completion import Mailbox, ThreadCompletion
@@ -34,7 +34,6 @@ from headrace.inference.scheduling.batching import BatchCosts, CostModel
 from headrace.inference.scheduling.latency_table import WINDOW
 from headrace.inference.scheduling.policy import BatchPolicy
 from headrace.inference.scheduling.queue import FAR_NS, Entry
-from headrace.inference.scheduling.scheduler import Scheduler
 
 _SIGMAS = 2.58 / 1.645  # scales a 95th percentile of one normal variable to the 99.5th of a sum
 _MEDIAN_SIGMA = 1.2533 / sqrt(WINDOW)  # standard error of a window's median, in standard deviations of its samples
@@ -146,6 +145,20 @@ class StandingRejection(NamedTuple):
     span: int = 0
 
 
+class WaitingRequests(Protocol):
+    """The queue of a model version. A controller has none, so that the queue can have the controller."""
+
+    @property
+    def waiting_rows(self) -> int:
+        """Number of queued rows."""
+
+    def locate(self, entry: Entry) -> tuple[int, int, int]:
+        """Return what `Queue.locate` does."""
+
+    def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
+        """Estimate the queued rows that would be served before such a request."""
+
+
 @dataclass(eq=False, repr=False)
 class AdmissionController:
     """Predicts completion times, rejects late requests and learns from the outcomes; any thread may call.
@@ -156,7 +169,6 @@ class AdmissionController:
     Attributes:
         cost_model: batch durations; its `overhead_ns` is set from measurements.
         policy: batching rules.
-        queue: the queue of the model version.
         in_flight_work: returns the batches of each live instance. A prediction reads them there, so batches count nothing for it.
         shared: clients share the model: only a client below its share overtakes requests that are queued.
         late: number of responses after their due time.
@@ -170,7 +182,6 @@ class AdmissionController:
 
     cost_model: CostModel
     policy: BatchPolicy
-    queue: Scheduler
     in_flight_work: Callable[[], Sequence[InFlightWork]]
     shared: bool = False
     mailbox: Mailbox | None = None
@@ -196,13 +207,14 @@ class AdmissionController:
         """Predict for a model whose requests share batches, or that runs every request alone."""
         self.policy = replace(self.policy, merge=merge)
 
-    def admit(self, entries: list[Entry], now_ns: int) -> None:
+    def admit(self, queue: WaitingRequests, entries: list[Entry], now_ns: int) -> None:
         """Admit or reject a request with a due time, before it is queued; stores the prediction in its last entry.
 
         Admits every request while latencies are unmeasured or the model is evicted. Also admits while an instance is idle:
         a rejection would gain nothing then, and a wrong prediction would never be corrected.
 
         Args:
+            queue: of the model version.
             entries: the entries of one request.
             now_ns: monotonic.
 
@@ -215,7 +227,7 @@ class AdmissionController:
         free_ns = self._free_ns(costs, now_ns) if costs is not None else ()
         if costs is None or not free_ns:
             return
-        ahead, max_overtakers, lag_ns = self.queue.locate(last)
+        ahead, max_overtakers, lag_ns = queue.locate(last)
         if len(entries) > 1:
             ahead += sum([entry.rows for entry in entries[:-1]])
             last.key = 0  # recomputed on push, after the keys of the other parts
@@ -233,7 +245,7 @@ class AdmissionController:
             refusal, until_ns = LATE_TEXT, 0
         elif (
             not last.of_pipeline
-            and start_ns > (max_wait_ns := self._max_wait_ns(costs, len(free_ns), due_ns, now_ns)) + now_ns
+            and start_ns > (max_wait_ns := self._max_wait_ns(queue, costs, len(free_ns), due_ns, now_ns)) + now_ns
         ):
             refusal, until_ns = STANDING_TEXT, start_ns - max_wait_ns
         else:
@@ -243,7 +255,7 @@ class AdmissionController:
         if self._should_probe(costs, free_ns, ahead, last, now_ns):
             last.predicted_ns = done_ns
         elif last.deadline_ns == due_ns or costs.estimates_ns[last.rows] < self.policy.objective_ns:
-            rows, retry_ns = self.queue.waiting_rows, now_ns + self.drain_ns(now_ns)
+            rows, retry_ns = queue.waiting_rows, now_ns + self.drain_ns(queue, now_ns)
             span = (due_ns - last.received_ns).bit_length()
             latest = StandingRejection(due_ns, kind, done_ns, until_ns, rows, refusal, retry_ns, span)
             # Of more rows: a request of one row could complete earlier.
@@ -252,7 +264,7 @@ class AdmissionController:
             raise self._would_miss(latest, due_ns, margin_ns, now_ns)
         # Otherwise the objective is shorter than a single compute: rejecting every request would serve none.
 
-    def forecast(self, now_ns: int) -> AdmissionForecast | None:
+    def forecast(self, queue: WaitingRequests, now_ns: int) -> AdmissionForecast | None:
         """Predict the completion of a request of one row and the only priority level that arrives now, without admitting one.
 
         Returns:
@@ -267,7 +279,7 @@ class AdmissionController:
             return None
         request = InferRequest(inputs={}, rows=1, shape_key=None, received_ns=now_ns)
         entry = Entry(request, ThreadCompletion(), 0, now_ns, objective_ns)
-        ahead, _, lag_ns = self.queue.locate(entry)
+        ahead, _, lag_ns = queue.locate(entry)
         if not ahead and not free_ns[0]:
             return None
         # Later arrivals that overtake are not counted: a front end must not reject more than `admit` does.
@@ -278,7 +290,7 @@ class AdmissionController:
             self._completion_ns(costs, start, entry, now_ns) + margin_ns,
             margin_ns,
             kind,
-            self._max_wait_ns(costs, len(free_ns), entry.due_ns, now_ns),
+            self._max_wait_ns(queue, costs, len(free_ns), entry.due_ns, now_ns),
         )
 
     def learn_rejections(self, count: int, kind: int) -> None:
@@ -288,16 +300,19 @@ class AdmissionController:
             with self._lock:
                 self._margins.reduce(kind, costs.estimates_ns[self._usual_rows(costs)] * count)
 
-    def standing_error(self, received_ns: int, deadline_ns: int, now_ns: int) -> WouldMiss | Overloaded | None:
+    def standing_error(
+        self, queue: WaitingRequests, received_ns: int, deadline_ns: int, now_ns: int
+    ) -> WouldMiss | Overloaded | None:
         """Return the error of a request to which the latest rejection applies too, else None.
 
         Args:
+            queue: of the model version.
             received_ns: monotonic time of arrival.
             deadline_ns: monotonic deadline of the client; 0 for none.
             now_ns: monotonic.
         """
         standing, objective_ns = self.standing, self.policy.objective_ns
-        if standing is None or self.changed or self.queue.waiting_rows < standing.rows:
+        if standing is None or self.changed or queue.waiting_rows < standing.rows:
             self.standing = None
             return None
         due_ns = received_ns + objective_ns if objective_ns else deadline_ns
@@ -328,10 +343,11 @@ class AdmissionController:
             margin_ns += min(2 * self.mailbox.lag_ns, (self.policy.objective_ns or NS_PER_S) // _LAG_PARTS)
         return margin_ns
 
-    def check_wait(self, entries: list[Entry], now_ns: int) -> None:
+    def check_wait(self, queue: WaitingRequests, entries: list[Entry], now_ns: int) -> None:
         """Check the predicted wait of a request without a due time, before it is queued behind more than `short_rows`.
 
         Args:
+            queue: of the model version.
             entries: the entries of one request.
             now_ns: monotonic.
 
@@ -345,13 +361,13 @@ class AdmissionController:
         entry = entries[0]
         bound_ns, cycle_ns = self._wait_bound_ns(costs)
         self.short_rows = int(self._usual_rows(costs) * len(free_ns) * bound_ns / cycle_ns / 2)
-        ahead = self.queue.rows_ahead(entry.level, FAR_NS, entry.client)
+        ahead = queue.rows_ahead(entry.level, FAR_NS, entry.client)
         start_ns = self._start(costs, free_ns, ahead, min(entry.rows, self.policy.max_rows), now_ns)[0]
         wait_ns = int((start_ns - now_ns) * self._stretch)
         if wait_ns <= bound_ns or self._runs_unmeasured():
             entry.predicted_ns = start_ns
             return
-        rows, retry_ns = self.queue.waiting_rows, now_ns + self.drain_ns(now_ns)
+        rows, retry_ns = queue.waiting_rows, now_ns + self.drain_ns(queue, now_ns)
         until_ns = now_ns + wait_ns - bound_ns
         latest = StandingRejection(FAR_NS, 0, bound_ns, until_ns, rows, _LONG_QUEUE, retry_ns)
         if not self.shared:
@@ -363,7 +379,7 @@ class AdmissionController:
         cycle_ns = costs.estimates_ns[self._usual_rows(costs)] * self._stretch
         return max(self.max_wait_ns, int(_STANDING * cycle_ns)), cycle_ns
 
-    def forecast_wait(self, now_ns: int) -> WaitForecast | None:
+    def forecast_wait(self, queue: WaitingRequests, now_ns: int) -> WaitForecast | None:
         """Predict the wait of a request of one row without a due time; None if `check_wait` accepts it."""
         costs = self.cost_model.current
         if costs is None or not self.max_wait_ns or self.policy.objective_ns or self.shared:
@@ -372,7 +388,7 @@ class AdmissionController:
         if not free_ns:
             return None
         bound_ns, _ = self._wait_bound_ns(costs)
-        start_ns = self._start(costs, free_ns, self.queue.rows_ahead(0, FAR_NS, ""), 1, now_ns)[0]
+        start_ns = self._start(costs, free_ns, queue.rows_ahead(0, FAR_NS, ""), 1, now_ns)[0]
         wait_ns = int((start_ns - now_ns) * self._stretch)
         too_long = wait_ns > bound_ns and not self._runs_unmeasured()
         return WaitForecast(now_ns + wait_ns - bound_ns, bound_ns) if too_long else None
@@ -425,16 +441,17 @@ class AdmissionController:
         with self._lock:
             self._learn_errors([entry for entry in entries if entry.predicted_ns], FAR_NS)
 
-    def wait_ns(self, level: int, now_ns: int, announced: int = 0, rows: int = 1) -> int:
+    def wait_ns(self, queue: WaitingRequests, level: int, now_ns: int, announced: int = 0, rows: int = 1) -> int:
         """Predict the queue time of a request, in nanoseconds; 0 while latencies are unmeasured.
 
         Args:
+            queue: of the model version.
             level: priority level, from 0.
             now_ns: monotonic.
             announced: rows that will be queued before it and are not there yet.
             rows: rows of the request.
         """
-        is_empty = not (announced or self.queue.waiting_rows)
+        is_empty = not (announced or queue.waiting_rows)
         if is_empty and any(not work.batches for work in self.in_flight_work()):
             return 0  # before the costs are read: nothing else would rebuild them for a single caller
         costs = self.cost_model.current
@@ -442,10 +459,10 @@ class AdmissionController:
         if costs is None or not free_ns:
             return 0
         objective_ns = self.policy.objective_ns
-        ahead = self.queue.rows_ahead(level, now_ns + objective_ns if objective_ns else FAR_NS, "")
+        ahead = queue.rows_ahead(level, now_ns + objective_ns if objective_ns else FAR_NS, "")
         return self._start(costs, free_ns, ahead + announced, min(rows, self.policy.max_rows), now_ns)[0] - now_ns
 
-    def drain_ns(self, now_ns: int) -> int:
+    def drain_ns(self, queue: WaitingRequests, now_ns: int) -> int:
         """Predict the time until the queue and all instances are empty, without new arrivals; 0 while unmeasured."""
         costs = self.cost_model.current
         free_ns = self._free_ns(costs, now_ns) if costs is not None else ()
@@ -453,11 +470,11 @@ class AdmissionController:
             return 0
         usual = self._usual_rows(costs)
         busy_ns = sum([max(time_ns - now_ns, 0) for time_ns in free_ns])
-        return (busy_ns - (-self.queue.waiting_rows // usual) * costs.estimates_ns[usual]) // len(free_ns)
+        return (busy_ns - (-queue.waiting_rows // usual) * costs.estimates_ns[usual]) // len(free_ns)
 
-    def retry_after_s(self, now_ns: int) -> float:
+    def retry_after_s(self, queue: WaitingRequests, now_ns: int) -> float:
         """Return the delay for a `Retry-After` header in seconds: the drain time, or 1 s while latencies are unmeasured."""
-        drain_ns = self.drain_ns(now_ns)
+        drain_ns = self.drain_ns(queue, now_ns)
         return max(drain_ns, NS_PER_MS) / NS_PER_S if drain_ns else 1.0
 
     @property
@@ -514,10 +531,10 @@ class AdmissionController:
         start_ns = _nth_start(batches, [max(time_ns, now_ns) for time_ns in free_ns], cycle_ns)
         return start_ns, batches // instances, before
 
-    def _max_wait_ns(self, costs: BatchCosts, instances: int, due_ns: int, now_ns: int) -> int:
+    def _max_wait_ns(self, queue: WaitingRequests, costs: BatchCosts, instances: int, due_ns: int, now_ns: int) -> int:
         """Return the allowed queue time; unlimited while the queue is not a standing one."""
         usual = self._usual_rows(costs)
-        if 2 * self.queue.waiting_rows < usual * instances:
+        if 2 * queue.waiting_rows < usual * instances:
             self._flowed_ns = now_ns
         left_ns = due_ns - now_ns
         if now_ns - self._flowed_ns < left_ns:

@@ -177,6 +177,11 @@ class Instance:
             warm_up(execution)
 
 
+def in_flight_work(instances: list[Instance]) -> list[InFlightWork]:
+    """Return the running batches of each live instance."""
+    return [work for instance in list(instances) if (work := instance.in_flight_work) is not None]
+
+
 model_logger = logging.getLogger("headrace.model")
 
 MakeNamedRunner = Callable[[str, Execution, OnDeath], BatchRunner]
@@ -186,7 +191,7 @@ MakeNamedRunner = Callable[[str, Execution, OnDeath], BatchRunner]
 class ModelInstances:
     """Starts, evicts, restarts and ends the instances of one model version.
 
-    Ownership: `_lifecycle_lock` is held while instances start, are evicted or end; `_instances`, `_model`, `_warm_up` and
+    Ownership: `_lifecycle_lock` is held while instances start, are evicted or end; `instances`, `_model`, `_warm_up` and
     `_closed` are written under it. `_lock` guards `alive`, `_live_indices`, `_began_ns`, `_opening`, `_startup_deaths` and
     `_ending`, for short sections. Lock order: `_lifecycle_lock`, `_lock`, the scheduler's lock. `evicted`, `alive` and
     `isolated` are read without a lock.
@@ -196,6 +201,7 @@ class ModelInstances:
         size: number of instances.
         model: the loaded model; owned by this object, closed with it. None: the version begins evicted.
         scheduler: source of batches.
+        instances: filled by this object; any thread may read it.
         make_runner: creates the runner of a named instance.
         on_dead: callback with the number of live instances after a failure; called from the thread that failed.
         on_back: callback with the number of live instances after a restart; called from a timer's thread.
@@ -210,6 +216,7 @@ class ModelInstances:
     size: int
     model: InitVar[LoadedModel | None]
     scheduler: Scheduler
+    instances: list[Instance]
     make_runner: MakeNamedRunner
     on_dead: Callable[[int], None]
     on_back: Callable[[int], None]
@@ -223,7 +230,6 @@ class ModelInstances:
         self._warm_up: WarmUp | None = None
         self._lifecycle_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._instances: list[Instance] = []
         self._live_indices: set[int] = set()
         self._began_ns: dict[int, int] = {}
         self._opening = True  # failures are handled by `_start` meanwhile
@@ -260,7 +266,7 @@ class ModelInstances:
             # Set before any instance ends: a caller that queues a request from now on must see that no instance may pull it.
             self.evicted = True
             self.scheduler.pause()
-            ended = self._join(self._instances, timeout_s)
+            ended = self._join(self.instances, timeout_s)
             if not ended or not self.alive:
                 self.evicted = False
                 self.scheduler.resume()
@@ -313,7 +319,7 @@ class ModelInstances:
     def _reopen(self) -> None:
         with self._lifecycle_lock:
             if not self._closed and not self.evicted:
-                self._join(self._instances, _REOPEN_S)
+                self._join(self.instances, _REOPEN_S)
                 self.scheduler.resume()
                 self._replace_ended(self._warm_up)
 
@@ -321,13 +327,9 @@ class ModelInstances:
         """End the instances on GPUs that have failed; the others take the queue. Any thread may call."""
         model = self._model
         devices = () if model is None else _devices_of(model)
-        for instance, gpu in zip(list(self._instances), devices, strict=False):
+        for instance, gpu in zip(list(self.instances), devices, strict=False):
             if gpu in gpus:
                 instance.end(ExecutionLost(f"GPU {gpu} has failed"))
-
-    def in_flight_work(self) -> list[InFlightWork]:
-        """Return the running batches of each live instance."""
-        return [work for instance in list(self._instances) if (work := instance.in_flight_work) is not None]
 
     @property
     def process_status(self) -> ProcessStatus | None:
@@ -372,7 +374,7 @@ class ModelInstances:
             return False
         try:
             left_s = None if deadline_ns is None else max((deadline_ns - self.clock()) / NS_PER_S, 0.0)
-            if not self._join(self._instances, left_s):
+            if not self._join(self.instances, left_s):
                 self._abandon(error)
                 return False
             if not self._closed:
@@ -404,7 +406,7 @@ class ModelInstances:
             self.alive, self._opening, self._startup_deaths = self.size, True, {}
             self._live_indices = set(range(self.size))
             self._began_ns = dict.fromkeys(self._live_indices, self.clock())
-        self._instances, self._warm_up = instances, warm_up
+        self.instances[:], self._warm_up = instances, warm_up
         self.scheduler.set_instances(self.size)
         for instance in instances:
             instance.start(warm_up)
@@ -426,7 +428,7 @@ class ModelInstances:
         with self._lock:
             self.alive = 0
             self._live_indices = set()
-        self._instances = []  # breaks a reference cycle, so that the memory is freed at once
+        self.instances.clear()  # breaks a reference cycle, so that the memory is freed at once
         self._warm_up = None
         model, self._model, self.isolated, self._probed = self._model, None, None, None
         if model is not None:
@@ -434,9 +436,9 @@ class ModelInstances:
 
     def _replace_ended(self, warm_up: WarmUp | None = None) -> None:
         """Start the instances again that ended for new executions, or for an eviction that failed."""
-        for index, instance in enumerate(self._instances):
+        for index, instance in enumerate(self.instances):
             if instance.ended_normally:
-                self._instances[index] = replacement = self._instance(index)
+                self.instances[index] = replacement = self._instance(index)
                 replacement.start(warm_up)
 
     def _join(self, instances: Sequence[Instance], timeout_s: float | None) -> bool:
@@ -499,12 +501,12 @@ class ModelInstances:
     def _restart_instance(self, index: int) -> None:
         with self._lock:
             # Evicted, closed, or restarted meanwhile.
-            if self._ending or self.evicted or index in self._live_indices or not self._instances:
+            if self._ending or self.evicted or index in self._live_indices or not self.instances:
                 return
-        if not self._instances[index].join(0):
+        if not self.instances[index].join(0):
             self._schedule_restart(index, None)  # the failed thread still holds the memory that the next one needs
             return
-        self._instances[index] = replacement = self._instance(index)
+        self.instances[index] = replacement = self._instance(index)
         with self._lock:
             if self._ending:
                 return
@@ -538,7 +540,7 @@ class ModelInstances:
 
     def _abandon(self, error: HeadraceError) -> None:
         self.give_up(error)
-        for instance in self._instances:
+        for instance in self.instances:
             instance.give_up(error)
 
     def _startup_error(self, cause: BaseException) -> ConfigError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.completion import Completion, GroupCompletion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
@@ -23,7 +24,14 @@ from headrace.inference.scheduling.batch_results import BatchResults
 from headrace.inference.scheduling.batching import CostModel
 from headrace.inference.scheduling.entries import EntryFactory, Sequencer
 from headrace.inference.scheduling.inline_gate import InlineGate
-from headrace.inference.scheduling.instance import BatchRunner, ModelInstances, OnDeath, WarmUp
+from headrace.inference.scheduling.instance import (
+    BatchRunner,
+    Instance,
+    ModelInstances,
+    OnDeath,
+    WarmUp,
+    in_flight_work,
+)
 from headrace.inference.scheduling.joining import RaggedLayout
 from headrace.inference.scheduling.latency_table import LatencyTable
 from headrace.inference.scheduling.launch_pacing import LaunchPacing
@@ -80,7 +88,10 @@ class ModelHandle(VersionHandle):
         super().__init__(spec, policy, recorder, table := LatencyTable(bound_ns), clock)
         self._mailbox, self._on_wanted, self.is_unused = mailbox, on_wanted, model is None
         self._cost_model = cost_model = CostModel(table, policy.batch)
-        self._scheduler = self._create_scheduler(policy, clock, mailbox, cost_model)
+        instances: list[Instance] = []
+        works, shared = partial(in_flight_work, instances), policy.sharing is not None
+        self._admission = AdmissionController(cost_model, policy.batch, works, shared, mailbox, policy.max_wait_ns)
+        self._scheduler = self._create_scheduler(policy, clock, mailbox, self._admission)
         undelivered = recorder.record_undelivered
         sequencer = Sequencer(undelivered) if policy.preserve_ordering else None
         deliver = settle_all if sequencer is None else sequencer.deliver
@@ -90,19 +101,8 @@ class ModelHandle(VersionHandle):
         name = f"{spec.name}/{spec.version}"
         self._inline_gate = InlineGate(name, bound_ns, table, mailbox, recorder, bodies, clock)
         self._instance_group = ModelInstances(
-            name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock
+            name, policy.instances, model, self._scheduler, instances, self._runner, on_dead, on_back, clock
         )
-        self._admission = AdmissionController(
-            cost_model,
-            policy.batch,
-            self._scheduler,
-            self._instance_group.in_flight_work,
-            policy.sharing is not None,
-            mailbox,
-            policy.max_wait_ns,
-        )
-        self._scheduler.on_dropped = self._admission.learn_dropped
-        self._scheduler.retry_after_s = self._admission.retry_after_s
         check = OutputCheck(spec, () if policy.ragged is None else policy.ragged.scattered)
         self._batch_results = BatchResults(
             recorder,
@@ -115,7 +115,7 @@ class ModelHandle(VersionHandle):
             layout,
             cost_model.thread_work.observe,
             clock,
-            in_flight=lambda: self._leases,
+            in_flight=partial(getattr, self, "_leases"),
         )
         self._timeouts = RequestTimeouts(policy, self._scheduler, clock)
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
@@ -124,11 +124,12 @@ class ModelHandle(VersionHandle):
         self._restore_requested = False  # guarded by _lock, as the first mismatch of outputs
 
     def _create_scheduler(
-        self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox, cost_model: CostModel
+        self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox, admission: AdmissionController
     ) -> Scheduler:
         order, defer = QueueOrder(policy.aging_ns, policy.sharing, policy.batch.max_rows), mailbox.loop.call_soon
         delay = mailbox.loop.call_later
-        return Scheduler(policy.batch, policy.queue_limits, policy.levels, clock, defer, order, delay, cost_model)
+        limits, costs = policy.queue_limits, admission.cost_model
+        return Scheduler(policy.batch, limits, policy.levels, clock, defer, order, delay, costs, admission)
 
     @property
     def padding(self) -> Mapping[str, str] | None:
@@ -164,7 +165,7 @@ class ModelHandle(VersionHandle):
         """Reject a request that the latest rejection applies to; not with a response cache, which may have its response."""
         if self._admission.standing is not None and self._cache is None and self.policy.levels == 1:
             now_ns = self._clock()
-            error = self._admission.standing_error(received_ns, deadline_ns, now_ns)
+            error = self._admission.standing_error(self._scheduler, received_ns, deadline_ns, now_ns)
             if error is not None:
                 if self._quotas is not None:
                     self._quotas.charge(client, now_ns)
@@ -319,13 +320,13 @@ class ModelHandle(VersionHandle):
         if self._quotas is not None:
             self._quotas.charge(request.client, now_ns)
         entries = self._entry_factory.entries(request, completion, now_ns)
-        admission = self._admission
-        has_due_time, waiting_rows = entries[-1].due_ns != FAR_NS, self._scheduler.queue.total_rows
+        admission, queue = self._admission, self._scheduler
+        has_due_time, waiting_rows = entries[-1].due_ns != FAR_NS, queue.queue.total_rows
         if has_due_time or (
             waiting_rows >= admission.short_rows and waiting_rows and admission.max_wait_ns and not request.internal
         ):
             try:
-                admission.admit(entries, now_ns) if has_due_time else admission.check_wait(entries, now_ns)
+                (admission.admit if has_due_time else admission.check_wait)(queue, entries, now_ns)
             except Unavailable:
                 _withdraw(completion, entries)
                 raise
@@ -385,19 +386,19 @@ class ModelHandle(VersionHandle):
             by_level: include each priority level; the cost grows with the number of levels.
         """
         now_ns, admission, scheduler = self._clock(), self._admission, self._scheduler
-        in_flight_work, instances = admission.in_flight_work(), self._instance_group.alive
+        running, instances = admission.in_flight_work(), self._instance_group.alive
         levels = tuple(
-            LevelLoad(level, *scheduler.waiting(level - 1), admission.wait_ns(level - 1, now_ns))
+            LevelLoad(level, *scheduler.waiting(level - 1), admission.wait_ns(scheduler, level - 1, now_ns))
             for level in range(1, self.policy.levels + 1 if by_level else 1)
         )
         return ModelLoad(
             depth=scheduler.depth,
             rows=scheduler.waiting_rows,
             in_flight=self._leases,
-            running_rows=sum([rows for work in in_flight_work for _, rows in work.batches]),
+            running_rows=sum([rows for work in running for _, rows in work.batches]),
             instances=instances,
-            wait_ns=admission.wait_ns(self.policy.default_level - 1, now_ns),
-            drain_ns=admission.drain_ns(now_ns),
+            wait_ns=admission.wait_ns(scheduler, self.policy.default_level - 1, now_ns),
+            drain_ns=admission.drain_ns(scheduler, now_ns),
             rows_hz=admission.rows_hz * instances,
             late=admission.late,
             levels=levels,
@@ -405,7 +406,8 @@ class ModelHandle(VersionHandle):
 
     def queue_load(self, now_ns: int) -> tuple[int, int]:
         """Return depth and wait in nanoseconds without the other figures of `load`: responses have only these two."""
-        return self._scheduler.depth, self._admission.wait_ns(self.policy.default_level - 1, now_ns)
+        scheduler, level = self._scheduler, self.policy.default_level - 1
+        return scheduler.depth, self._admission.wait_ns(scheduler, level, now_ns)
 
     def overload(self, now_ns: int) -> OverloadFigures | None:
         """Return figures for rejections in front-end processes.
@@ -420,13 +422,13 @@ class ModelHandle(VersionHandle):
         rows = scheduler.queue.total_rows
         is_checked = rows and rows >= admission.short_rows  # as in `_admit`
         return OverloadFigures(
-            admission.forecast(now_ns),
+            admission.forecast(scheduler, now_ns),
             scheduler.depth,
             scheduler.size_bytes,
             limits.max_count,
             limits.max_size_bytes,
             policy.batch.objective_ns,
-            admission.forecast_wait(now_ns) if is_checked else None,
+            admission.forecast_wait(scheduler, now_ns) if is_checked else None,
         )
 
     def learn_rejections(self, count: int, kind: int) -> None:
@@ -440,7 +442,7 @@ class ModelHandle(VersionHandle):
             return Prediction(0, 0)
         level = (level if 0 < level <= policy.levels else policy.default_level) - 1
         batches, max_rows = -(-rows // policy.batch.max_rows), policy.batch.max_rows
-        wait_ns = self._admission.wait_ns(level, now_ns, self.announced_rows, rows)
+        wait_ns = self._admission.wait_ns(self._scheduler, level, now_ns, self.announced_rows, rows)
         return Prediction(wait_ns, costs.estimates_ns[min(rows, max_rows)] * batches)
 
     # By the control thread

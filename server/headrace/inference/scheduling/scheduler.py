@@ -22,6 +22,7 @@ from typing import Protocol
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import settle_all
 from headrace.core.errors import QueueTimeout, Unavailable
+from headrace.inference.scheduling.admission import AdmissionController
 from headrace.inference.scheduling.batching import IDLE, CostModel, Idle, WaitUntil
 from headrace.inference.scheduling.policy import BatchPolicy, QueueLimits
 from headrace.inference.scheduling.queue import FAR_NS, Entry, QueueOrder
@@ -122,11 +123,11 @@ class Scheduler:
         order: order of serving; by default priority, then due time.
         delay: schedules a callback after a number of seconds; None holds no requests back.
         cost_model: durations of batches; None to ignore due times.
+        admission: predicts when a client should retry, and learns from entries that were dropped because they would miss their
+            due time; None for retries after a second.
 
     Attributes:
-        on_dropped: callback for entries that were dropped because they would miss their due time; called without the lock.
         queue: the waiting entries; guarded by the lock, but its totals may be read without.
-        retry_after_s: returns the retry delay in seconds for a full queue, given the monotonic time; called under the lock.
     """
 
     def __init__(
@@ -139,9 +140,9 @@ class Scheduler:
         order: QueueOrder | None = None,
         delay: Callable[[float, Callable[[], None]], object] | None = None,
         cost_model: CostModel | None = None,
+        admission: AdmissionController | None = None,
     ) -> None:
-        self.on_dropped: Callable[[list[Entry]], object] = lambda _entries: None
-        self.retry_after_s: Callable[[int], float] = lambda _now_ns: 1.0
+        self._admission = admission
         self._clock = clock
         self._lock = threading.Lock()
         self._selector = BatchSelector(
@@ -591,7 +592,8 @@ class Scheduler:
         with self._lock:
             dropped, self._selector.dropped = self._selector.dropped, []
         settle_all([(entry.completion, error) for entry, error in dropped])
-        self.on_dropped([entry for entry, _ in dropped if entry.due_ns != FAR_NS])
+        if self._admission is not None:
+            self._admission.learn_dropped([entry for entry, _ in dropped if entry.due_ns != FAR_NS])
 
     def _retry_s(self) -> float:
-        return self.retry_after_s(self._clock())
+        return 1.0 if self._admission is None else self._admission.retry_after_s(self, self._clock())

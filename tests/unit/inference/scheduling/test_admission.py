@@ -56,8 +56,8 @@ class Case:
             self.latency_table.seed({rows: [10 * MS] for rows in (1, 2, 4, 8)})
         policy = BatchPolicy(8, merge=merge, objective_ns=self.objective_ns)
         self.planner = CostModel(self.latency_table, policy)
-        self.admission = AdmissionController(self.planner, policy, self.line, lambda: self.works, shared)
-        self.admission.admit([self.entry(deadline_ms=1000)], NOW)  # the queue has been empty until now
+        self.admission = AdmissionController(self.planner, policy, lambda: self.works, shared)
+        self.admission.admit(self.line, [self.entry(deadline_ms=1000)], NOW)  # the queue has been empty until now
 
     def busy(self, *batches: tuple[int, int], instance: int = 0) -> None:
         """An instance has these under way: when each was taken, in ms from now, and its rows."""
@@ -78,7 +78,7 @@ class Case:
     def predict_ms(self, *rows: int, deadline_ms: int = 0) -> float:
         """Return the predicted completion of a request, in ms from now."""
         entries = [self.entry(each, deadline_ms) for each in rows or (1,)]
-        self.admission.admit(entries, NOW)
+        self.admission.admit(self.line, entries, NOW)
         return (entries[-1].predicted_ns - NOW) / MS
 
 
@@ -100,8 +100,10 @@ def test_an_overdue_batch_is_expected_to_end_now() -> None:
     case = Case()
     case.busy((-15, 8), (-5, 8))
     assert case.predict_ms() == 20
-    assert case.admission.wait_ns(0, NOW) == 10 * MS
-    assert case.admission.wait_ns(0, NOW + 3 * MS) == 10 * MS, "it is looked at again although nothing has changed"
+    assert case.admission.wait_ns(case.line, 0, NOW) == 10 * MS
+    assert case.admission.wait_ns(case.line, 0, NOW + 3 * MS) == 10 * MS, (
+        "it is looked at again although nothing has changed"
+    )
 
 
 def test_several_instances_share_the_work() -> None:
@@ -127,7 +129,7 @@ def test_a_late_request_is_rejected_with_a_retry_delay() -> None:
     assert refused.value.retry_after_s == pytest.approx(0.05)
     with pytest.raises(WouldMiss, match="due in 20 ms"):
         case.predict_ms(deadline_ms=20)
-    assert case.admission.drain_ns(NOW) == 50 * MS
+    assert case.admission.drain_ns(case.line, NOW) == 50 * MS
 
 
 def test_a_standing_queue_has_a_lower_bound_than_a_burst() -> None:
@@ -139,7 +141,7 @@ def test_a_standing_queue_has_a_lower_bound_than_a_burst() -> None:
         entry = case.entry()
         entry.due_ns += ms * MS
         try:
-            case.admission.admit([entry], NOW + ms * MS)
+            case.admission.admit(case.line, [entry], NOW + ms * MS)
         except WouldMiss:
             return False
         return True
@@ -176,12 +178,18 @@ def test_no_request_is_rejected_while_latencies_are_unmeasured() -> None:
     unknown = Case(row=False)
     unknown.line.waiting_rows = 10_000
     assert unknown.predict_ms() == -NOW / MS, "and nothing is promised"
-    assert (unknown.admission.wait_ns(0, NOW), unknown.admission.drain_ns(NOW), unknown.admission.rows_hz) == (0, 0, 0)
+    assert (
+        unknown.admission.wait_ns(unknown.line, 0, NOW),
+        unknown.admission.drain_ns(unknown.line, NOW),
+        unknown.admission.rows_hz,
+    ) == (0, 0, 0)
     evicted = Case(instances=0)
     evicted.line.waiting_rows = 10_000
     assert evicted.predict_ms() == -NOW / MS
-    assert (evicted.admission.wait_ns(0, NOW), evicted.admission.drain_ns(NOW)) == (0, 0)
-    assert [case.admission.retry_after_s(NOW) for case in (unknown, evicted)] == [1, 1], "for a queue may be full"
+    assert (evicted.admission.wait_ns(evicted.line, 0, NOW), evicted.admission.drain_ns(evicted.line, NOW)) == (0, 0)
+    assert [case.admission.retry_after_s(case.line, NOW) for case in (unknown, evicted)] == [1, 1], (
+        "for a queue may be full"
+    )
 
 
 def test_a_request_for_an_idle_instance_is_always_admitted() -> None:
@@ -204,11 +212,11 @@ def test_hard_deadlines_that_cannot_be_met_are_tried_once_a_second() -> None:
     assert case.predict_ms(deadline_ms=11) == 10
     case.busy((-1000, 8))  # it takes longer than predicted, and is not idle
     with pytest.raises(WouldMiss):
-        case.admission.admit([case.entry(deadline_ms=3)], NOW + 2 * NS_PER_S)
+        case.admission.admit(case.line, [case.entry(deadline_ms=3)], NOW + 2 * NS_PER_S)
     case.works[0] = IDLE
     case.admission.changed = True
     late = case.entry(deadline_ms=3)
-    case.admission.admit([late], NOW + NS_PER_S)
+    case.admission.admit(case.line, [late], NOW + NS_PER_S)
     assert late.predicted_ns == NOW + NS_PER_S + 10 * MS
 
 
@@ -279,10 +287,10 @@ def test_more_work_is_never_done_earlier(works: list[list[tuple[int, int]]], wai
         case.busy(*sorted(batches), instance=instance)
     case.line.waiting_rows = waiting
     first = case.predict_ms()
-    drain_ns = case.admission.drain_ns(NOW)
+    drain_ns = case.admission.drain_ns(case.line, NOW)
     case.line.waiting_rows += more
     assert case.predict_ms() >= first >= 10
-    assert case.admission.drain_ns(NOW) >= drain_ns
+    assert case.admission.drain_ns(case.line, NOW) >= drain_ns
     case.busy(*sorted(works[0]), (0, 8))
     assert case.predict_ms() >= first
 
@@ -292,7 +300,7 @@ def test_margins_are_separate_and_shrink_while_they_reject_every_request() -> No
     case.busy((0, 8))
     assert case.predict_ms() == 20
     late = case.entry()
-    case.admission.admit([late], NOW)
+    case.admission.admit(case.line, [late], NOW)
     late.predicted_ns = NOW + 45 * MS
     for _ in range(20):
         case.admission.learn([late], NOW + 90 * MS)
@@ -324,7 +332,7 @@ def test_lower_priority_requests_wait_longer() -> None:
     case.busy((2000, 8))
     later = case.entry()
     later.due_ns += 2 * NS_PER_S
-    case.admission.admit([later], NOW + 2 * NS_PER_S)
+    case.admission.admit(case.line, [later], NOW + 2 * NS_PER_S)
     assert later.predicted_ns == NOW + 2 * NS_PER_S + 20 * MS, "none has come of late"
 
 
@@ -362,7 +370,7 @@ def test_observed_slow_batches_count_soon() -> None:
 
 def rejected(case: Case) -> WouldMiss:
     with pytest.raises(WouldMiss) as refused:
-        case.admission.admit([case.entry()], NOW)
+        case.admission.admit(case.line, [case.entry()], NOW)
     return refused.value
 
 
@@ -372,11 +380,11 @@ def test_a_rejection_stands_until_a_batch_starts_or_ends() -> None:
     case.line.waiting_rows = 40
     first = rejected(case)
     later = NOW + MS
-    again = case.admission.standing_error(later, 0, later)
+    again = case.admission.standing_error(case.line, later, 0, later)
     assert again is not None, "the same request a millisecond later"
     assert (str(again), again.retry_after_s) != (str(first), first.retry_after_s), "times are those of the request"
     case.admission.changed = True
-    assert case.admission.standing_error(later, 0, later) is None
+    assert case.admission.standing_error(case.line, later, 0, later) is None
     assert case.admission.standing is None
 
 
@@ -385,7 +393,7 @@ def test_a_standing_rejection_has_the_numbers_of_a_full_prediction() -> None:
     case.busy((-4, 8))
     case.line.waiting_rows = 40
     first = rejected(case)
-    same = case.admission.standing_error(NOW, 0, NOW)
+    same = case.admission.standing_error(case.line, NOW, 0, NOW)
     assert same is not None
     assert (str(same), same.retry_after_s) == (str(first), first.retry_after_s)
 
@@ -395,9 +403,9 @@ def test_a_standing_rejection_ends_when_the_queue_shrinks_or_time_suffices() -> 
     case.busy((-4, 8))
     case.line.waiting_rows = 40
     rejected(case)
-    assert case.admission.standing_error(NOW + 49 * MS, 0, NOW + 49 * MS) is None, "it would be in time then"
+    assert case.admission.standing_error(case.line, NOW + 49 * MS, 0, NOW + 49 * MS) is None, "it would be in time then"
     case.line.waiting_rows = 39
-    assert case.admission.standing_error(NOW, 0, NOW) is None, "a request has left the queue"
+    assert case.admission.standing_error(case.line, NOW, 0, NOW) is None, "a request has left the queue"
 
 
 def test_a_standing_rejection_does_not_apply_to_more_urgent_requests() -> None:
@@ -405,7 +413,9 @@ def test_a_standing_rejection_does_not_apply_to_more_urgent_requests() -> None:
     case.busy((-4, 8))
     case.line.waiting_rows = 40
     rejected(case)
-    assert case.admission.standing_error(NOW, NOW + 5 * MS, NOW) is None, "it is served before those that are queued"
+    assert case.admission.standing_error(case.line, NOW, NOW + 5 * MS, NOW) is None, (
+        "it is served before those that are queued"
+    )
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -414,7 +424,7 @@ def test_rejections_of_large_requests_and_of_shared_models_do_not_stand(shared: 
     case.busy((-4, 8))
     case.line.waiting_rows = 40
     with pytest.raises(WouldMiss):
-        case.admission.admit([case.entry(1 if shared else 8)], NOW)
+        case.admission.admit(case.line, [case.entry(1 if shared else 8)], NOW)
     assert case.admission.standing is None
 
 
@@ -428,29 +438,31 @@ def unpromised(rows: int = 0, longest_ms: int = 100) -> Case:
 
 def test_the_predicted_wait_of_requests_without_a_due_time_is_bounded() -> None:
     case = unpromised(72)
-    case.admission.check_wait([case.entry()], NOW)  # 6 ms, then nine batches: 96 ms
+    case.admission.check_wait(case.line, [case.entry()], NOW)  # 6 ms, then nine batches: 96 ms
     case.line.waiting_rows = 80
     with pytest.raises(Overloaded, match="a request would wait for 106 ms, 100 ms are allowed") as refused:
-        case.admission.check_wait([case.entry()], NOW)
+        case.admission.check_wait(case.line, [case.entry()], NOW)
     assert refused.value.retry_after_s == pytest.approx(0.106), "the running batch and the queued ones"
-    again = case.admission.standing_error(NOW, 0, NOW)
+    again = case.admission.standing_error(case.line, NOW, 0, NOW)
     assert (str(again), type(again)) == (str(refused.value), Overloaded)
-    assert case.admission.standing_error(NOW + 6 * MS, 0, NOW + 6 * MS) is None, "the batch that runs has ended"
+    assert case.admission.standing_error(case.line, NOW + 6 * MS, 0, NOW + 6 * MS) is None, (
+        "the batch that runs has ended"
+    )
 
 
 def test_two_slow_batches_may_always_wait() -> None:
     case = unpromised(8, longest_ms=5)
-    case.admission.check_wait([case.entry()], NOW)  # 16 ms: more than allowed, less than two batches
+    case.admission.check_wait(case.line, [case.entry()], NOW)  # 16 ms: more than allowed, less than two batches
     case.line.waiting_rows = 16
     with pytest.raises(Overloaded, match="26 ms, 20 ms are allowed"):
-        case.admission.check_wait([case.entry()], NOW)
+        case.admission.check_wait(case.line, [case.entry()], NOW)
 
 
 def test_waits_are_not_bounded_while_latencies_are_unmeasured() -> None:
     case = Case(objective_ms=0, row=False)
     case.admission.max_wait_ns = MS
     case.line.waiting_rows = 4096
-    case.admission.check_wait([case.entry()], NOW)
+    case.admission.check_wait(case.line, [case.entry()], NOW)
 
 
 def test_waits_behind_a_batch_of_more_rows_than_were_measured_are_not_bounded() -> None:
@@ -459,21 +471,21 @@ def test_waits_behind_a_batch_of_more_rows_than_were_measured_are_not_bounded() 
     case.admission.max_wait_ns = MS
     case.line.waiting_rows = 8
     case.busy((0, 8))  # 5.6 ms by extrapolation from one row
-    case.admission.check_wait([case.entry()], NOW)
-    assert case.admission.forecast_wait(NOW) is None
+    case.admission.check_wait(case.line, [case.entry()], NOW)
+    assert case.admission.forecast_wait(case.line, NOW) is None
     case.latency_table.observe(8, 4 * MS)
     case.planner.batch()
     case.line.waiting_rows = 16
     with pytest.raises(Overloaded, match="are allowed"):
-        case.admission.check_wait([case.entry()], NOW)
-    assert case.admission.forecast_wait(NOW) is not None
+        case.admission.check_wait(case.line, [case.entry()], NOW)
+    assert case.admission.forecast_wait(case.line, NOW) is not None
 
 
 def test_waits_that_are_longer_than_predicted_are_learned() -> None:
     case = unpromised(72)
     entry = case.entry()
-    case.admission.check_wait([entry], NOW)
+    case.admission.check_wait(case.line, [entry], NOW)
     for _ in range(200):
         case.admission.record_wait(entry, NOW + 2 * 96 * MS)
     with pytest.raises(Overloaded, match=r"would wait for 1[89]\d ms"):
-        case.admission.check_wait([case.entry()], NOW)
+        case.admission.check_wait(case.line, [case.entry()], NOW)

@@ -91,7 +91,7 @@ async def test_front_ends_reject_long_waits_only_where_the_queue_checks_them(
     """With few rows in the queue it checks no prediction: one of them may be wrong."""
 
     served, forecast = slow(mailbox, model, 0), WaitForecast(2, 1)
-    monkeypatch.setattr(served._admission, "forecast_wait", lambda now_ns: forecast)
+    monkeypatch.setattr(served._admission, "forecast_wait", lambda queue, now_ns: forecast)
     first = served.infer(now(1))
     await wait_started(model)
     assert served.overload(NOW_NS).wait is None  # type: ignore[union-attr]

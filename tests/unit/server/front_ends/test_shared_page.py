@@ -112,15 +112,12 @@ class Model:
         latency_table.seed({rows: [10 * MS] for rows in (1, 2, 4, 8)})
         policy = BatchPolicy(8, objective_ns=self.objective_ns)
         self.limits = QueueLimits(max_count=40, max_size_bytes=4000)
-        self.scheduler = Scheduler(policy, self.limits, clock=lambda: NOW)
         works = [InFlightWork(0, [(NOW - ms * MS, 8)]) for ms in running] or [InFlightWork(NOW - 1, ())]
         cost_model = CostModel(latency_table, policy)
-        self.admission = AdmissionController(
-            cost_model, policy, self.scheduler, lambda: works, max_wait_ns=max_wait_ms * MS
-        )
-        self.scheduler.retry_after_s = self.admission.retry_after_s
+        self.admission = AdmissionController(cost_model, policy, lambda: works, max_wait_ns=max_wait_ms * MS)
+        self.scheduler = Scheduler(policy, self.limits, clock=lambda: NOW, admission=self.admission)
         if objective_ms:
-            self.admission.admit([self.entry()], NOW)
+            self.admission.admit(self.scheduler, [self.entry()], NOW)
         kind = self.objective_ns.bit_length()
         self.admission._margins._ns[kind] = margin_ms * MS
         for _ in range(waiting):
@@ -132,8 +129,8 @@ class Model:
 
     def record(self) -> VersionRecord:
         scheduler, limits = self.scheduler, self.limits
-        load = LOAD._replace(depth=scheduler.depth, drain_ns=self.admission.drain_ns(NOW))
-        forecast = self.admission.forecast(NOW)
+        load = LOAD._replace(depth=scheduler.depth, drain_ns=self.admission.drain_ns(self.scheduler, NOW))
+        forecast = self.admission.forecast(self.scheduler, NOW)
         figures = OverloadFigures(
             forecast,
             scheduler.depth,
@@ -141,7 +138,7 @@ class Model:
             limits.max_count,
             limits.max_size_bytes,
             self.objective_ns,
-            self.admission.forecast_wait(NOW),
+            self.admission.forecast_wait(self.scheduler, NOW),
         )
         return version_record(load, figures, NOW)
 
@@ -149,9 +146,9 @@ class Model:
         try:
             entry = self.entry()
             if self.objective_ns:
-                self.admission.admit([entry], NOW)
+                self.admission.admit(self.scheduler, [entry], NOW)
             elif self.admission.max_wait_ns:
-                self.admission.check_wait([entry], NOW)
+                self.admission.check_wait(self.scheduler, [entry], NOW)
             self.scheduler.enqueue([entry])
         except (WouldMiss, Overloaded) as error:
             return error

@@ -9,6 +9,7 @@ from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import settle_all
 from headrace.core.errors import QueueTimeout, Unavailable
 from headrace.core.response_bodies import SequenceFigures
+from headrace.inference.scheduling.admission import AdmissionController
 from headrace.inference.scheduling.batching import CostModel, WaitUntil
 from headrace.inference.scheduling.policy import BatchPolicy, QueueLimits, SequencePolicy
 from headrace.inference.scheduling.queue import FAR_NS, Entry
@@ -33,6 +34,7 @@ class SequenceScheduler(Scheduler):
         defer: as in `Scheduler`: requests that arrive together share a batch.
         cost_model: durations of batches; None to ignore due times.
         on_ended: called with a number of sequences that have ended, on any thread, without the lock.
+        admission: as in `Scheduler`.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class SequenceScheduler(Scheduler):
         defer: Callable[[Callable[[], None]], object] = lambda callback: callback(),
         cost_model: CostModel | None = None,
         on_ended: Callable[[int], object] = lambda _count: None,
+        admission: AdmissionController | None = None,
     ) -> None:
-        super().__init__(BatchPolicy(merge=False), limits, clock=clock, defer=defer, cost_model=cost_model)
+        rules = BatchPolicy(merge=False)
+        super().__init__(rules, limits, clock=clock, defer=defer, cost_model=cost_model, admission=admission)
         self._table = SequenceTable(policy, limits, self._retry_s)
         self._work: dict[int, threading.Condition] = {}
         self._tasks: dict[int, IdleTask] = {}

@@ -10,8 +10,7 @@ from headrace.core.completion import Completion, LoopCompletion, Mailbox, Thread
 from headrace.core.errors import BadRequest, DeadlineExceeded, Unavailable
 from headrace.core.request import InferRequest, InferResponse, SequenceFields
 from headrace.core.response_bodies import SequenceFigures
-from headrace.inference.scheduling.admission import rejection
-from headrace.inference.scheduling.batching import CostModel
+from headrace.inference.scheduling.admission import AdmissionController, rejection
 from headrace.inference.scheduling.entries import member_of
 from headrace.inference.scheduling.instance import BatchRunner, OnDeath
 from headrace.inference.scheduling.model_handle import DEADLINE_PASSED, ModelHandle, set_deadline
@@ -54,10 +53,10 @@ class SequenceHandle(ModelHandle):
         directory.add(self)
 
     def _create_scheduler(
-        self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox, cost_model: CostModel
+        self, policy: HandlePolicy, clock: Clock, mailbox: Mailbox, admission: AdmissionController
     ) -> Scheduler:
         rules, limits, defer = self._rules(policy), policy.queue_limits, mailbox.loop.call_soon
-        return SequenceScheduler(rules, limits, clock, defer, cost_model, self._end_holds)
+        return SequenceScheduler(rules, limits, clock, defer, admission.cost_model, self._end_holds, admission)
 
     @staticmethod
     def _rules(policy: HandlePolicy) -> SequencePolicy:
@@ -180,7 +179,7 @@ class SequenceHandle(ModelHandle):
         """
         wait_ns = self._scheduler.slot_wait_ns(entry.sequence_key, now_ns)
         if not wait_ns:
-            self._admission.admit([entry], now_ns)
+            self._admission.admit(self._scheduler, [entry], now_ns)
             return
         self._admission.has_due_times = True
         costs = self._cost_model.current
