@@ -50,6 +50,7 @@ async def running(
     loader = Loader(
         Mailbox(asyncio.get_running_loop()),
         on_dead=lambda name, number, _: registry.update_health(name, number),
+        on_first_use=registry.set_used,
         **loading,
     )
     selection = ModelSelection([repository], names)

@@ -90,7 +90,7 @@ class HeldTasks(IdleTasks):
 
     def release(self) -> None:
         self.is_held = False
-        self.on_added()
+        self.commands.wake()
 
 
 def model_of(text: str) -> onnx.ModelProto:

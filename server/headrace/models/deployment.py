@@ -168,7 +168,6 @@ class Deployments:
         self._logged_progress: tuple[BuildOrder, int] | None = (
             None  # build of the last progress log line, and its quarter
         )
-        loader.gpu_model_cache.on_change = self._cache_changed
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -536,14 +535,15 @@ class Deployments:
         if plan.is_pending:
             return plan, None
         if plan.remark and plan.stamp is None:
-            level, cure = (
-                (logging.INFO, "") if plan.build else (logging.WARNING, f" ({plan.cure})" if plan.cure else "")
-            )
+            cure = f" ({plan.cure})" if plan.cure and not plan.build else ""
+            level = logging.INFO if plan.build else logging.WARNING
             logger.log(level, "model %s: %s%s", subject, plan.remark, cure)
         while True:
             try:
                 lazy = is_lazy and self._loader.is_lazy(folder.config, plan)
-                handle = _as_config_error(partial(self._loader.load, folder, version, plan, lazy), subject)
+                handle = _as_config_error(
+                    partial(self._loader.load, folder, version, plan, lazy, self._cache_changed), subject
+                )
                 break
             except ConfigError as error:
                 # An engine that does not fit into GPU memory is not broken: the CPU replaces it only if the configuration

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -48,6 +48,13 @@ _LOOK_S = 0.2
 _MIN_WAIT_NS = NS_PER_S // 100
 
 
+OnChange = Callable[[VersionHandle], None]
+
+
+def ignore_change(_handle: VersionHandle) -> None:
+    """Default of `on_change`."""
+
+
 @dataclass(slots=True, eq=False)
 class CachedModel:
     """A model version in the cache, loaded or evicted. Times are monotonic nanoseconds.
@@ -56,6 +63,8 @@ class CachedModel:
         handle: handle of the version.
         is_pinned: the version is never evicted (`keep_loaded`).
         reopen: loads the version again and returns the account of its memory.
+        on_change: called with the handle, on the thread of a load, when the version was evicted or loaded again, or could not be
+            loaded.
         memory_bytes: bytes that it holds while loaded, by GPU, or of `CPU`; expected bytes before its first load.
         loaded_ns: time of the last load.
         protected_until_ns: end of its minimum time in memory while it is in use.
@@ -70,6 +79,7 @@ class CachedModel:
     handle: VersionHandle
     is_pinned: bool
     reopen: Callable[[], MemoryAccount]
+    on_change: OnChange
     memory_bytes: dict[int, int] = field(default_factory=dict)
     loaded_ns: int = 0
     protected_until_ns: int = 0
@@ -118,20 +128,11 @@ class GpuModelCache:
     Attributes:
         ledger: memory accounts of the GPUs and the host.
         clock: monotonic nanoseconds.
-        on_request: called from any thread when a request waits for an evicted version; the control thread then calls
-            `load_requested`.
-        on_change: called on the thread of a load when a version was evicted or loaded again, or could not be loaded.
-        start_load: runs the load of a requested version on another thread; set by the control thread.
-        on_lost: called from any thread with the name of a model whose GPUs have all failed; set by the control thread.
     """
 
     def __init__(self, ledger: Ledger | None = None, clock: Clock = monotonic_ns) -> None:
         self.ledger = ledger or Ledger()
         self.clock = clock
-        self.on_request: Callable[[], None] = lambda: None
-        self.on_change: Callable[[VersionHandle], None] = lambda _handle: None
-        self.start_load: Callable[[VersionHandle, Callable[[], None]], None]
-        self.on_lost: Callable[[str], None] = lambda _name: None
         self._short_of_memory = threading.Lock()
         self._eviction_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -142,7 +143,8 @@ class GpuModelCache:
         self._requests: dict[VersionHandle, None] = {}  # in the order of the requests
         self._started: list[CachedModel] = []  # loads that `load_requested` has started, of the control thread
         self._loads: dict[tuple[str, str], LoadCounts] = {}
-        self._notified = False  # `on_wanted` was called, and `serve` has not been since
+        self._notified = False  # `request` has returned True, and `load_requested` was not called since
+        self._lost: deque[str] = deque()  # models whose GPUs have all failed
         self._load_error: HeadraceError | None = None
 
     # For the loader
@@ -178,6 +180,7 @@ class GpuModelCache:
         is_pinned: bool,
         reopen: Callable[[], MemoryAccount],
         begun_ns: int,
+        on_change: OnChange = ignore_change,
     ) -> None:
         """Add a version that has been loaded.
 
@@ -187,13 +190,18 @@ class GpuModelCache:
             is_pinned: never evict it.
             reopen: loads it again after an eviction.
             begun_ns: start of the load, monotonic nanoseconds.
+            on_change: see `CachedModel`.
         """
-        model = CachedModel(handle, is_pinned, reopen)
+        model = CachedModel(handle, is_pinned, reopen, on_change)
         self._add(model)
         self._record_load(model, account, begun_ns)
 
     def add_evicted(
-        self, handle: VersionHandle, expected_bytes: dict[int, int], reopen: Callable[[], MemoryAccount]
+        self,
+        handle: VersionHandle,
+        expected_bytes: dict[int, int],
+        reopen: Callable[[], MemoryAccount],
+        on_change: OnChange = ignore_change,
     ) -> None:
         """Add a version that its first request loads.
 
@@ -201,8 +209,9 @@ class GpuModelCache:
             handle: handle of the version, which is evicted.
             expected_bytes: memory that it will need, by GPU or of `CPU`.
             reopen: loads it.
+            on_change: see `CachedModel`.
         """
-        self._add(CachedModel(handle, False, reopen, expected_bytes))
+        self._add(CachedModel(handle, False, reopen, on_change, expected_bytes))
 
     def make_room(self, error: NoRoom, name: str) -> bool:
         """Evict other versions for a version that is loaded now; versions in use only if there are no others.
@@ -255,8 +264,11 @@ class GpuModelCache:
 
     # For the control thread
 
-    def load_requested(self) -> int | None:
+    def load_requested(self, start_load: Callable[[VersionHandle, Callable[[], None]], None]) -> int | None:
         """Start the loads of the requested versions for which there is memory now.
+
+        Args:
+            start_load: runs the load of a version on another thread, after which the control thread wakes up.
 
         Returns:
             Time of the next call for versions that still wait, in monotonic nanoseconds; None if none waits.
@@ -280,7 +292,7 @@ class GpuModelCache:
                 if load_ns <= self.clock():
                     model.is_loading = True
                     self._started.append(model)
-                    self.start_load(handle, partial(self._load_requested, model))
+                    start_load(handle, partial(self._load_requested, model))
                     continue
                 due_ns = load_ns if due_ns is None else min(due_ns, load_ns)
             blocked |= model.memory_bytes.keys()
@@ -300,21 +312,32 @@ class GpuModelCache:
 
     # From any thread
 
-    def request(self, handle: VersionHandle) -> None:
+    def request(self, handle: VersionHandle) -> bool:
         """Queue an evicted version for which a request waits; callable from any thread.
 
         Args:
             handle: handle of the version.
+
+        Returns:
+            True if the control thread must wake up, to call `load_requested`.
         """
         with self._lock:
             load_error = self._load_error
             should_notify = load_error is None and not self._notified
             if load_error is None:
                 self._requests[handle], self._notified = None, True
-        if should_notify:
-            self.on_request()
         if load_error is not None:
             handle.refuse(load_error)
+        return should_notify
+
+    def add_lost(self, name: str) -> None:
+        """Note a model whose GPUs have all failed; the control thread must wake up, to call `take_lost`."""
+        self._lost.append(name)
+
+    def take_lost(self) -> Iterator[str]:
+        """Remove and yield the models whose GPUs have all failed."""
+        while self._lost:
+            yield self._lost.popleft()
 
     def end_on(self, gpus: frozenset[int]) -> None:
         """End the instances on GPUs that have failed; the memory of these GPUs is not needed for a load any more."""
@@ -449,7 +472,7 @@ class GpuModelCache:
                 self._record_load(model, account, begun_ns, on_demand=True)
                 level = logging.DEBUG if CPU in model.memory_bytes else logging.INFO  # thousands of models, many times
                 logger.log(level, "model %s is loaded again for a request", model.name)
-                self.on_change(model.handle)
+                model.on_change(model.handle)
             return 0
 
     def _record_load(self, model: CachedModel, account: MemoryAccount, begun_ns: int, on_demand: bool = False) -> None:
@@ -472,7 +495,7 @@ class GpuModelCache:
         model.is_broken = CPU in model.memory_bytes and not isinstance(error, NoRoom)
         model.retry_load_ns = self.clock() + wait_s * NS_PER_S
         logger.error("model %s could not be loaded for a request: %s", model.name, error)
-        self.on_change(model.handle)
+        model.on_change(model.handle)
         self._refuse(model)
 
     def _refuse(self, model: CachedModel) -> None:
@@ -514,7 +537,7 @@ class GpuModelCache:
             logger.log(level, "model %s is evicted for %s: frees %s of %s", victim.name, requester, freed, memory)
             with self._lock:
                 self._loads[_key(victim.handle)].evictions += 1
-            self.on_change(victim.handle)
+            victim.on_change(victim.handle)
         return freed_bytes > 0
 
     def _wait_for_closing(self, gpu: int) -> bool:

@@ -13,6 +13,7 @@ from functools import partial
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.inference.scheduling.model_handle import ModelHandle
+from headrace.models.command_queue import CommandQueue
 from headrace.models.registry import Registry
 from headrace.runtimes.base import Execution, ExecutionLost
 
@@ -33,14 +34,15 @@ class IdleTasks:
     Ownership: single steps of the interpreter change `_tasks`; the task that runs holds `_running`.
 
     Args:
+        commands: wakes the control thread for the first task of a model, so that it calls `look`; None for commands of its own.
         clock: monotonic nanoseconds.
 
     Attributes:
-        on_added: called for the first task of a model, on the thread that has set it; the control thread then calls `look`.
+        commands: those of the control thread.
     """
 
-    def __init__(self, clock: Clock = monotonic_ns) -> None:
-        self.on_added: Callable[[], None] = lambda: None
+    def __init__(self, commands: CommandQueue | None = None, clock: Clock = monotonic_ns) -> None:
+        self.commands = commands or CommandQueue()
         self._clock = clock
         self._tasks: dict[ModelHandle, IdleWork] = {}
         self._running = threading.Lock()
@@ -53,7 +55,7 @@ class IdleTasks:
         is_new = handle not in self._tasks
         self._tasks[handle] = task
         if is_new:
-            self.on_added()
+            self.commands.wake()
 
     def look(self, registry: Registry, is_loading: Callable[[], bool]) -> int | None:
         """Offer the tasks to their models, if the server is idle.

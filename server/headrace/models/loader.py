@@ -53,7 +53,8 @@ from headrace.inference.scheduling.sequences.sequence_handle import SequenceHand
 from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.accounted_model import AccountedModel, HostMemory, cpu_batch_size, file_id
 from headrace.models.batch_proofs import BatchProofs
-from headrace.models.gpu_model_cache import GpuModelCache
+from headrace.models.command_queue import CommandQueue
+from headrace.models.gpu_model_cache import GpuModelCache, OnChange, ignore_change
 from headrace.models.idle_tasks import IdleTasks
 from headrace.models.integrity.verified_copy import ModelVerifier
 from headrace.models.measuring import MeasuringTurns
@@ -198,6 +199,7 @@ class Loader:
         histograms: record latency histograms.
         on_dead: called with (model, version, remaining instances) when an instance dies.
         on_restart: called with (model, version, live instances) when an instance has been restarted.
+        on_first_use: called with the handle of a version that began evicted, on its first request; must not wait.
         backend: returns a backend by name.
         gpu_model_cache: models in GPU memory.
         gpu_memory_fraction: share of each GPU's memory for all versions together, 0 to 1.
@@ -225,6 +227,7 @@ class Loader:
     histograms: bool = True
     on_dead: Callable[[str, str, int], None] = lambda _name, _version, _left: None
     on_restart: Callable[[str, str, int], None] = lambda _name, _version, _living: None
+    on_first_use: Callable[[VersionHandle], None] = lambda _handle: None
     backend: Callable[[str], Backend] = open_backend
     gpu_model_cache: GpuModelCache = field(default_factory=GpuModelCache)
     gpu_memory_fraction: float = 0.9
@@ -246,6 +249,11 @@ class Loader:
     trials: ModelTrials | None = None
     proofs: BatchProofs | None = None
     idle_tasks: IdleTasks = field(default_factory=IdleTasks)
+
+    @property
+    def commands(self) -> CommandQueue:
+        """Commands of the control thread."""
+        return self.idle_tasks.commands
 
     def plan(self, folder: ModelFolder, version: int) -> ServingPlan:
         """Choose the runtime and the file of a version.
@@ -294,7 +302,14 @@ class Loader:
         on_cpu = plan.runtime not in GPU_RUNTIMES and plan.runtime not in PYTHON_RUNTIMES
         return on_cpu and not config.keep_loaded and CPU in self.gpu_model_cache.ledger.limits
 
-    def load(self, folder: ModelFolder, version: int, plan: ServingPlan, is_lazy: bool = False) -> ModelHandle:
+    def load(
+        self,
+        folder: ModelFolder,
+        version: int,
+        plan: ServingPlan,
+        is_lazy: bool = False,
+        on_change: OnChange = ignore_change,
+    ) -> ModelHandle:
         """Read the file of the plan, start the instances and warm them up; evicts other models if memory is short.
 
         A model that names no GPUs has no instances on those that have no room for it even then.
@@ -304,17 +319,18 @@ class Loader:
             version: version number.
             plan: the serving plan.
             is_lazy: return an evicted version, which its first request loads; see `is_lazy`.
+            on_change: see `CachedModel.on_change`.
 
         Raises:
             NoRoom: it does not fit into the memory of a GPU, or into the budget of host memory.
             ConfigError: the version cannot be served from this file; has the reason.
         """
         if is_lazy:
-            return self._load(folder, version, plan, is_lazy)
+            return self._load(folder, version, plan, is_lazy, on_change)
         may_choose = not any(group.gpus for group in folder.config.instance_group)
         while True:
             try:
-                load = partial(self._load, folder, version, plan, is_lazy)
+                load = partial(self._load, folder, version, plan, is_lazy, on_change)
                 return self.gpu_model_cache.load(load, f"{folder.config.name}/{version}")
             except NoRoom as error:
                 config = self._without_gpu(folder.config, error.gpu) if may_choose and error.others else None
@@ -328,7 +344,9 @@ class Loader:
 
         return without_gpu(config, gpu)
 
-    def _load(self, folder: ModelFolder, version: int, plan: ServingPlan, is_lazy: bool) -> ModelHandle:
+    def _load(
+        self, folder: ModelFolder, version: int, plan: ServingPlan, is_lazy: bool, on_change: OnChange
+    ) -> ModelHandle:
         config, begun_ns = folder.config, self.gpu_model_cache.clock()
         warmups, states = [] if is_lazy else make_warmups(config, folder.path), state_tensors(config, folder.path)
         check_engine(plan, config)
@@ -356,9 +374,9 @@ class Loader:
             handle.callee_revision = partial(self.calls.revision, f"{config.name}/{version}")
         self.open_cache(handle, folder, lambda: f"{plan.runtime} {digest()}")
         if model is None:
-            self.gpu_model_cache.add_evicted(handle, {CPU: original[0]}, loads.reopen)
+            self.gpu_model_cache.add_evicted(handle, {CPU: original[0]}, loads.reopen, on_change)
         else:
-            self.gpu_model_cache.add(handle, model.account, config.keep_loaded, loads.reopen, begun_ns)
+            self.gpu_model_cache.add(handle, model.account, config.keep_loaded, loads.reopen, begun_ns, on_change)
         return handle
 
     def _create_handle(
@@ -392,7 +410,8 @@ class Loader:
             mailbox=self.mailbox,
             recorder=Recorder(self.histograms),
             on_dead=partial(self._instance_died, config.name, str(version), devices),
-            on_wanted=self.gpu_model_cache.request,
+            on_wanted=self._request_load,
+            on_first_use=self.on_first_use,
             on_back=lambda alive: self.on_restart(config.name, str(version), alive),
             bodies=self.bodies,
         )
@@ -408,7 +427,13 @@ class Loader:
         if lost:
             self.gpu_model_cache.end_on(lost)
             if devices and not remaining and lost.issuperset(devices):
-                self.gpu_model_cache.on_lost(name)
+                self.gpu_model_cache.add_lost(name)
+                self.commands.wake()
+
+    def _request_load(self, handle: VersionHandle) -> None:
+        """Let the control thread load an evicted version for which a request waits."""
+        if self.gpu_model_cache.request(handle):
+            self.commands.wake()
 
     def _handle_class(self, policy: HandlePolicy) -> Callable[..., ModelHandle]:
         return ModelHandle if policy.sequences is None else partial(SequenceHandle, directory=self.sequences)

@@ -27,13 +27,13 @@ from headrace.core.errors import (
     Forbidden,
     HeadraceError,
     NotFound,
-    Overloaded,
     Unavailable,
 )
 from headrace.core.threads import start_thread
 from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models import folders
 from headrace.models.builds import BUILDER, EngineBuilds
+from headrace.models.command_queue import STOPPING, Command
 from headrace.models.control_policy import ControlPolicy, ModelSelection
 from headrace.models.deployment import Deployments, ModelSource
 from headrace.models.load_queue import LoadQueue, OnEnd
@@ -48,12 +48,9 @@ from headrace.python.environments import EnvironmentPending
 
 logger = logging.getLogger("headrace.control")
 
-# Each command may hold the files of an upload.
-MAX_WAITING_COMMANDS = 64
 _NOT_LOADED = "not loaded"
 # At start, models that are still being copied delay the others by at most this many settle times.
 _START_SETTLES = 3
-_STOPPING = "the server is stopping"
 # Between model and version in the key of a load on demand; no name of a model has it.
 _ON_DEMAND = "/"
 # Loads that are cancelled at the end close what they have loaded; one that hangs in a library ends with the process.
@@ -62,21 +59,13 @@ _LOADS_STOP_S = 2.0
 _STORES_STOP_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    action: Callable[[], None]
-    outcome: Future[None]
-    settles: bool = False  # the action settles the outcome later, unless it raises an error
-
-
 @dataclass(eq=False, repr=False)
 class Reconciler:
     """The control thread: starts loads at start, runs load and unload commands or watches folders, and closes all models at the
     end.
 
-    `load` and `unload` are called on the event loop, `start` and `stop` by the server. Ownership: `_lock` guards `_waiting`
-    and `_ended`; `requested` and `_pending` are changed within `Deployments.changing`; everything else belongs to the control
-    thread.
+    `load` and `unload` are called on the event loop, `start` and `stop` by the server. Ownership: `requested` and
+    `_pending` are changed within `Deployments.changing`; everything else belongs to the control thread.
 
     Attributes:
         selection: the models to serve.
@@ -105,11 +94,7 @@ class Reconciler:
     def __post_init__(self, control: ControlPolicy | None, builder: Sequence[str]) -> None:
         self._control = control or ControlPolicy()
         self._gpu_model_cache = self.loader.gpu_model_cache
-        # After every command the thread calls `load_requested` of the GPU model cache.
-        self._gpu_model_cache.on_request = self._wake
-        self._gpu_model_cache.start_load = self._start_load_on_demand
-        self._gpu_model_cache.on_lost = self._load_elsewhere
-        self.loader.idle_tasks.on_added = self._wake
+        self._commands = self.loader.commands
         self._closer = VersionCloser(self.registry, self._gpu_model_cache.remove)
         if self.loader.state is not None:
             builder = (*builder, "--state-dir", str(self.loader.state))
@@ -118,7 +103,7 @@ class Reconciler:
             lambda order, failure: self._start_load(
                 order.name, lambda: self._deployments.finish_build(order, failure), partial(_log_failure, order.name)
             ),
-            lambda order: self._post(lambda: self._deployments.update_progress(order)),
+            lambda order: self._commands.post(lambda: self._deployments.update_progress(order)),
         )
         self._deployments = Deployments(self.loader, self.registry, self._closer, self._builds)
         end_helper = (lambda: "") if self.loader.trials is None else self.loader.trials.end_helper
@@ -136,10 +121,6 @@ class Reconciler:
         self._is_draining = False
         self._memory_ns: int | None = None  # next `load_requested` of the GPU model cache
         self._idle_ns: int | None = None  # next `look` for tasks of idle models
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._waiting: dict[Future[None], str] = {}  # commands that have not ended, with the model that they load
-        self._ended = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name="control", daemon=True)
         self._close_timeout_s = 0.0
@@ -154,7 +135,7 @@ class Reconciler:
         self._is_draining = True
         for key in self._loads.keys():  # noqa: SIM118  # a method of the queue
             if _ON_DEMAND not in key:
-                self._loads.drop(key, Unavailable(_STOPPING))
+                self._loads.drop(key, Unavailable(STOPPING))
 
     def stop(self, timeout_s: float) -> bool:
         """Close every model after its queued requests have completed.
@@ -167,7 +148,7 @@ class Reconciler:
         """
         self._close_timeout_s = timeout_s
         self._stop.set()
-        self._commands.put(None)
+        self._commands.stop()
         self._builds.stop()
         if self.loader.trials is not None:
             self.loader.trials.stop()
@@ -210,7 +191,7 @@ class Reconciler:
         errors = await self.stores.refresh() if self.stores is not None and not files else {}
         while True:
             outcome: Future[None] = Future()
-            action = partial(self._load, name, config, files, errors, partial(self._settle, outcome))
+            action = partial(self._load, name, config, files, errors, partial(self._commands.settle, outcome))
             try:
                 await self._run_command(action, outcome, name)
                 return
@@ -282,51 +263,26 @@ class Reconciler:
         """
         outcome: Future[None] = settled or Future()
         outcome.set_running_or_notify_cancel()  # a cancelled caller does not cancel the command
-        with self._lock:
-            if self._ended or self._stop.is_set():
-                raise Unavailable(_STOPPING)
-            is_full = len(self._waiting) >= MAX_WAITING_COMMANDS
-            if is_full and (settled is not None or not self._is_loading(name)):
-                raise Overloaded(f"{len(self._waiting)} loads and unloads are queued, the maximum: try again later")
-            self._waiting[outcome] = name if settled is not None else ""
-            self._commands.put(_Command(action, outcome, settled is not None))
+        if self._stop.is_set():
+            raise Unavailable(STOPPING)
+        is_load = settled is not None
+        self._commands.add(
+            Command(action, outcome, is_load),
+            name if is_load else "",
+            lambda loading: not is_load and self._is_loading(name, loading),
+        )
         await asyncio.wrap_future(outcome)
 
     # On any thread
 
-    def _is_loading(self, name: str) -> bool:
-        """Return True if a load of a model waits or runs; `_lock` is held."""
-        keys = *self._waiting.values(), *self._loads.keys()
+    def _is_loading(self, name: str, waiting: Collection[str]) -> bool:
+        """Return True if a load of a model runs or waits; `waiting`: models of the commands that wait."""
+        keys = *waiting, *self._loads.keys()
         return name in {key.partition(_ON_DEMAND)[0] for key in keys}
 
     def _is_at_work(self) -> bool:
         """Return True while models are loaded, or the server stops."""
         return self._is_draining or self._stop.is_set() or not self._loads.is_empty
-
-    def _post(self, action: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._ended:
-                outcome: Future[None] = Future()
-                self._waiting[outcome] = ""
-                self._commands.put(_Command(action, outcome))
-
-    def _wake(self) -> None:
-        """Let the control thread look for what it may start now."""
-        self._post(lambda: None)
-
-    def _settle(self, outcome: Future[None], error: BaseException | None) -> None:
-        """Settle the outcome of a command."""
-        with self._lock:
-            self._waiting.pop(outcome, None)
-        if error is None:
-            outcome.set_result(None)
-        elif isinstance(error, HeadraceError):
-            outcome.set_exception(error)
-        elif isinstance(error, Exception):
-            logger.error("a load or unload failed", exc_info=error)
-            outcome.set_exception(HeadraceError("the command failed: see the server's log for the cause"))
-        else:
-            outcome.set_exception(Unavailable(_STOPPING))
 
     def _start_load(self, name: str, action: Callable[[], None], on_end: OnEnd, after: Collection[str] = ()) -> None:
         """Queue a load of a model.
@@ -338,7 +294,7 @@ class Reconciler:
             after: models that it calls; their loads end first.
         """
         if self._is_draining:
-            on_end(Unavailable(_STOPPING))
+            on_end(Unavailable(STOPPING))
             return
         if not self._has_started:
             self._initial.add(initial := object())
@@ -349,7 +305,7 @@ class Reconciler:
                 self._retry(self._deployments.callers(name), on_end)
             else:
                 on_end(error)
-            self._wake()  # for models that wait for memory
+            self._commands.wake()  # for models that wait for memory
 
         self._loads.add(name, action, ended, after)
 
@@ -366,18 +322,13 @@ class Reconciler:
 
         def ended(error: BaseException | None) -> None:
             _log_failure(key, error)
-            self._wake()  # for versions that wait for it
+            self._commands.wake()  # for versions that wait for it
 
         self._loads.add(key, load, ended)
 
-    def _load_elsewhere(self, name: str) -> None:
-        """Load a model again whose GPUs have failed: on other GPUs or the CPU, as its configuration allows; from any thread."""
-        load = partial(self._deployments.reload, name)
-        self._post(lambda: self._start_load(name, load, partial(_log_failure, name)))
-
     def _end_initial(self, initial: object, on_end: OnEnd, error: BaseException | None) -> None:
         on_end(error)
-        self._post(lambda: self._complete(initial))
+        self._commands.post(lambda: self._complete(initial))
 
     # On the control thread
 
@@ -393,7 +344,9 @@ class Reconciler:
             self._complete(None)
             while self._serve_one():
                 self._loads.start_threads()
-                self._memory_ns = self._gpu_model_cache.load_requested()
+                for name in self._gpu_model_cache.take_lost():  # on other GPUs or the CPU, as its configuration allows
+                    self._start_load(name, partial(self._deployments.reload, name), partial(_log_failure, name))
+                self._memory_ns = self._gpu_model_cache.load_requested(self._start_load_on_demand)
                 self._idle_ns = self.loader.idle_tasks.look(self.registry, self._is_at_work)
         except BaseException as error:  # reported to the caller: no model is loaded after this
             self._refuse_commands()
@@ -402,7 +355,7 @@ class Reconciler:
         self._clean = False  # until all is closed
         self._refuse_commands()
         self.registry.set_complete(False)
-        self._loads.stop(Unavailable(_STOPPING))
+        self._loads.stop(Unavailable(STOPPING))
         are_loads_ended = self._loads.join(min(self._close_timeout_s, _LOADS_STOP_S))
         self._deployments.unload_all()
         self._clean = self._closer.wait(self._close_timeout_s) and are_loads_ended
@@ -420,7 +373,7 @@ class Reconciler:
     def _serve_one(self) -> bool:
         """Wait for a command or the next scan; returns False when the thread must stop."""
         try:
-            command = self._commands.get(timeout=self._wait_s())
+            command = self._commands.get(self._wait_s())
         except queue.Empty:
             if self._control.mode == "poll" and self.clock() >= self._next_scan_ns:
                 self._rescan()
@@ -431,23 +384,18 @@ class Reconciler:
         try:
             command.action()
         except Exception as error:
-            self._settle(command.outcome, error)
+            self._commands.settle(command.outcome, error)
         except BaseException as error:
-            self._settle(command.outcome, error)
+            self._commands.settle(command.outcome, error)
             raise
         else:
             if not command.settles:
-                self._settle(command.outcome, None)
+                self._commands.settle(command.outcome, None)
         return True
 
     def _refuse_commands(self) -> None:
-        with self._lock:
-            self._ended = True
-        self._gpu_model_cache.stop(Unavailable(_STOPPING))
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                command.outcome.set_exception(Unavailable(_STOPPING))
+        self._gpu_model_cache.stop(Unavailable(STOPPING))
+        self._commands.refuse()
 
     def _load_initial(self) -> None:
         models = self._scan()
@@ -485,7 +433,7 @@ class Reconciler:
 
         def ended(error: BaseException | None) -> None:
             if isinstance(error, EnvironmentPending):
-                error.done.add_done_callback(lambda _: self._post(lambda: self._load_again(name, config)))
+                error.done.add_done_callback(lambda _: self._commands.post(lambda: self._load_again(name, config)))
             elif error is not None:
                 logger.error("model %s could not be loaded again: %s", name, error)
 
@@ -518,7 +466,7 @@ class Reconciler:
         except EnvironmentPending as pending:
             with self._deployments.changing():
                 self._pending[model.name] = pending.done
-            pending.done.add_done_callback(lambda done: self._post(lambda: self._load_pending(model, done)))
+            pending.done.add_done_callback(lambda done: self._commands.post(lambda: self._load_pending(model, done)))
             raise
 
     def _load_pending(self, model: folders.RepositoryModel, done: object) -> None:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -538,9 +537,7 @@ class Registry:
                 traffic = self._traffic_in_force(name, serving.traffic)
                 all_serving[name] = replace(serving, handles=ordered, traffic=traffic)
                 for version, handle in ordered.items():
-                    if handle.is_unused:
-                        handle.on_first_use = partial(self._set_used, name, version, handle)
-                    if not handle.is_unused:  # not otherwise: another thread may use it between the two lines
+                    if not handle.is_unused:  # else `set_used` follows
                         self._used[name, version] = handle
                     record = self._record(name, version, State.LOADING)
                     remark = serving.remarks.get(version, "")
@@ -564,7 +561,9 @@ class Registry:
                 self.on_traffic(name, traffic)
         self.on_published()
 
-    def _set_used(self, name: str, version: str, handle: VersionHandle) -> None:
+    def set_used(self, handle: VersionHandle) -> None:
+        """Note the first request of a version that began evicted; from any thread."""
+        name, version = handle.spec.name, handle.spec.version
         with self._lock:
             serving = self._serving.get(name)
             if serving is not None and serving.handles.get(version) is handle:

@@ -84,6 +84,7 @@ class DataPlane:
             settings.metrics,
             self._instance_died,
             self._instance_restarted,
+            self.registry.set_used,
             gpu_model_cache=self.gpu_model_cache,
             gpu_memory_fraction=settings.gpu_memory_fraction,
             profile_s=settings.profile_s,

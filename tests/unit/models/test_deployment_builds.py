@@ -14,6 +14,7 @@ from headrace.config.model_folder import ModelFolder
 from headrace.config.serving_plan import ServingPlan
 from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.models.control_policy import ControlPolicy
+from headrace.models.gpu_model_cache import OnChange
 from headrace.models.loader import Loader
 from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
@@ -58,10 +59,10 @@ class Workshop:
         real = Loader.load
 
         def load(
-            loader: Loader, folder: ModelFolder, version: int, chosen: ServingPlan, is_lazy: bool = False
+            loader: Loader, folder: ModelFolder, version: int, chosen: ServingPlan, is_lazy: bool, on_change: OnChange
         ) -> ModelHandle:
             self.loads.append(chosen.file.name)
-            return real(loader, folder, version, chosen, is_lazy)
+            return real(loader, folder, version, chosen, is_lazy, on_change)
 
         names = None if control.mode == "poll" else frozenset({"m"})
         with pytest.MonkeyPatch.context() as patch:

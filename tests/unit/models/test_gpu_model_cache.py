@@ -33,7 +33,8 @@ class FakeVersion:
         self.refused: list[str] = []
         self.failure: Exception | None = None
         self.account = self.open()
-        world.gpu_model_cache.add(self, self.account, keep, self.reopen, world.now_ns - load_ns)  # type: ignore[arg-type]
+        begun_ns, on_change = world.now_ns - load_ns, world.changes.append
+        world.gpu_model_cache.add(self, self.account, keep, self.reopen, begun_ns, on_change)  # type: ignore[arg-type]
 
     def open(self) -> MemoryAccount:
         account = self.world.gpu_model_cache.ledger.account(self.spec.name, "1")
@@ -63,7 +64,7 @@ class FakeVersion:
         self.account.close()
         self.evicted, self.alive = True, 0
         if self.depth:
-            self.world.gpu_model_cache.request(self)  # type: ignore[arg-type]
+            self.world.notifications += self.world.gpu_model_cache.request(self)  # type: ignore[arg-type]
         return True
 
     def refuse(self, error: Exception) -> None:
@@ -77,7 +78,7 @@ class FakeVersion:
         self.depth += 1
         self.used_ns = self.world.now_ns
         if self.evicted:
-            self.world.gpu_model_cache.request(self)  # type: ignore[arg-type]
+            self.world.notifications += self.world.gpu_model_cache.request(self)  # type: ignore[arg-type]
 
 
 class World:
@@ -89,12 +90,11 @@ class World:
         for gpu, limit in limits.items():
             ledger.set_limit(int(gpu.removeprefix("gpu")), limit)
         self.gpu_model_cache = GpuModelCache(ledger, lambda: self.now_ns)
-        self.gpu_model_cache.on_request = self.count_notification
-        self.gpu_model_cache.start_load = lambda _handle, load: self.started.append(load)
+        self.changes: list[Any] = []
         self.started: list[Callable[[], None]] = []  # loads on other threads, which run later
 
-    def count_notification(self) -> None:
-        self.notifications += 1
+    def load_requested(self) -> int | None:
+        return self.gpu_model_cache.load_requested(lambda _handle, load: self.started.append(load))
 
     def load(self, name: str, size: int | dict[int, int] = 10, load_ns: int = 0, keep: bool = False) -> FakeVersion:
         """As the loader does it."""
@@ -108,7 +108,7 @@ class World:
 
     def serve(self, after_ns: int = 0) -> int | None:
         self.now_ns += after_ns
-        due_ns = self.gpu_model_cache.load_requested()
+        due_ns = self.load_requested()
         while self.started:
             self.started.pop(0)()
         return due_ns
@@ -242,8 +242,7 @@ def test_a_failed_load_is_reported_and_retried_with_backoff() -> None:
     a = world.load("a")
     world.load("b")
     a.failure = ConfigError([Finding("a", None, "is gone")])
-    changes: list[Any] = []
-    world.gpu_model_cache.on_change = changes.append
+    world.changes.clear()
     waits = []
     for _ in range(8):
         a.add_request()
@@ -257,7 +256,7 @@ def test_a_failed_load_is_reported_and_retried_with_backoff() -> None:
     assert waits == [1, 2, 4, 8, 16, 30, 30]
     assert all("'a' is out of memory and could not be loaded again: a: error: is gone" in text for text in a.refused)
     assert "is gone" in world.gpu_model_cache.describe(a)  # type: ignore[arg-type]
-    assert changes.count(a) == 8
+    assert world.changes.count(a) == 8
     a.failure = RuntimeError("/secret")
     world.now_ns += 30 * NS_PER_S
     a.add_request()
@@ -282,7 +281,7 @@ def test_a_retry_that_comes_before_a_failed_load_has_ended_is_served() -> None:
         refuse(error)
         a.refuse, a.failure = refuse, None  # type: ignore[method-assign]
         a.add_request()
-        assert world.gpu_model_cache.load_requested() is None, "the first load still runs"
+        assert world.load_requested() is None, "the first load still runs"
 
     a.refuse = retry  # type: ignore[method-assign]
     a.add_request()

@@ -34,8 +34,8 @@ class World:
         self.now_ns, self.loading, self.added = 1000 * MS, False, 0
         self.one, self.other = Version("one"), Version("other")
         self.busy: list[bool] = []
-        self.tasks = IdleTasks(lambda: self.now_ns)
-        self.tasks.on_added = self._count
+        commands: Any = SimpleNamespace(wake=self._count)
+        self.tasks = IdleTasks(commands, lambda: self.now_ns)
         self.registry: Any = SimpleNamespace(used_sources=lambda: [("", "", each) for each in (self.one, self.other)])
         self.tasks.set(self.one, task or self._work)  # type: ignore[arg-type]
 

@@ -13,11 +13,11 @@ from headrace.core.cancellation import current_cancellation
 from headrace.core.errors import Aborted, ConfigError, NotFound, Overloaded, Unavailable
 from headrace.core.ledger import CPU, Kind, NoRoom
 from headrace.models import accounted_model
+from headrace.models.command_queue import MAX_WAITING_COMMANDS
 from headrace.models.control_policy import ControlPolicy
 from headrace.models.gpu_model_cache import GpuModelCache
 from headrace.models.loader import Loader
 from headrace.models.measuring import MeasuringTurns
-from headrace.models.reconciler import MAX_WAITING_COMMANDS
 from headrace.models.registry import Registry
 from headrace.runtimes.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeModel
 
@@ -42,11 +42,11 @@ async def test_random_commands_end_in_the_last_request_of_each_model(
     for number, name in enumerate(names):
         add_model(tmp_path, name, affine(seed=number))
 
-    def load(self: Loader, folder: Any, version: int, chosen: Any, is_lazy: bool = False) -> Any:
+    def load(self: Loader, folder: Any, version: int, chosen: Any, is_lazy: bool, on_change: Any) -> Any:
         pause(rng.random() / 50)
         if rng.random() < 0.2:
             raise RuntimeError("random failure")
-        return real(self, folder, version, chosen, is_lazy)
+        return real(self, folder, version, chosen, is_lazy, on_change)
 
     monkeypatch.setattr(Loader, "load", load)
     async with running(tmp_path, names=frozenset("ab"), gpu_model_cache=models) as (reconciler, registry):
@@ -92,23 +92,23 @@ async def test_an_unload_ends_the_loads_that_fill_the_queue(tmp_path: Path, monk
         add_model(tmp_path, name, affine(seed=seed))
     real = Loader.load
 
-    def load(self: Loader, folder: Any, version: int, chosen: Any, is_lazy: bool = False) -> Any:
+    def load(self: Loader, folder: Any, version: int, chosen: Any, is_lazy: bool, on_change: Any) -> Any:
         if folder.name != "other":
             pause(60)
-        return real(self, folder, version, chosen, is_lazy)
+        return real(self, folder, version, chosen, is_lazy, on_change)
 
     monkeypatch.setattr(Loader, "load", load)
     async with running(tmp_path, control=ControlPolicy("explicit", load_threads=1), names=frozenset({"other"})) as (
         reconciler,
         registry,
     ):
-        await until_async(lambda: not reconciler._waiting)  # those of the start
+        await until_async(lambda: not reconciler.loader.commands.waiting)  # those of the start
         commands = [
             asyncio.ensure_future(reconciler.load(name, None, {}))
             for name in ("hangs", "waits")
             for _ in range(MAX_WAITING_COMMANDS // 2)
         ]
-        await until_async(lambda: len(reconciler._waiting) == MAX_WAITING_COMMANDS)
+        await until_async(lambda: reconciler.loader.commands.waiting == MAX_WAITING_COMMANDS)
         for command in (reconciler.load("other", None, {}), reconciler.unload("other", False)):
             with pytest.raises(Overloaded, match="64 loads and unloads are queued"):
                 await command
@@ -125,9 +125,9 @@ async def test_versions_are_loading_until_all_are_there(tmp_path: Path, monkeypa
     for version in (1, 2):
         add_model(tmp_path, "m", affine(), version=version, files={"config.yaml": "version_policy: {all: {}}\n"})
 
-    def load(self: Loader, folder: Any, version: int, chosen: Any, is_lazy: bool = False) -> Any:
+    def load(self: Loader, folder: Any, version: int, chosen: Any, is_lazy: bool, on_change: Any) -> Any:
         assert gate.wait(20)
-        return real(self, folder, version, chosen, is_lazy)
+        return real(self, folder, version, chosen, is_lazy, on_change)
 
     monkeypatch.setattr(Loader, "load", load)
     async with running(tmp_path, names=frozenset()) as (reconciler, registry):

@@ -152,10 +152,10 @@ async def test_one_broken_version_does_not_affect_the_others(repository: Path, m
     add_model(repository, "half", affine(seed=4), version=2)
     failing, real = {2}, Loader.load
 
-    def load(self: Loader, folder: Any, version: int, chosen: Any, is_lazy: bool = False) -> Any:
+    def load(self: Loader, folder: Any, version: int, chosen: Any, is_lazy: bool, on_change: Any) -> Any:
         if folder.name == "half" and version in failing:
             raise RuntimeError("/secret/path")
-        return real(self, folder, version, chosen, is_lazy)
+        return real(self, folder, version, chosen, is_lazy, on_change)
 
     monkeypatch.setattr(Loader, "load", load)
     async with running(repository, names=frozenset({"m"})) as (reconciler, registry):

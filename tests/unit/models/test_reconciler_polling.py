@@ -17,6 +17,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import Unavailable
 from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.models.control_policy import ControlPolicy, ModelSelection
+from headrace.models.gpu_model_cache import OnChange
 from headrace.models.loader import Loader
 from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
@@ -46,7 +47,7 @@ class Watched:
         end_ns = self.now_ns + round(seconds * NS_PER_S)
         while self.now_ns < end_ns:
             self.now_ns = max(min(self.reconciler._next_scan_ns, end_ns), self.now_ns)
-            self.reconciler._post(lambda: None)  # ends the wait of the control thread, which is one of real time
+            self.reconciler.loader.commands.wake()  # ends the wait of the control thread, which is one of real time
             await until_async(lambda: self.now_ns < self.reconciler._next_scan_ns and self.reconciler._loads.is_empty)
 
     def wait_at_start(self, seconds: float = 0.0) -> bool:
@@ -72,7 +73,9 @@ async def watching(repository: Path) -> AsyncIterator[Watched]:
     watched = Watched(repository)
 
     class CountingLoader(Loader):
-        def load(self, folder: ModelFolder, version: int, chosen: ServingPlan, is_lazy: bool = False) -> ModelHandle:
+        def load(
+            self, folder: ModelFolder, version: int, chosen: ServingPlan, is_lazy: bool, on_change: OnChange
+        ) -> ModelHandle:
             watched.loads.append(folder.name)
             return super().load(folder, version, chosen)
 
@@ -154,12 +157,12 @@ async def test_a_model_that_fails_is_tried_again_only_when_its_files_change(
     real = Loader.load
 
     def load(
-        self: Loader, folder: ModelFolder, version: int, chosen: ServingPlan, is_lazy: bool = False
+        self: Loader, folder: ModelFolder, version: int, chosen: ServingPlan, is_lazy: bool, on_change: OnChange
     ) -> ModelHandle:
         tries.append(folder.name)
         if folder.config.max_batch_size == 3:
             raise RuntimeError("broken")
-        return real(self, folder, version, chosen, is_lazy)
+        return real(self, folder, version, chosen, is_lazy, on_change)
 
     monkeypatch.setattr(Loader, "load", load)
     async with watching(tmp_path) as server:
@@ -181,9 +184,9 @@ async def test_files_that_change_while_they_are_read_are_not_served(
     real = Loader.load
 
     def load(
-        self: Loader, folder: ModelFolder, version: int, chosen: ServingPlan, is_lazy: bool = False
+        self: Loader, folder: ModelFolder, version: int, chosen: ServingPlan, is_lazy: bool, on_change: OnChange
     ) -> ModelHandle:
-        handle = real(self, folder, version, chosen, is_lazy)
+        handle = real(self, folder, version, chosen, is_lazy, on_change)
         if not (folder.path / "1" / "more").exists():
             (folder.path / "1" / "more").write_text("somebody is still copying")
         return handle

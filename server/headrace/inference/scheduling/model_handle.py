@@ -69,6 +69,7 @@ class ModelHandle(VersionHandle):
         on_back: callback with the number of live instances after a restart; called from a timer's thread.
         clock: returns monotonic nanoseconds.
         bodies: counts requests in the front ends; None without front ends.
+        on_first_use: called with the handle once `is_unused` ends, by the thread that ends it; must not wait.
     """
 
     def __init__(
@@ -83,10 +84,16 @@ class ModelHandle(VersionHandle):
         on_wanted: Callable[[ModelHandle], None] = lambda _handle: None,
         on_back: Callable[[int], None] = lambda _living: None,
         bodies: BodyMemory | None = None,
+        on_first_use: Callable[[ModelHandle], None] = lambda _handle: None,
     ) -> None:
         bound_ns = policy.inline_bound_ns
         super().__init__(spec, policy, recorder, table := LatencyTable(bound_ns), clock)
-        self._mailbox, self._on_wanted, self.is_unused = mailbox, on_wanted, model is None
+        self._mailbox, self._on_wanted, self._on_first_use, self.is_unused = (
+            mailbox,
+            on_wanted,
+            on_first_use,
+            model is None,
+        )
         self._cost_model = cost_model = CostModel(table, policy.batch)
         instances: list[Instance] = []
         works, shared = partial(in_flight_work, instances), policy.sharing is not None
@@ -566,9 +573,7 @@ class ModelHandle(VersionHandle):
     def _set_used(self) -> None:
         if self.is_unused:
             self.is_unused = False
-            callback, self.on_first_use = self.on_first_use, None  # which refers to this handle
-            if callback is not None:
-                callback()
+            self._on_first_use(self)
 
     def _request_restore(self) -> None:
         self._set_used()

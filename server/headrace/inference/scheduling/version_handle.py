@@ -103,7 +103,6 @@ class VersionHandle(ABC):
         used_ns: monotonic time of the latest request; 0 before the first.
         closing: True once the version is closing and accepts no leases.
         is_unused: True before the first load of a version that begins evicted, and before its first request.
-        on_first_use: called once when that ends, by the thread that ends it; must not wait.
         serial: number of the handle, unique in this process.
         digest: digest of all that decides its responses, equal in other processes; "" if unknown. Set before the version is
             published.
@@ -128,7 +127,6 @@ class VersionHandle(ABC):
         self.spec, self.policy, self.recorder, self.latency_table = spec, policy, recorder, latency_table
         self.used_ns = self.announced_rows = 0
         self.serial, self.digest, self.is_unused = next(_serials), "", False
-        self.on_first_use: Callable[[], None] | None = None
         self.protocol_cache: dict[object, Any] = {}
         self.callee_revision: Callable[[], int] | None = None
         self.infer: Callable[[InferRequest], LoopCompletion] = self.compute

@@ -28,6 +28,7 @@ class Served:
     def __init__(self, mailbox: Mailbox, model: Any, **policy: Any) -> None:
         self.deaths: list[int] = []
         self.restore_requests: list[ModelHandle] = []
+        self.uses: list[bool] = []  # `is_unused` at each call of `on_first_use`
         self.handle = ModelHandle(
             SPEC,
             HandlePolicy(batch=BatchPolicy(8), **policy),
@@ -36,6 +37,7 @@ class Served:
             Recorder(),
             self.deaths.append,
             on_wanted=self.restore_requests.append,
+            on_first_use=lambda handle: self.uses.append(handle.is_unused),
         )
         if model is not None:
             self.handle.start()
@@ -112,17 +114,16 @@ async def evict_while_running(served: Served, model: FakeModel) -> tuple[Any, An
 
 @pytest.mark.parametrize("by_request", [True, False])
 async def test_the_first_use_is_reported_once(by_request: bool, mailbox: Mailbox) -> None:
-    served, uses = Served(mailbox, None), []
-    served.handle.on_first_use = lambda: uses.append(served.handle.is_unused)
+    served = Served(mailbox, None)
     assert served.handle.is_unused
     waiting = served.handle.infer(infer_request(1)) if by_request else None
-    assert uses == [False] * by_request
+    assert served.uses == [False] * by_request
     assert await served.restore(FakeModel())
     if waiting is not None:
         await waiting
     await served.evict()
     assert await served.restore(FakeModel())
-    assert uses == [False]
+    assert served.uses == [False]
     await served.close()
 
 
