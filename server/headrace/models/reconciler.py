@@ -85,7 +85,7 @@ class Reconciler:
     selection: ModelSelection
     loader: Loader
     registry: Registry
-    on_loaded: Callable[[BaseException | None], None]
+    on_loaded: Callable[[BaseException | None], object]
     control: InitVar[ControlPolicy | None] = None
     builder: InitVar[Sequence[str]] = BUILDER
     stores: RepositoryStores | None = None

@@ -103,19 +103,14 @@ class DataPlane:
         )
         self.registry.sequences = loader.sequences
         self.registry.sequences.by_client = bool(settings.api_keys_file or settings.jwks)
-        control = ControlPolicy(
-            mode=settings.model_control,
-            allow_override=settings.allow_model_override,
-            poll_interval_s=settings.poll_interval_s,
-            load_threads=settings.model_load_thread_count,
-        )
-
-        def loaded(error: BaseException | None) -> None:
-            loop.call_soon_threadsafe(on_loaded, error)
-
         self.stores = _open_stores(settings)
         self.reconciler = calls.control = Reconciler(
-            selection, loader, self.registry, loaded, control, stores=self.stores
+            selection,
+            loader,
+            self.registry,
+            lambda error: loop.call_soon_threadsafe(on_loaded, error),
+            _control_policy(settings),
+            stores=self.stores,
         )
 
     def drain(self) -> None:
@@ -152,6 +147,15 @@ def _open_trials(state: Path | None, limit_s: float) -> ModelTrials | None:
     if state is None and limit_s:
         logger.info("models run for the first time in the server itself: no state folder remembers which have run")
     return None if state is None or not limit_s else ModelTrials(state, limit_s)
+
+
+def _control_policy(settings: Settings) -> ControlPolicy:
+    return ControlPolicy(
+        mode=settings.model_control,
+        allow_override=settings.allow_model_override,
+        poll_interval_s=settings.poll_interval_s,
+        load_threads=settings.model_load_thread_count,
+    )
 
 
 def _open_stores(settings: Settings) -> RepositoryStores | None:
