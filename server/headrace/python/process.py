@@ -219,6 +219,7 @@ class InstanceProcess(ProcessSupervisor[ProcessConnection]):
         self.versions: Mapping[str, object] = {}
         self._options = options
         self._second = self._lines = 0  # the second of the last line, and the number of lines in it
+        self._in_traceback = False  # the last line of output was one of a traceback, and not its last
 
     @property
     def connection(self) -> ProcessConnection | None:
@@ -285,8 +286,13 @@ class InstanceProcess(ProcessSupervisor[ProcessConnection]):
             self._options.on_message(message)
 
     def _log_line(self, connection: ProcessConnection, text: str) -> None:
+        # A traceback ends with the first line that is not indented: type and text of the exception.
+        if is_header := text.lstrip(" +|").startswith("Traceback (most recent call last)"):
+            self._in_traceback = True
+        level = logging.ERROR if self._in_traceback else logging.INFO
+        self._in_traceback = self._in_traceback and (is_header or text.startswith(" "))
         if text and self._may_log():
-            logger.info("%s: %s", self.name, text)
+            logger.log(level, "%s: %s", self.name, text)
 
     def _may_log(self) -> bool:
         """Return False for a line above the limit of this second."""

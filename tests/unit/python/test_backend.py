@@ -277,6 +277,24 @@ def test_output_goes_to_the_log_with_the_name_of_the_instance(
     until(lambda: "m#0: a line from m_0" in caplog.text and "m#0: an error line" in caplog.text)
 
 
+def test_a_traceback_that_a_model_prints_is_an_error_of_the_log(
+    open_model: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    open_model(
+        IDENTITY + "    def finalize(self):\n        print('bye', flush=True)\n        raise ValueError('late')\n"
+    ).close()
+    lines = [
+        (record.levelno, record.getMessage().partition(": ")[2])
+        for record in caplog.records
+        if "m#" in record.getMessage()
+    ]
+    (start,) = [number for number, (_, text) in enumerate(lines) if text.startswith("Traceback")]
+    assert lines[start - 1] == (logging.INFO, "bye")
+    assert {level for level, _ in lines[start:]} == {logging.ERROR}
+    assert lines[-1] == (logging.ERROR, "ValueError: late")
+
+
 def test_a_batch_above_the_memory_limit_fails_alone(open_model: Open) -> None:
     execution = open_model(ACTIONS, memory_bytes=1 << 30).execution(0)
     with pytest.raises(HeadraceError):
