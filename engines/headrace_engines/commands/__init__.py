@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
+from headrace_engines.errors import CallError
+from headrace_engines.report import print_text
 from headrace_engines.store import DEFAULT_ROOT, DEFAULT_STATE
 from headrace_engines.targets import NAMES
 
@@ -41,6 +47,34 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="name of a model in the repository, or its folder")
     add_version(parser)
     add_repository_and_target(parser)
+
+
+def add_installation(parser: argparse.ArgumentParser) -> None:
+    """Add `--yes`, see `confirm_installation`."""
+    text = "install the framework without a question, if no interpreter has it"
+    parser.add_argument("--yes", action="store_true", help=text)
+
+
+def confirm_installation(
+    options: argparse.Namespace, console: Console, requirements: Sequence[str], root: Path | None = None
+) -> None:
+    """Print what would be installed and ask on the terminal; returns if the answer is yes, or nothing is to be installed.
+
+    Raises:
+        CallError: the answer is no, or there is no terminal and no --yes.
+    """
+    from headrace_engines.importers.environment import DEFAULT_ENVIRONMENTS, installation_text
+
+    text = installation_text(requirements, python=options.python, root=root or DEFAULT_ENVIRONMENTS)
+    if not text:
+        return
+    print_text(console, text)
+    if options.yes:
+        return
+    if not sys.stdin.isatty():
+        raise CallError("nothing is installed without a question: add --yes, or name an interpreter with --python PATH")
+    if input("Install? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise CallError("nothing is installed: name an interpreter that has the packages with --python PATH")
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from headrace_reports.command_line import pickup_text
 from rich.console import Console
 from rich.text import Text
 
-from headrace_engines.commands import add_repository
+from headrace_engines.commands import add_installation, add_repository, confirm_installation
 from headrace_engines.errors import CallError
 from headrace_engines.importers.check import ImportCheck, OutputErrors
 from headrace_engines.importers.environment import DEFAULT_ENVIRONMENTS
@@ -83,6 +83,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     text = "interpreter that has the framework (default: this one, else an environment is made)"
     parser.add_argument("--python", type=Path, metavar="PATH", help=text)
+    add_installation(parser)
     text = "further package that the model's code needs, e.g. timm>=1.0"
     parser.add_argument("--requirement", action="append", default=[], metavar="PACKAGE", help=text)
     text = "folder of the environments (`headrace environments list`)"
@@ -117,6 +118,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         python=options.python,
         environments=options.environments_dir,
     )
+    confirm_installation(options, console, requirements, options.environments_dir)
     with BuildDisplay(console, [plan.name]) as display:
         outcome = import_model(request, plan, display.report(plan.name))
         display.finish(plan.name, "imported" if outcome.check.has_passed else "refused")

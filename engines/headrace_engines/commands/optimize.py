@@ -19,7 +19,13 @@ from headrace_reports.command_line import pickup_text, printable
 from rich.console import Console
 
 from headrace_engines.accuracy import Accuracy, measure
-from headrace_engines.commands import add_cache, add_repository_and_target, add_version
+from headrace_engines.commands import (
+    add_cache,
+    add_installation,
+    add_repository_and_target,
+    add_version,
+    confirm_installation,
+)
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.onnx_graph import OnnxRunner, write_onnx
 from headrace_engines.optimize import search, source_model
@@ -90,6 +96,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=int, default=1, metavar="N", help="GPUs, or processes on the CPU, of the training (1)")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="device of the training (auto)")
     add("--python", type=Path, metavar="PATH", help="interpreter with PyTorch (default: one is found or made)")
+    add_installation(parser)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.output is not None:
         make_folder(options.output)
     target = choose_target(options.target)
+    if options.prune == "channels":
+        confirm_installation(options, console, REQUIREMENTS)
     with (
         tempfile.TemporaryDirectory(prefix="headrace-optimize-") as name,
         BuildDisplay(console, [options.model], is_logged=not options.progress) as display,

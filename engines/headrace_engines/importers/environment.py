@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as WaitTimeout
+from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
@@ -25,6 +26,7 @@ from headrace.python.environments import (
     EnvironmentSource,
     Interpreter,
 )
+from headrace.runtimes.cuda.devices import has_device_files
 
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import Report, silent
@@ -33,6 +35,9 @@ from headrace_engines.store import DEFAULT_STATE
 DEFAULT_ENVIRONMENTS = DEFAULT_STATE / "environments"
 _CHECK_LIMIT_S = 60.0
 _REPORT_S = 0.5
+# Installed sizes in gigabytes, with what the packages need themselves.
+_SIZES_GB = {"torch": 1.0, "tensorflow": 2.0, "tensorflow-cpu": 1.5}
+_CUDA_GB = 5.0
 # A requirement that is compared here: a name, and bounds of its version. Others, such as URLs, are left to the installer.
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*((?:(?:>=|<|==)\s*[0-9][0-9.]*\s*,?\s*)*)")
 _BOUND = re.compile(r"(>=|<|==)\s*([0-9][0-9.]*)")
@@ -86,7 +91,43 @@ def framework_python(
     own = Path(sys.executable)
     if not missing_packages(own, requirements):
         return own
-    return _environment(requirements, report, root.expanduser(), uv)
+    if not has_device_files():
+        os.environ.setdefault("UV_TORCH_BACKEND", "cpu")  # uv then takes PyTorch's build for CPUs
+    with _opened(requirements, root.expanduser(), uv) as (environments, source):
+        try:
+            return Path(_wait(environments, source, report).command[0])
+        except ConfigError as error:
+            raise BuildError(_explain(error, source.subject)) from None
+
+
+def installation_text(
+    requirements: Sequence[str],
+    *,
+    python: Path | None = None,
+    root: Path = DEFAULT_ENVIRONMENTS,
+    uv: str | None = None,
+    has_gpu: Callable[[], bool] = has_device_files,
+) -> str:
+    """Return packages, size and folder of what `framework_python` would install; "" if it would install nothing.
+
+    Args:
+        requirements: as in `framework_python`.
+        python: as in `framework_python`.
+        root: as in `framework_python`.
+        uv: as in `framework_python`.
+        has_gpu: returns whether there is a GPU. Without one uv installs PyTorch's build for CPUs.
+    """
+    if python is not None or not missing_packages(Path(sys.executable), requirements):
+        return ""
+    with _opened(requirements, root.expanduser(), uv) as (environments, source):
+        if environments.is_present(source):
+            return ""
+        on_cpu = environments.uses_uv and not has_gpu()
+        sizes = [size for name, size in _SIZES_GB.items() if re.search(rf"\b{name}(?![\w-])", source.subject)]
+        if "torch" in source.subject and not on_cpu and sys.platform == "linux":
+            sizes.append(_CUDA_GB)
+        size = f"about {sum(sizes):g} GB" if sizes else "some 100 MB"
+        return f"{source.subject} are installed into a folder of {root}: {size}"
 
 
 def missing_packages(python: Path, requirements: Sequence[str]) -> list[str]:
@@ -147,7 +188,11 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in release[0].split(".")) if release else ()
 
 
-def _environment(requirements: Sequence[str], report: Report, root: Path, uv: str | None) -> Path:
+@contextmanager
+def _opened(
+    requirements: Sequence[str], root: Path, uv: str | None
+) -> Iterator[tuple[Environments, EnvironmentSource]]:
+    """Yield the environments of a folder, and the source of that with some requirements."""
     installed = sorted({requirement.split("|")[0].strip() for requirement in requirements})
     subject = ", ".join(installed)
     environments = Environments(root, uv, wait=False)
@@ -155,13 +200,10 @@ def _environment(requirements: Sequence[str], report: Report, root: Path, uv: st
         with tempfile.TemporaryDirectory(prefix="headrace-requirements-") as folder:
             path = Path(folder) / REQUIREMENTS
             path.write_text("".join(f"{line}\n" for line in installed), encoding="utf-8")
-            interpreter = _wait(environments, EnvironmentSource("venv", path, subject), report)
-    except ConfigError as error:
-        raise BuildError(_explain(error, subject)) from None
+            yield environments, EnvironmentSource("venv", path, subject)
     finally:
         # Ctrl-C ends the installer. The lock of the environment is released: it is in use while a command runs, not longer.
         environments.close()
-    return Path(interpreter.command[0])
 
 
 def _wait(environments: Environments, source: EnvironmentSource, report: Report) -> Interpreter:

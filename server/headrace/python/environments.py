@@ -211,6 +211,15 @@ class Environments:
             return own_interpreter()
         return self.python_of(source)
 
+    @property
+    def uses_uv(self) -> bool:
+        """True if uv installs packages, else pip."""
+        return bool(self._uv)
+
+    def is_present(self, source: EnvironmentSource) -> bool:
+        """True if the environment of an archive or requirements file has been made."""
+        return self._present(self._name(source)) is not None
+
     def python_of(self, source: EnvironmentSource) -> Interpreter:
         """Return the interpreter of an environment, which is made if it is missing.
 

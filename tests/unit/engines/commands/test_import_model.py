@@ -39,6 +39,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
+    monkeypatch.setattr("headrace_engines.importers.environment.installation_text", lambda *_, **__: "")
     monkeypatch.setattr(command, "import_model", made)
     return made
 
@@ -164,3 +165,27 @@ def test_the_table_has_errors_and_bounds() -> None:
     ):
         assert word in lines
     assert "imported repo/net (torch 2.15.0, opset 20" in lines
+
+
+@pytest.mark.parametrize(("answer", "status"), [("y", 0), ("", 2), (None, 2)])
+def test_nothing_is_installed_unasked(
+    files: Path,
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answer: str | None,
+    status: int,
+) -> None:
+    text = "torch is installed into a folder of /x: about 1 GB"
+    monkeypatch.setattr("headrace_engines.importers.environment.installation_text", lambda *_, **__: text)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: answer is not None, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: answer if question == "Install? [y/N] " else None)
+    words = ("torch", "net.py:make", "--input-shape", "x=1,3")
+    assert call(*words) == status
+    captured = capsys.readouterr()
+    assert text in captured.out
+    if status:
+        assert "--python PATH" in captured.err
+    if answer is None:
+        assert "add --yes" in captured.err
+        assert call(*words, "--yes") == 0

@@ -64,6 +64,7 @@ def with_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
     def use(program: str) -> Path:
         python = fake_python(tmp_path, program)
         monkeypatch.setattr(environment, "framework_python", lambda *_, **__: python)
+        monkeypatch.setattr(environment, "installation_text", lambda *_, **__: "")
         return python.with_suffix(".calls")
 
     return use
@@ -242,6 +243,7 @@ def test_pytorch_code_becomes_a_smaller_model(tmp_path: Path, monkeypatch: pytes
     pytest.importorskip("torch", reason="needs PyTorch, which the test environment does not install")
     pytest.importorskip("onnxscript", reason="needs the exporter of PyTorch")
     monkeypatch.setattr(environment, "framework_python", lambda *_, **__: Path(sys.executable))
+    monkeypatch.setattr(environment, "installation_text", lambda *_, **__: "")
     (tmp_path / "net.py").write_text(NETWORK)
     np.savez(tmp_path / "data.npz", picture=np.random.default_rng(0).random((128, 1, 8, 8), np.float32))
     words = ["--prune", "channels", "--data", str(tmp_path / "data.npz"), "--name", "small", "--flops", "0.5"]
@@ -265,6 +267,7 @@ def test_digits_are_pruned(
     pytest.importorskip("torch", reason="needs PyTorch, which the test environment does not install")
     pytest.importorskip("onnxscript", reason="needs the exporter of PyTorch")
     monkeypatch.setattr(environment, "framework_python", lambda *_, **__: Path(sys.executable))
+    monkeypatch.setattr(environment, "installation_text", lambda *_, **__: "")
     (tmp_path / "models").mkdir()
     subprocess.run(["cp", "-r", str(demo_repository("digits") / "digits"), str(tmp_path / "models")], check=True)
     assert call(tmp_path, "digits", "--prune", "channels", "--flops", "0.5", "--target-loss", "3", "--epochs", "8") == 0
