@@ -153,8 +153,6 @@ def test_the_server_matches_its_openapi_page(
 EXPECTED = {
     ("post", "/v2/cudasharedmemory/region/{region}/register"): None,  # no example: a handle of a process that lives
     ("get", "/v2/cudasharedmemory/region/{region}/status"): 404,  # so no region can be registered
-    ("get", "/v2/models/{model}/layers"): 404,  # `headrace inspect --publish` has not run
-    ("get", "/v2/models/{model}/versions/{version}/layers"): 404,
     ("get", "/v2/repository/models/{model}/traffic"): 404,  # without `traffic` in the configuration
     ("post", "/v2/repository/models/{model}/traffic"): 400,  # the example's version is not served
 }

@@ -34,6 +34,16 @@ pipeline:
       outputs: {{Y: "{HOSTILE}"}}
     again: {{model: copy, inputs: {{X: "{HOSTILE}"}}, outputs: {{Y: features}}}}
 """
+# The resize runs in the call of the step before it.
+JOINED = """
+input: [{name: photo, data_type: bytes, dims: [1]}]
+output: [{name: small, data_type: fp32, dims: [3, 32, 32]}]
+pipeline:
+  steps:
+    read: {builtin: decode_image, inputs: {image: photo}, outputs: {image: large}}
+    shrink: {builtin: resize, options: {resize_short_side: 32, crop: [32, 32], mean: 127.0, std: 50.0},
+             inputs: {image: large}, outputs: {tensor: small}}
+"""
 STEPS = 100
 BOXES = "[...document.querySelectorAll('#view .graph .step')]"
 
@@ -57,6 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     add_model(folder, "copy", models.identity("FP32", ("batch", 3)), config="max_batch_size: 8")
     add_model(folder, "same", models.identity("FP32", ("batch", 4)), config="max_batch_size: 8")
     add_pipeline(folder, "gated", "", files={"config.yaml": GATED})
+    add_pipeline(folder, "joined", "", files={"config.yaml": JOINED})
     add_pipeline(folder, "chain", "", files={"config.yaml": chain()})
     with serving(folder, folder.parent, "--model-control", "explicit", "--load-model", "*") as running:
         yield running
@@ -117,6 +128,13 @@ def test_the_graph_shows_steps_tensors_and_marks(browser: Browser, server: Serve
     assert ends[0] < lefts[0]
     assert lefts[-1] < ends[1]
     assert "pipeline of 3 steps" in page.text("#view")
+    finish(page, server)
+
+
+def test_a_step_that_runs_in_the_call_of_another_is_named(browser: Browser, server: Server) -> None:
+    page = opened(browser, server, "joined")
+    texts = page.evaluate(f"{BOXES}.map((it) => [...it.querySelectorAll('.soft')].map((text) => text.textContent))")
+    assert texts == [["built-in step decode_image", "with shrink"]]
     finish(page, server)
 
 

@@ -16,6 +16,7 @@ from tests.e2e.test_image_bodies import LABELS, STEPS, TENSORS, output, post, sa
 from tests.support import models
 from tests.support.browser import Browser, Page
 from tests.support.models import add_model, add_pipeline, ensemble_config
+from tests.support.python_models import add_python_model
 from tests.support.serving import Server, serving
 
 pytestmark = pytest.mark.slow
@@ -29,6 +30,34 @@ pipeline: {steps: {inner: {model: classify, inputs: {file: photo}, outputs: {lab
 """
 # Pixels, which the server prepares.
 PIXELS = "preprocess: {by: server, source: [256, 300]}\npostprocess: {top_k: 3}\nmax_batch_size: 4\n"
+# A decoupled model that sends its second token once a file is there.
+TOKENS = """
+import pathlib
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            count = int(pb_utils.get_input_tensor_by_name(request, "max_tokens").as_numpy()[0])
+            for number in range(count):
+                while number and not pathlib.Path(__file__).with_name("go").exists():
+                    time.sleep(0.01)
+                text = pb_utils.Tensor("text_output", np.array([f"t{number} ".encode()], object))
+                sender.send(pb_utils.InferenceResponse([text]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+TOKENS_CONFIG = """
+backend: "python"
+model_transaction_policy { decoupled: true }
+input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] },
+        { name: "max_tokens" data_type: TYPE_INT32 dims: [ 1 ] optional: true },
+        { name: "seed" data_type: TYPE_INT32 dims: [ 1 ] optional: true } ]
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] } ]
+"""
 OPTIONAL = """
 max_batch_size: 4
 input [{ name: "X" data_type: TYPE_FP32 dims: [3] }, { name: "BIAS" data_type: TYPE_FP32 dims: [3] optional: true }]
@@ -54,6 +83,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     add_model(folder, "rows", models.identity("UINT8", ("batch", "n")), config="max_batch_size: 4")
     add_model(folder, "text", models.identity("BYTES", ("batch", 1)), config="max_batch_size: 4")
     add_model(folder, "texts", models.identity("BYTES", ("batch", 300)), config="max_batch_size: 4")
+    add_python_model(folder, "tokens", TOKENS, TOKENS_CONFIG)
     for datatype in BY_NAME:
         add_model(folder, f"of_{datatype}", models.identity(datatype))
     with serving(folder, folder.parent) as running:
@@ -186,6 +216,28 @@ def test_a_file_is_the_data_of_a_model_that_reads_bytes(
     data = output(answer(page), "Y")
     assert data == ([content.decode()] if model == "text" else list(content))
     assert page.complaints() == []
+    page.close()
+
+
+def test_text_of_a_decoupled_model_is_shown_as_it_comes(browser: Browser, server: Server) -> None:
+    page = browser.open(f"{server.url}/#tokens/1")
+    page.wait("document.getElementById('try-text').value.includes('text_input')")
+    sample = json.loads(page.evaluate("document.getElementById('try-text').value"))
+    assert sample == {"text_input": "The ", "max_tokens": 40}
+    page.evaluate("document.getElementById('try-send').click()")
+    page.wait("document.querySelector('#try-result pre')?.textContent === 't0 '")
+    (folder,) = [each.parent for each in server.log.parent.rglob("tokens/1/model.py")]
+    (folder / "go").touch()
+    page.wait("document.querySelector('#try-result .soft')?.textContent.startsWith('40 responses in ')")
+    assert page.text("#try-result pre").split() == [f"t{number}" for number in range(40)]
+    curl = copied(page, "try-curl", "curl -N ")
+    assert subprocess.run(["bash", "-c", curl], capture_output=True, text=True, check=True).stdout.count("data: ") == 40
+    program = copied(page, "try-python", "import json")
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.count("text_output") == 40
+    page.fill("#try-text", '{"text_input": 1}')
+    page.evaluate("document.getElementById('try-send').click()")
+    page.wait("document.querySelector('#try-result .error')")
     page.close()
 
 

@@ -429,6 +429,7 @@ class StepStatus(TypedDict):
 
     Attributes:
         version: that runs the step now; empty if none does, and for a built-in step.
+        joined: step that runs in the same call; empty for none.
         inputs: tensor of the pipeline by name of the model's input.
         outputs: tensor of the pipeline by name of the model's output.
         when: condition; empty for none.
@@ -447,6 +448,7 @@ class StepStatus(TypedDict):
     model: str
     version: str
     builtin: bool
+    joined: str
     inputs: dict[str, str]
     outputs: dict[str, str]
     when: str
@@ -657,7 +659,7 @@ class LayerTimes(TypedDict):
     Attributes:
         artefact: file that was measured.
         machine: machine that it was measured on.
-        reason: why it is the model's own file; empty if it is a built engine.
+        reason: why it is the model's own file, or why there are no layers; empty if it is a built engine.
     """
 
     format: int

@@ -14,7 +14,7 @@ from pathlib import Path
 from headrace.config.manifest import is_artefact_name, read_layers
 from headrace.core import response_bodies as responses
 from headrace.core.clock import NS_PER_MS, NS_PER_S, REPORT_STEP_NS, Clock, allow_pauses, monotonic_ns, pause
-from headrace.core.errors import ConfigError, NotFound
+from headrace.core.errors import ConfigError
 from headrace.core.telemetry import StoreStatus
 from headrace.inference.pipelines.graph import Step
 from headrace.inference.pipelines.pipeline_handle import PipelineHandle
@@ -96,7 +96,6 @@ class ServerOverview:
 
         Raises:
             NotFound, Unavailable: no such version, or it does not serve.
-            NotFound: the layers of the served file have not been measured.
         """
         handle = self.registry.lease(model, version)
         try:
@@ -108,12 +107,15 @@ class ServerOverview:
         try:
             report = None if folder is None else await asyncio.to_thread(read_layers, folder.path / number)
         except ConfigError as error:
-            raise NotFound(str(error)) from None
+            return _no_layers(model, number, str(error))
         if report is None:
-            raise NotFound(f"no layer times are published for model '{model}' version {number}: {cure}")
+            return _no_layers(
+                model, number, f"no layer times are published for model '{model}' version {number}: {cure}"
+            )
         # Reports of an engine that no longer serves are not shown; a model's own file has no engine name.
         if report.artefact != engine and (engine or is_artefact_name(report.artefact)):
-            raise NotFound(f"the measured layers are those of {report.artefact}, which does not serve: {cure}")
+            text = f"the measured layers are those of {report.artefact}, which does not serve: {cure}"
+            return _no_layers(model, number, text)
         return report.to_json()
 
     async def _refresh(self) -> None:
@@ -186,6 +188,26 @@ class ServerOverview:
         }
 
 
+def _no_layers(model: str, number: str, reason: str) -> responses.LayerTimes:
+    """Return a report without layers."""
+    return {
+        "format": 1,
+        "model": model,
+        "version": int(number),
+        "artefact": "",
+        "precision": "",
+        "machine": "",
+        "reason": reason,
+        "shapes": {},
+        "rows": 0,
+        "median_us": 0.0,
+        "p99_us": 0.0,
+        "rows_per_s": 0.0,
+        "total_us": 0.0,
+        "layers": [],
+    }
+
+
 def _store(status: StoreStatus, now_ns: int) -> responses.RepositoryStoreStatus:
     age_s = max(now_ns - status.compared_ns, 0) // NS_PER_S if status.compared_ns else None
     return {"url": status.url, "reachable": not status.error, "error": status.error, "compared_s_ago": age_s}
@@ -221,6 +243,7 @@ def _step(step: Step, member: VersionHandle | None, total: StepTotal) -> respons
         "model": step.model,
         "version": "" if member is None or step.builtin else member.spec.version,
         "builtin": bool(step.builtin),
+        "joined": step.joined,
         "inputs": dict(step.inputs),
         "outputs": dict(step.outputs),
         "when": "" if step.when is None else step.when.text,

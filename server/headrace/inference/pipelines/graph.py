@@ -40,6 +40,7 @@ class Step:
         when: the step runs if this holds; None: always.
         each: tensor whose rows become the rows of the model's request; "" for none.
         fallback: name of the model that is called if the step fails or would be late; "" for none.
+        joined: name of the step that runs in the same call; "" for none.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Step:
     when: Condition | None = None
     each: str = ""
     fallback: str = ""
+    joined: str = ""
 
     @property
     def fallback_model(self) -> tuple[str, str]:

@@ -189,7 +189,7 @@ def _join_resize(graph: PipelineGraph) -> tuple[Step, ...]:
         if source is None or source.builtin != "decode_image" or not is_alone or _color(source) != _color(step):
             continue
         options: dict[str, Any] = {**source.options, RESIZE: step.options}
-        steps[source.index] = replace(source, options=options, outputs=step.outputs)
+        steps[source.index] = replace(source, options=options, outputs=step.outputs, joined=step.name)
         removed.add(step.index)
     remaining = [step for step in steps if step.index not in removed]
     return tuple(replace(step, index=index) for index, step in enumerate(remaining))

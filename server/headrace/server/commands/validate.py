@@ -28,6 +28,7 @@ from headrace.config.model_folder import ModelFolder, read_model_folder, served_
 from headrace.config.tensor_config import ModelInput, ModelOutput
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding
+from headrace.models.accounted_model import cpu_batch_size
 from headrace.models.batch_proofs import BatchProofs, StoredDifference
 from headrace.models.builds import BUILDER, EngineBuilds
 from headrace.models.deployment import Deployments, ModelSource
@@ -326,6 +327,8 @@ def signature_line(config: ModelConfig) -> str:
         unknown = "outputs" if inputs else "inputs"
         return f"{inputs or '...'} -> {outputs or '...'} ({unknown} come from its code or its steps)"
     batching = f", batches of up to {config.max_batch_size}" if batched else ", no batching"
+    if batched and cpu_batch_size(config) < config.max_batch_size:
+        batching += f", on the CPU {cpu_batch_size(config)}"
     return f"{inputs} -> {outputs}{batching}"
 
 

@@ -31,8 +31,32 @@ export async function inferJson(model, text) {
   return post(model, text, { "content-type": "application/json" });
 }
 
+/** Run a request of a decoupled model; `onEvent` receives each response as it comes. */
+export async function generate(model, text, onEvent) {
+  const headers = { "content-type": "application/json", ...credentials() };
+  const response = await fetch(`${versionPath(model)}/generate_stream`, { method: "POST", body: text, headers });
+  if (!response.ok) return parsed(response);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = "", isOpen = true; isOpen;) {
+    const { done, value = "" } = await reader.read();
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    isOpen = !done;
+    for (const line of lines.filter((each) => each.startsWith("data: "))) {
+      const event = parseJson(line.slice(6));
+      if (event.error) throw new Error(event.error);
+      onEvent(event);
+    }
+  }
+}
+
 async function post(model, body, headers) {
   return parsed(await fetch(`${versionPath(model)}/infer`, { method: "POST", body, headers: { ...headers, ...credentials() } }));
+}
+
+/** JSON to be read: an array of numbers stands in one line. */
+export function written(value) {
+  return JSON.stringify(value, null, 1).replace(/\[\n\s*([^[\]{}"]*?)\s*\n\s*\]/g, (_, numbers) => `[${numbers.replace(/\s+/g, " ")}]`);
 }
 
 /** Parse JSON that may have NaN, Infinity and -Infinity among its numbers: they become strings. */

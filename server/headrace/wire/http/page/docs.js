@@ -1,6 +1,6 @@
 // The page at "/docs": every route of /openapi.json, with its parameters and responses, and a form to send a request.
 
-import { get, versionPath } from "./client.js";
+import { get, versionPath, written } from "./client.js";
 import { element } from "./dom.js";
 import { fileTask, pictureType, samplePicture } from "./files.js";
 import { anotherKey, askForKey, credentials, keyAccepted } from "./key.js";
@@ -27,12 +27,17 @@ function outline(schema, indent = "", seen = []) {
     const inner = `${indent}  `;
     const lines = Object.entries(schema.properties).map(([name, of]) => {
       const optional = schema.required?.includes(name) ? "" : "?";
-      return `${inner}${name}${optional}: ${outline(of, inner, seen)}${of.description ? `    ${of.description}` : ""}`;
+      return `${inner}${name}${optional}: ${outline(of, inner, seen)}${of.description ? `    ${of.description.replaceAll("`", "")}` : ""}`;
     });
     return `{\n${lines.join("\n")}\n${indent}}`;
   }
   if (schema.additionalProperties && typeof schema.additionalProperties === "object") return `{name: ${outline(schema.additionalProperties, indent, seen)}, ...}`;
   return schema.type ?? "anything";
+}
+
+/** A text whose parts in back-ticks are code. */
+function prose(text) {
+  return (text ?? "").split("`").map((part, place) => (place % 2 ? element("code", {}, part) : part));
 }
 
 function content(title, of) {
@@ -44,7 +49,7 @@ function operation(path, method, of) {
   const verb = method.toUpperCase();
   const inside = element("div");
   const details = element("details", { className: "card route" },
-    element("summary", {}, element("b", { className: `verb ${method}` }, verb), " ", element("code", {}, path), " ", element("span", { className: "soft" }, of.summary)), inside);
+    element("summary", {}, element("b", { className: `verb ${method}` }, verb), " ", element("code", {}, path), " ", element("span", { className: "soft" }, ...prose(of.summary))), inside);
   // Made when it is opened: there are many, and few are read.
   details.addEventListener("toggle", () => {
     if (details.open && !inside.hasChildNodes()) inside.append(...described(of), asking(path, verb, of));
@@ -56,12 +61,12 @@ function described(of) {
   const headers = (of.parameters ?? []).filter((each) => each.in === "header");
   const errors = Object.entries(of.responses).filter(([status]) => status !== "200");
   return [
-    ...(of.description ? [element("p", {}, of.description)] : []),
-    ...(headers.length ? [element("h4", {}, "Headers"), element("ul", {}, ...headers.map((each) => element("li", {}, element("code", {}, each.name), ` ${each.description ?? ""}`)))] : []),
+    ...(of.description ? [element("p", {}, ...prose(of.description))] : []),
+    ...(headers.length ? [element("h4", {}, "Headers"), element("ul", {}, ...headers.map((each) => element("li", {}, element("code", {}, each.name), " ", ...prose(each.description))))] : []),
     ...content("Takes", of.requestBody?.content),
     ...content("Gives", of.responses["200"]?.content),
     element("h4", {}, "Errors"),
-    element("ul", {}, ...errors.map(([status, error]) => element("li", {}, element("b", {}, status), ` ${error.description}`))),
+    element("ul", {}, ...errors.map(([status, error]) => element("li", {}, element("b", {}, status), " ", ...prose(error.description)))),
   ];
 }
 
@@ -136,7 +141,7 @@ function asking(path, verb, of) {
 function pretty(text) {
   const shown = text.slice(0, MAX_SHOWN);
   try {
-    return JSON.stringify(JSON.parse(shown), null, 1);
+    return written(JSON.parse(shown));
   } catch {
     return shown;
   }
@@ -179,7 +184,7 @@ async function start() {
   at("summary").textContent = page.info.summary;
   const routes = Object.entries(page.paths).flatMap(([path, methods]) => Object.entries(methods).map(([method, of]) => [path, method, of]));
   at("routes").append(...page.tags.map((tag) => element("section", {},
-    element("h2", {}, tag.name, " ", element("small", {}, tag.description)),
+    element("h2", {}, tag.name, " ", element("small", {}, ...prose(tag.description))),
     ...routes.filter(([, , of]) => of.tags.includes(tag.name)).map((route) => operation(...route)))));
   at("filter").addEventListener("input", filter);
 }

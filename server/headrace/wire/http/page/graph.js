@@ -45,14 +45,14 @@ function modelOf(step) {
   return step.builtin ? `built-in step ${step.model}` : step.model;
 }
 
-/** What a step has beside its model: condition, rows of a tensor, fallback. */
+/** What a step has beside its model: the step that runs in the same call, condition, rows of a tensor, fallback. */
 function marksOf(step) {
-  return [["when", step.when], ["each", step.each], ["fallback", step.fallback]].filter(([, value]) => value).map(([word, value]) => `${word} ${value}`);
+  return [["with", step.joined], ["when", step.when], ["each", step.each], ["fallback", step.fallback]].filter(([, value]) => value).map(([word, value]) => `${word} ${value}`);
 }
 
 /** The parts of a pipeline that do not change until it is loaded again. */
 function structureOf({ inputs, outputs, steps }) {
-  return JSON.stringify([inputs, outputs, steps.map(({ name, model, version, inputs, outputs, when, each, fallback }) => [name, model, version, inputs, outputs, when, each, fallback])]);
+  return JSON.stringify([inputs, outputs, steps.map(({ name, model, joined, version, inputs, outputs, when, each, fallback }) => [name, model, joined, version, inputs, outputs, when, each, fallback])]);
 }
 
 /** One box of the graph: its elements that change, and its size. */

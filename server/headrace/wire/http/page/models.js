@@ -144,6 +144,7 @@ class Card {
     say(this.badge, word);
     this.badge.className = `badge ${colour}`;
     say(this.reason, reason);
+    this.reason.title = reason;
     this.reason.hidden = !reason;
     this.serving.hidden = !serving;
     if (!serving) return;

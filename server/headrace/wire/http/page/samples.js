@@ -27,6 +27,28 @@ function sampleInput({ name, datatype, shape }) {
   return { name, datatype, shape: sizes, data: count > MAX_ELEMENTS ? ZEROS : Array(count).fill(value) };
 }
 
+/** A request to `/generate_stream`: its required inputs by name, and a number of tokens that a reader can wait for. */
+export function sampleGenerate(config) {
+  const inputs = config.input.filter((input) => !input.optional || input.name === "max_tokens");
+  return JSON.stringify(Object.fromEntries(inputs.map(({ name, data_type: type, dims }) => {
+    const value = type === "TYPE_STRING" ? "The " : type === "TYPE_BOOL" ? false : name === "max_tokens" ? 40 : 0;
+    const count = elements(dims.map((size) => Math.max(size, 1)));
+    return [name, count === 1 ? value : Array(Math.min(count, MAX_ELEMENTS)).fill(value)];
+  })), null, 1);
+}
+
+/** A program of Python's standard library that sends a request to `/generate_stream`, and prints each response as it comes. */
+export function generateAsPython(url, text, keyed) {
+  const key = keyed ? `, "Authorization": f"Bearer {os.environ['HEADRACE_KEY']}"` : "";
+  return `import json${keyed ? ", os" : ""}, urllib.request
+
+request = urllib.request.Request(${python(url)}, ${python(oneLine(text))}.encode(), {"Content-Type": "application/json"${key}})
+for line in urllib.request.urlopen(request):
+    if line.startswith(b"data: "):
+        print(json.loads(line[6:]), flush=True)
+`;
+}
+
 /** The request with ZEROS written out; a text that is no JSON stays as it is, for the server to refuse. */
 export function filledIn(text) {
   try {

@@ -1,13 +1,13 @@
 // The form of a model's view: drop a picture and see labels, send a file as it is, or send a request that is JSON.
 
-import { get, infer, inferFile, inferJson, versionPath } from "./client.js";
+import { generate, get, infer, inferFile, inferJson, versionPath, written } from "./client.js";
 import { ranking } from "./charts.js";
 import { element } from "./dom.js";
 import { fileTask, fileTensor, pictureType, samplePicture } from "./files.js";
-import { milliseconds, share } from "./format.js";
+import { milliseconds, several, share } from "./format.js";
 import { credentials } from "./key.js";
 import { decode, pictureTask, tensorOf } from "./pictures.js";
-import { asCurl, asPython, filledIn, pictureAsCurl, pictureAsPython, sampleRequest } from "./samples.js";
+import { asCurl, asPython, filledIn, generateAsPython, pictureAsCurl, pictureAsPython, sampleGenerate, sampleRequest } from "./samples.js";
 
 const TOP = 5;
 const PLACES = Object.fromEntries(
@@ -24,7 +24,7 @@ export function choose(model) {
   if (!model) {
     chosen = null;
   } else if (chosen?.model.name !== model.name || chosen.model.version !== model.version) {
-    void prepare({ model, task: null, file: null, sent: null });
+    void prepare({ model, task: null, file: null, sent: null, decoupled: false });
   }
 }
 
@@ -41,7 +41,8 @@ async function prepare(mine) {
     const task = pictureTask(config, metadata);
     const file = task ? null : await fileTask(config, metadata);
     if (chosen !== mine) return;
-    Object.assign(mine, { task, file });
+    const decoupled = Boolean(config.model_transaction_policy?.decoupled);
+    Object.assign(mine, { task, file, decoupled });
     const picture = Boolean(task || file?.picture);
     PLACES["try-drop"].hidden = !task && !file;
     PLACES["try-picture"].hidden = !picture;
@@ -50,7 +51,7 @@ async function prepare(mine) {
     PLACES["try-hint"].textContent = hint(task, file);
     // No JSON can hold the bytes of a picture.
     PLACES["try-request"].hidden = PLACES["try-send"].hidden = Boolean(file?.picture);
-    if (!file?.picture) PLACES["try-text"].value = sampleRequest(metadata);
+    if (!file?.picture) PLACES["try-text"].value = decoupled ? sampleGenerate(config) : sampleRequest(metadata);
   } catch (error) {
     if (chosen === mine) complain(error);
   }
@@ -89,8 +90,16 @@ function forgetFile() {
   chosen.sent = null;
 }
 
+function routeOf(operation) {
+  return new URL(`${versionPath(chosen.model)}/${operation}`, location.href.split("#")[0]).href;
+}
+
 function copyCurl() {
-  const url = new URL(`${versionPath(chosen.model)}/infer`, location.href.split("#")[0]).href;
+  if (chosen.decoupled) {
+    void copy(asCurl(routeOf("generate_stream"), PLACES["try-text"].value, keyed()).replace("curl ", "curl -N "));
+    return;
+  }
+  const url = routeOf("infer");
   // An image is the only file that can be a whole body.
   void copy(commandTask("image/") ? pictureAsCurl(url, chosen.sent, keyed()) : asCurl(url, PLACES["try-text"].value, keyed()));
 }
@@ -99,7 +108,8 @@ function copyPython() {
   const address = `${location.host}${location.pathname.replace(/\/[^/]*$/, "")}`;
   const secure = location.protocol === "https:";
   const task = commandTask("");
-  void copy(task ? pictureAsPython(address, secure, chosen.model, task, chosen.sent, keyed())
+  void copy(chosen.decoupled ? generateAsPython(routeOf("generate_stream"), PLACES["try-text"].value, keyed())
+    : task ? pictureAsPython(address, secure, chosen.model, task, chosen.sent, keyed())
     : asPython(address, secure, chosen.model, PLACES["try-text"].value, keyed()));
 }
 
@@ -141,11 +151,30 @@ async function sendWhole(file, mine) {
 
 /** A response as JSON, and its time. */
 function responseOf(answer, begun) {
-  return [element("pre", {}, JSON.stringify(answer, null, 1)), element("p", { className: "soft" }, `answered in ${milliseconds(performance.now() - begun)}`)];
+  return [element("pre", {}, written(answer)), element("p", { className: "soft" }, `answered in ${milliseconds(performance.now() - begun)}`)];
+}
+
+/** Send a request to a decoupled model: its text, or its responses one a line, stand there as they come. */
+async function stream() {
+  const mine = chosen;
+  await show(async () => {
+    const [begun, shown] = [performance.now(), element("pre")];
+    let responses = 0;
+    await generate(mine.model, PLACES["try-text"].value, (response) => {
+      const { text_output: text } = response;
+      if (!responses++ && chosen === mine) PLACES["try-result"].replaceChildren(shown);
+      shown.append(typeof text === "string" ? text : `${JSON.stringify(response)}\n`);
+    });
+    return [shown, element("p", { className: "soft" }, `${several(responses, "response")} in ${milliseconds(performance.now() - begun)}`)];
+  });
 }
 
 async function send() {
   forgetFile();
+  if (chosen.decoupled) {
+    await stream();
+    return;
+  }
   await show(async () => {
     const begun = performance.now();
     return responseOf(await inferJson(chosen.model, filledIn(PLACES["try-text"].value)), begun);

@@ -115,6 +115,7 @@ async function profile(path) {
 
 async function layers(path) {
   const report = await get(`${path}/layers`);
+  if (!report.layers.length) return [element("p", { className: "soft" }, sentence(report.reason))];
   const ranked = [...report.layers].sort((a, b) => b.time_us - a.time_us);
   const longest = Math.max(ranked[0]?.time_us ?? 0, 1e-9);
   const bars = ranked.slice(0, LAYERS_SHOWN).map((layer) => [
