@@ -52,6 +52,7 @@ def main(words: Sequence[str]) -> int:
         return subprocess.call([python, "-m", "venv", "--without-pip", *rest])
     names, folders = read_requirements(rest)
     (packages,) = Path(python).parents[1].glob("lib/python*/site-packages")
+    (packages / "torch_backend").write_text(os.environ.get("UV_TORCH_BACKEND", ""))
     with tempfile.TemporaryDirectory() as built:
         for wheel in [wheel_of(name, folders, Path(built)) for name in names]:
             with zipfile.ZipFile(wheel) as archive:

@@ -58,7 +58,7 @@ def add_installation(parser: argparse.ArgumentParser) -> None:
 def confirm_installation(
     options: argparse.Namespace, console: Console, requirements: Sequence[str], root: Path | None = None
 ) -> None:
-    """Print what would be installed and ask on the terminal; returns if the answer is yes, or nothing is to be installed.
+    """Print what would be installed, with a question on a terminal; returns after a yes, and if nothing is to be installed.
 
     Raises:
         CallError: the answer is no, or there is no terminal and no --yes.

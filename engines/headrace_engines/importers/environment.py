@@ -91,8 +91,6 @@ def framework_python(
     own = Path(sys.executable)
     if not missing_packages(own, requirements):
         return own
-    if not has_device_files():
-        os.environ.setdefault("UV_TORCH_BACKEND", "cpu")  # uv then takes PyTorch's build for CPUs
     with _opened(requirements, root.expanduser(), uv) as (environments, source):
         try:
             return Path(_wait(environments, source, report).command[0])
@@ -195,7 +193,9 @@ def _opened(
     """Yield the environments of a folder, and the source of that with some requirements."""
     installed = sorted({requirement.split("|")[0].strip() for requirement in requirements})
     subject = ", ".join(installed)
-    environments = Environments(root, uv, wait=False)
+    # uv takes PyTorch's build for CPUs then.
+    variables = () if has_device_files() else ("UV_TORCH_BACKEND=cpu",)
+    environments = Environments(root, uv, wait=False, variables=variables)
     try:
         with tempfile.TemporaryDirectory(prefix="headrace-requirements-") as folder:
             path = Path(folder) / REQUIREMENTS

@@ -180,12 +180,16 @@ class Environments:
         root: folder of the environments, made when the first is installed; None if there is none.
         uv: path of uv; "" installs with pip.
         wait: `python_for` waits until an environment is made.
+        variables: NAME=VALUE, variables of the environment of uv.
     """
 
-    def __init__(self, root: Path | None, uv: str | None = None, *, wait: bool = True) -> None:
+    def __init__(
+        self, root: Path | None, uv: str | None = None, *, wait: bool = True, variables: Sequence[str] = ()
+    ) -> None:
         self._root = None if root is None else root.expanduser().absolute()
         self._uv = (shutil.which("uv") or "") if uv is None else uv
         self._wait = wait
+        self._variables = variables
         self._lock = threading.Lock()
         self._installing: dict[str, Future[Interpreter]] = {}
         self._failed: dict[str, ConfigError] = {}
@@ -446,7 +450,7 @@ class Environments:
             packages += ["--find-links", str((requirements.parent / _WHEELS).absolute())]
         if self._uv:
             create = [self._uv, "venv", "--quiet", "--python", sys.executable, str(folder)]
-            install = [self._uv, "pip", "install", "--quiet", "--python", python, *packages]
+            install = ["env", *self._variables, self._uv, "pip", "install", "--quiet", "--python", python, *packages]
         else:
             create = [sys.executable, "-m", "venv", str(folder)]
             options = ["--disable-pip-version-check", "--no-input", "--quiet"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +23,6 @@ def uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     add_wheel(wheels, "gauge", "1.5", {"gauge.py": "value = 1\n"})
     add_numpy(wheels)
     monkeypatch.setenv("UV_FIND_LINKS", str(wheels))
-    monkeypatch.setenv("UV_TORCH_BACKEND", "")  # restored after the test
-    monkeypatch.delenv("UV_TORCH_BACKEND")
-    monkeypatch.setattr(environment, "has_device_files", lambda: False)
     return str(add_uv(tmp_path / "programs"))
 
 
@@ -39,7 +35,6 @@ def test_an_environment_is_made_once_and_shared(tmp_path: Path, uv: str) -> None
     notes: list[str] = []
     root = tmp_path / "root"
     python = framework_python(["gauge>=1", "numpy"], lambda _done, note: notes.append(note), root=root, uv=uv)
-    assert os.environ["UV_TORCH_BACKEND"] == "cpu", "this machine has no GPU"
     code = "import gauge, numpy; print(gauge.value)"
     assert subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
     assert notes[0].startswith("installs gauge>=1, numpy, ")
@@ -56,14 +51,24 @@ def test_size_and_folder_are_known_before_an_installation(tmp_path: Path, uv: st
     root = tmp_path / "root"
     assert installation_text(["numpy"], root=root, uv=uv) == ""
     assert installation_text(["torch>=2.6"], python=Path(sys.executable), root=root, uv=uv) == ""
-    asked = ["torch>=2.6", "numpy"]
+    requirements = ["torch>=2.6", "numpy"]
     for has_gpu, installer, size in ((False, uv, 1), (True, uv, 6), (False, "", 6)):
-        text = installation_text(asked, root=root, uv=installer, has_gpu=lambda has_gpu=has_gpu: has_gpu)  # type: ignore[misc]
+        text = installation_text(requirements, root=root, uv=installer, has_gpu=lambda has_gpu=has_gpu: has_gpu)  # type: ignore[misc]
         assert text == f"numpy, torch>=2.6 are installed into a folder of {root}: about {size} GB"
     assert "about 1.5 GB" in installation_text(["tensorflow-cpu>=2.18 | tensorflow>=2.18"], root=root, uv=uv)
     assert "gauge are installed" in installation_text(["gauge"], root=root, uv=uv)
     framework_python(["gauge"], root=root, uv=uv)
     assert installation_text(["gauge"], root=root, uv=uv) == "", "it is there"
+
+
+@pytest.mark.parametrize(("has_gpu", "backend"), [(False, "cpu"), (True, "")])
+def test_without_a_gpu_uv_installs_the_build_for_cpus(
+    tmp_path: Path, uv: str, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, backend: str
+) -> None:
+    monkeypatch.setattr(environment, "has_device_files", lambda: has_gpu)
+    python = framework_python(["gauge"], root=tmp_path / "root", uv=uv)
+    (file,) = python.parents[1].glob("lib/python*/site-packages/torch_backend")
+    assert file.read_text() == backend
 
 
 def test_a_package_that_cannot_be_installed_is_named_with_cures(tmp_path: Path, uv: str) -> None:
