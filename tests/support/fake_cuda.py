@@ -48,9 +48,6 @@ class FakeCuda:
         opened: number of times that each of them is open in this process, by address.
         broken_ipc: makes copies of such memory fail.
         stream_fails: makes queries of a stream fail for good.
-        has_pools: True if the GPU has memory pools.
-        pool_bytes: memory that was allocated from the pool since it was trimmed.
-        pool_attributes: numbers of the attributes of the pool that were set, and their values.
     """
 
     def __init__(self) -> None:
@@ -79,9 +76,6 @@ class FakeCuda:
         self.opened: Counter[int] = Counter()
         self.broken_ipc = False
         self.stream_fails = False
-        self.has_pools = True
-        self.pool_bytes = 0
-        self.pool_attributes: dict[int, int] = {4: 0}
         self._blocks: dict[int, Any] = {}
 
     def allocate(self, size: int) -> int:
@@ -435,45 +429,6 @@ class _Library(DriverModules):
                 ctypes.memset(target.value, 0, size.value // 2)
 
         cuda.submit(copy, stream.value)
-        return 0
-
-    def cuMemAlloc_v2(self, address: Any, size: Any) -> int:  # noqa: N802
-        if size.value > self._cuda.room_bytes:
-            return 2
-        address._obj.value = self._cuda.allocate(size.value)
-        return 0
-
-    def cuMemFree_v2(self, address: Any) -> int:  # noqa: N802
-        self._cuda.release(address.value)
-        return 0
-
-    def cuDeviceGetDefaultMemPool(self, pool: Any, device: Any) -> int:  # noqa: N802
-        if not self._cuda.has_pools:
-            return 801
-        pool._obj.value = 5000 + device.value
-        return 0
-
-    def cuMemAllocAsync(self, address: Any, size: Any, stream: Any) -> int:  # noqa: N802
-        assert stream.value
-        self._cuda.pool_bytes += size.value
-        return self.cuMemAlloc_v2(address, size)
-
-    def cuMemFreeAsync(self, address: Any, stream: Any) -> int:  # noqa: N802
-        """Free the memory when the stream comes to it."""
-        self._cuda.submit(lambda: self._cuda.release(address.value), stream.value)
-        return 0
-
-    def cuMemPoolGetAttribute(self, pool: Any, attribute: Any, value: Any) -> int:  # noqa: N802
-        value._obj.value = self._cuda.pool_attributes.get(attribute.value, self._cuda.pool_bytes)
-        return 0
-
-    def cuMemPoolSetAttribute(self, pool: Any, attribute: Any, value: Any) -> int:  # noqa: N802
-        if attribute.value == 4:
-            self._cuda.pool_attributes[4] = value._obj.value
-        return 0
-
-    def cuMemPoolTrimTo(self, pool: Any, size: Any) -> int:  # noqa: N802
-        self._cuda.pool_bytes = 0
         return 0
 
     def cuGetErrorName(self, result: int, text: Any) -> int:  # noqa: N802

@@ -461,12 +461,18 @@ def _classify(client: InferClient, args: argparse.Namespace, console: Console) -
 
 
 def _send_tensors(client: InferClient, args: argparse.Namespace, console: Console) -> None:
-    from headrace.server.commands.infer_client import bfloat16_inputs, datatype_of, read_json, read_npz
+    from headrace.server.commands.infer_client import bfloat16_inputs, datatype_of, read_npz
+    from headrace.wire.http.request_file import read_json
 
     metadata = client.metadata(args.model, args.model_version)
-    inputs = {} if args.json_input is None else read_json(args.json_input)
     if args.raw is not None:
-        inputs = bfloat16_inputs(metadata, read_npz(args.raw))
+        inputs = read_npz(args.raw)
+        datatypes = {tensor.get("name"): tensor.get("datatype") for tensor in metadata.get("inputs", [])}
+    else:
+        tensors = read_json(args.json_input)
+        inputs = {spec.name: array for spec, array in tensors}
+        datatypes = {spec.name: spec.datatype.name for spec, _ in tensors}
+    inputs = bfloat16_inputs(datatypes, inputs)
     start_ns = time.monotonic_ns()
     outputs = client.infer(args.model, inputs, args.model_version)
     total_ns = time.monotonic_ns() - start_ns

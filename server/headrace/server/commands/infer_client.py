@@ -1,4 +1,4 @@
-"""gRPC client of `headrace infer`, and the files that it reads inputs from: .npz, or the protocol's JSON.
+"""gRPC client of `headrace infer`, and the .npz files that it reads inputs from.
 
 It wraps tritonclient, which takes 0.3 s to import with its libraries: only the command that needs this module imports
 it.
@@ -6,7 +6,6 @@ it.
 
 from __future__ import annotations
 
-import math
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
@@ -16,12 +15,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, Unavailable
-from headrace.core.tensor import BF16, BY_NAME, BYTES, Array, Datatype
 from headrace.server.commands.connection import ConnectionOptions, channel_error_text
 
 AnyArray = npt.NDArray[Any]
@@ -50,100 +47,14 @@ def read_npz(file: Path) -> dict[str, AnyArray]:
     return arrays
 
 
-def bfloat16_inputs(metadata: Mapping[str, Any], inputs: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
-    """Reinterpret uint16 inputs as BF16 if the model's metadata say BF16: an .npz cannot store BF16, only its bits."""
-    import ml_dtypes  # slow to import, needed only for --raw
+def bfloat16_inputs(datatypes: Mapping[str, str], inputs: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
+    """Reinterpret uint16 inputs as BF16 if the datatype is BF16: an .npz cannot store BF16, only its bits."""
+    import ml_dtypes  # slow to import
 
-    datatypes = {tensor.get("name"): tensor.get("datatype") for tensor in metadata.get("inputs", [])}
     return {
         name: array.view(ml_dtypes.bfloat16) if datatypes.get(name) == "BF16" and array.dtype == np.uint16 else array
         for name, array in inputs.items()
     }
-
-
-def read_json(file: Path) -> dict[str, AnyArray]:
-    """Read the inputs of a request in the protocol's form: {"inputs": [{"name", "shape", "datatype", "data"}]}.
-
-    Returns:
-        Arrays by name, each with its tensor's datatype.
-
-    Raises:
-        BadRequest: the file has another form; the message names the input and the reason.
-    """
-    try:
-        request = orjson.loads(file.read_bytes())
-    except OSError as error:
-        raise BadRequest(f"{file}: cannot be read: {error.strerror or error}") from None
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"{file}: is not JSON: {error}") from None
-    if not isinstance(request, dict) or list(request) != ["inputs"] or not isinstance(request["inputs"], list):
-        raise BadRequest(f'{file}: expected {{"inputs": [...]}} and nothing else')
-    arrays: dict[str, AnyArray] = {}
-    for position, tensor in enumerate(request["inputs"]):
-        where = f"{file}: inputs[{position}]"
-        if not isinstance(tensor, dict) or set(tensor) != {"name", "shape", "datatype", "data"}:
-            raise BadRequest(f"{where}: expected the fields name, shape, datatype, data and no other")
-        name, shape = tensor["name"], tensor["shape"]
-        if not isinstance(name, str) or name in arrays:
-            raise BadRequest(f"{where}: the name {name!r} is not text or occurs twice: give each input its own name")
-        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            raise BadRequest(f"{where}: the shape {shape!r} is not a list of whole numbers: write e.g. [1, 16]")
-        try:
-            arrays[name] = _from_json(tensor["data"], _datatype_by_name(tensor["datatype"], name), tuple(shape), name)
-        except BadRequest as error:
-            raise BadRequest(f"{where}: {error}") from None
-    return arrays
-
-
-def _from_json(data: Any, datatype: Datatype, shape: tuple[int, ...], name: str = "") -> Array:
-    """Convert a tensor's elements from JSON, flat or nested, to an array.
-
-    Args:
-        data: elements as the JSON parser returns them.
-        datatype: of the elements.
-        shape: of the result.
-        name: of the tensor, for the error.
-
-    Raises:
-        BadRequest: the elements do not fit the datatype or the shape; or BF16, which JSON cannot express.
-    """
-    if datatype is BF16:
-        raise BadRequest(
-            f"tensor '{name}' is BF16, which JSON cannot express: write its bits as uint16 into an .npz file"
-        )
-    flat = _flatten(data) if isinstance(data, list) else [data]
-    if len(flat) != math.prod(shape):
-        raise BadRequest(f"tensor '{name}' has {len(flat)} elements, shape {list(shape)} needs {math.prod(shape)}")
-    array = np.empty(len(flat), dtype=datatype.dtype)
-    by_kind: dict[str, tuple[type, ...]] = {"O": (str,), "b": (bool,), "f": (int, float)}
-    kinds = by_kind.get(array.dtype.kind, (int,))
-    for element in flat:
-        if not isinstance(element, kinds) or (isinstance(element, bool) and bool not in kinds):
-            raise BadRequest(f"tensor '{name}' holds {element!r}, which is not of datatype {datatype}")
-    try:
-        array[:] = [element.encode() for element in flat] if datatype is BYTES else flat
-    except (OverflowError, ValueError) as error:
-        raise BadRequest(f"tensor '{name}' holds a value outside {datatype}: {error}") from None
-    return array.reshape(shape)
-
-
-def _datatype_by_name(datatype: Any, name: str) -> Datatype:
-    """Datatype of a name such as "FP32".
-
-    Raises:
-        BadRequest: the protocol has no such datatype.
-    """
-    match = BY_NAME.get(datatype) if isinstance(datatype, str) else None
-    if match is None:
-        raise BadRequest(f"tensor '{name}' has datatype {datatype!r}, expected one of {', '.join(BY_NAME)}")
-    return match
-
-
-def _flatten(nested: list[Any]) -> list[Any]:
-    """Flatten level by level, so that no depth of nesting exhausts the stack."""
-    while any(isinstance(element, list) for element in nested):
-        nested = [inner for element in nested for inner in (element if isinstance(element, list) else [element])]
-    return nested
 
 
 DEFAULT_PORT = 8001

@@ -235,6 +235,7 @@ def test_json_input(adder: Any, headrace: Any, tmp_path: Path) -> None:
     tensors = [
         {"name": "x", "datatype": "INT16", "shape": [2, 1], "data": [[-1], [2]]},
         {"name": "s", "datatype": "BYTES", "shape": [1], "data": ["hi"]},
+        {"name": "b", "datatype": "BF16", "shape": [2], "data": [1, -2.5]},
     ]
     file.write_text(json.dumps({"inputs": tensors}))
     assert headrace("add", "--json-input", str(file))[0] == 0
@@ -242,8 +243,9 @@ def test_json_input(adder: Any, headrace: Any, tmp_path: Path) -> None:
     assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in request.inputs] == [
         ("x", "INT16", [2, 1]),
         ("s", "BYTES", [1]),
+        ("b", "BF16", [2]),
     ]
-    assert list(request.raw_input_contents) == [b"\xff\xff\x02\x00", b"\x02\x00\x00\x00hi"]
+    assert list(request.raw_input_contents) == [b"\xff\xff\x02\x00", b"\x02\x00\x00\x00hi", b"\x80\x3f\x20\xc0"]
 
 
 @pytest.mark.parametrize(
@@ -251,14 +253,16 @@ def test_json_input(adder: Any, headrace: Any, tmp_path: Path) -> None:
     [
         ("{", "is not JSON"),
         ("[]", "expected"),
-        ('{"inputs": [{"name": "x"}]}', "inputs[0]: expected the fields name, shape, datatype, data"),
-        ('{"inputs": [{"name":"x","shape":[-1],"datatype":"INT8","data":[1]}]}', "inputs[0]: the shape [-1]"),
-        ('{"inputs": [{"name":"x","shape":[1],"datatype":"BF16","data":[1]}]}', "BF16, which JSON cannot express"),
+        ('{"inputs": [{"name": "x"}]}', "missing required field `shape` - at `$.inputs[0]`"),
+        ('{"inputs": [], "id": "1"}', "nothing else"),
+        ('{"inputs": [{"name":"x","shape":[-1],"datatype":"INT8","data":[1]}]}', "`$.inputs[0].shape[0]`"),
         (
-            '{"inputs": [{"name":"x","shape":[1],"datatype":"INT8","data":[1.5]}]}',
-            "holds 1.5, which is not of datatype INT8",
+            '{"inputs": [{"name":"x","shape":[2],"datatype":"INT8","data":[1]}]}',
+            "inputs[0]: input 'x': 1 elements came",
         ),
+        ('{"inputs": [{"name":"x","shape":[1],"datatype":"INT8","data":[1.5]}]}', "data must be integers"),
         ('{"inputs": [{"name":"x","shape":[1],"datatype":"INT9","data":[1]}]}', "datatype 'INT9'"),
+        ('{"inputs": [%s, %s]}' % (('{"name":"x","shape":[1],"datatype":"INT8","data":[1]}',) * 2), "'x' occurs twice"),
     ],
 )
 def test_json_input_that_is_wrong(adder: Any, headrace: Any, tmp_path: Path, text: str, message: str) -> None:
