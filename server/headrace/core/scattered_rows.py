@@ -8,13 +8,14 @@ NumPy, which calls `__array__`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, SupportsIndex, TypeGuard, cast
 
 import numpy as np
 
-from headrace.core.tensor import Array
+from headrace.core.tensor import NOWHERE, Array
 
 MakePiece = Callable[[int, np.dtype[Any], tuple[int, ...]], Array]
 """Makes the input of one piece by its address, dtype and shape: an array or `ResidentRows` that keeps the memory alive."""
@@ -25,8 +26,8 @@ class ScatteredRows:
     """An input of a group, of shape (rows, ...), as pieces of equal shape. Immutable; slices share the memory.
 
     Attributes:
-        addresses: of the pieces in the order of their rows; CUdeviceptr if `device` is `PINNED`.
-        device: `PINNED` if kernels may read the pieces, else `NOWHERE`.
+        addresses: of the pieces in the order of their rows; CUdeviceptr if `device` is `PINNED`, else for `make_piece` alone.
+        device: `PINNED` if kernels may read all pieces, else `NOWHERE`: each piece says where it is.
         dtype: dtype of the elements; not object.
         piece_shape: shape of each piece, (rows of a piece, ...), with at least one row.
         make_piece: makes the input of one piece; keeps the memory alive.
@@ -107,6 +108,21 @@ def as_group_input(rows: ScatteredRows) -> Array:
 def is_scattered(array: object) -> TypeGuard[ScatteredRows]:
     """Return True for an input in several pieces."""
     return type(array) is ScatteredRows
+
+
+def keep_apart(pieces: Sequence[Array]) -> Array:
+    """Return the inputs of several requests, of equal shapes, as one input of a group: each stays where it is.
+
+    `device` of the result is `NOWHERE`, whatever that of the pieces.
+    """
+    like = pieces[0]
+    make = partial(_piece_of, tuple(pieces))
+    return as_group_input(ScatteredRows(tuple(range(len(pieces))), NOWHERE, like.dtype, like.shape, make))
+
+
+def _piece_of(pieces: Sequence[Array], number: int, _dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    piece = pieces[number]
+    return piece if piece.shape == shape else piece.reshape(shape)
 
 
 def in_pieces(parts: Iterable[Array]) -> list[Array]:

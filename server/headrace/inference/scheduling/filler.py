@@ -163,7 +163,10 @@ def _copies_around_residents(in_flight: InFlightBatch, name: str, buffer: Array,
     start = row = 0  # first row of the present run, next row
     copied: list[Array] = []
     copies: list[_Copy] = []
+    pieces: list[Array] = []  # those in several places that no kernel reads as a whole are apart
     for part in parts:
+        pieces += part.pieces() if is_scattered(part) and part.device == NOWHERE else (part,)
+    for part in pieces:
         stop = row + part.shape[0]
         if (
             (is_resident(part) or is_scattered(part))

@@ -7,7 +7,8 @@ nanoseconds, which all processes of a machine share.
     REQUESTS  version u32, rows u32, tensor block u32, options u32 (sizes in bytes), received i64 and rows u32 of each member,
               options (msgpack), tensor block, data. With the flag SCATTERED all inputs are in slots: the block has the
               tensors of one member, in any slot; the data are slot u32, generation u32, offset u64 of each member, tensor by
-              tensor
+              tensor. Or all inputs are in regions: then the slot is the number of the region, and the names of the regions
+              follow (size u32, 0 u32, msgpack)
     ANSWERS   first member u32, batch rows u32, tensor block u32, extras u32, five times i64, extras (msgpack), tensor block, data
     CANCEL    nothing: all members of the group
     others    number u32, size u32, content (msgpack): see `MessageFrame`
@@ -47,7 +48,7 @@ CACHED, TIMED = 1, 2
 """Flags of ANSWERS: from the response cache; the times of a batch are present."""
 
 SCATTERED = 1
-"""Flag of REQUESTS: the inputs of the members are in slots, with equal shapes."""
+"""Flag of REQUESTS: the inputs of the members are in slots, or in regions, with equal shapes."""
 
 HEADER = struct.Struct("<IBBHQ")
 HEADER_BYTES = HEADER.size
@@ -170,6 +171,7 @@ class CountEvent(msgspec.Struct, array_like=True, frozen=True, eq=True):
 _extras_decoder = msgspec.msgpack.Decoder(RequestExtras)
 _answer_extras_decoder = msgspec.msgpack.Decoder(AnswerExtras)
 _encode = msgspec.msgpack.Encoder().encode
+_names_decoder = msgspec.msgpack.Decoder(list[str])
 
 
 @lru_cache(maxsize=256)
@@ -288,7 +290,7 @@ class RequestsFrame(msgspec.Struct, eq=False):
         received_ns, member_rows: of each member.
         extras: options of the only member; None for none.
         block: bytes of the tensor block.
-        is_scattered: the block has the tensors of one member, the data have the slots of all.
+        is_scattered: the block has the tensors of one member, the data have the slots, or the regions, of all.
     """
 
     group: int
@@ -378,10 +380,31 @@ def parse_slots(frame: RequestsFrame, buffer: bytes, tensors: int) -> list[list[
     return [slots[first : first + members] for first in range(0, len(slots), members)]
 
 
+def regions_data(ranges: Iterable[tuple[str, int]]) -> bytes:
+    """Encode the data of a group in regions: name and offset of each member, tensor by tensor."""
+    numbers: dict[str, int] = {}
+    slots = [(numbers.setdefault(name, len(numbers)), 0, offset) for name, offset in ranges]
+    names = _encode(list(numbers))
+    return slots_data(slots) + _PAIR.pack(len(names), 0) + names + padding(len(names))
+
+
+def parse_regions(frame: RequestsFrame, buffer: bytes, tensors: int) -> list[list[tuple[str, int]]]:
+    """Return name and offset of the regions of each member of a group, for each of its tensors; raises FrameError."""
+    members, start = len(frame.member_rows), frame.data_start
+    end = start + members * tensors * SLOT_BYTES
+    try:
+        size_bytes, _ = _PAIR.unpack_from(buffer, end)
+        names = _names_decoder.decode(buffer[end + _PAIR.size : min(end + _PAIR.size + size_bytes, frame.data_end)])
+        ranges = [(names[number], offset) for number, _, offset in _SLOT.iter_unpack(memoryview(buffer)[start:end])]
+    except (struct.error, msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
+        raise FrameError(f"the regions of a group of {members} members cannot be read: {error}") from None
+    return [ranges[first::members] for first in range(members)]
+
+
 def slots_of(frame: RequestsFrame, buffer: bytes) -> list[tuple[int, int]]:
     """Return the slots that the tensors of a frame are in, each with its generation; raises FrameError."""
     tensors = [tensor for tensor in parse_tensor_block(frame.block).tensors if tensor.place == SLOT]
-    if frame.is_scattered:
+    if frame.is_scattered and tensors:
         return [slot[:2] for slots in parse_slots(frame, buffer, len(tensors)) for slot in slots]
     return [(tensor.slot, tensor.generation) for tensor in tensors]
 

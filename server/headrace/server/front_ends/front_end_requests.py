@@ -24,6 +24,7 @@ from headrace.config.traffic_config import Traffic
 from headrace.core.completion import GroupCompletion, LoopCompletion, Outcome
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unavailable
 from headrace.core.request import NO_PARAMETERS, NO_RANGES, GroupMembers, InferRequest, InferResponse
+from headrace.core.scattered_rows import keep_apart
 from headrace.core.shapes import CheckedShapes
 from headrace.core.tensor import Array, Region, TensorSpec
 from headrace.inference.scheduling.model_handle import ModelHandle
@@ -34,7 +35,15 @@ from headrace.server.front_ends import frames
 from headrace.server.front_ends.arena import ALIGNMENT, MappedArena
 from headrace.server.front_ends.errors import describe_error
 from headrace.server.front_ends.frame_stream import FrameStream
-from headrace.server.front_ends.frames import CountEvent, FrameError, RequestsFrame, TensorPlace, parse_slots
+from headrace.server.front_ends.frames import (
+    CountEvent,
+    FrameError,
+    RequestExtras,
+    RequestsFrame,
+    TensorPlace,
+    parse_regions,
+    parse_slots,
+)
 from headrace.server.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
 from headrace.server.front_ends.version_table import VersionRow, encode_table
 from headrace.wire.requests.request_options import SharedRange
@@ -69,14 +78,74 @@ class ServedVersion:
         self._shapes = CheckedShapes(handle.spec)
         self._checked: dict[bytes, tuple[int, object]] = {}  # rows and shape key, by the key of a layout
 
-    def scattered_request(self, frame: RequestsFrame, buffer: bytes, arena: MappedArena | None) -> InferRequest:
+    def region_request(
+        self,
+        frame: RequestsFrame,
+        layout: BlockLayout,
+        ranges: Sequence[Sequence[tuple[str, int]]],
+        regions: Regions,
+        first: int = 0,
+    ) -> InferRequest:
+        """Make the request of members of a group whose inputs are all in shared memory of clients.
+
+        Args:
+            frame: of the group.
+            layout: its tensors, of one member.
+            ranges: name and offset of the regions of each of the members, for each tensor.
+            regions: of clients.
+            first: number of the first member.
+
+        Raises:
+            FrameError: a tensor is not in a region.
+            NotFound, BadRequest: a region does not exist, its range exceeds it, or names or shapes do not fit the model.
+        """
+        if layout.views or layout.slots or layout.ranges or layout.room:
+            raise FrameError(f"a group of {len(frame.member_rows)} members has tensors that are not in regions")
+        rows, shape_key = self._check_members(frame, layout, layout.regions)
+        devices, size_bytes = self.handle.spec.resident_devices, frame.data_end - frame.data_start
+        inputs: dict[str, Array] = {}
+        pieces: dict[str, list[Array]] = {spec.name: [] for spec, _ in layout.regions}
+        entries = [RawInput(spec, place.shape, prod(place.shape), place.size_bytes) for spec, place in layout.regions]
+        for member in ranges:
+            for entry, (name, offset) in zip(entries, member, strict=True):
+                size_bytes += read_shared_input(entry, regions.find(name), offset, devices, inputs)
+                pieces[entry.spec.name].append(inputs[entry.spec.name])
+        if len(ranges) > 1:
+            inputs = {name: keep_apart(parts) for name, parts in pieces.items()}
+        received_ns = frame.received_ns[first : first + len(ranges)]
+        request = InferRequest(
+            inputs=inputs,
+            rows=rows * len(ranges),
+            shape_key=shape_key,
+            received_ns=min(received_ns),
+            size_bytes=size_bytes,
+        )
+        return request if frame.extras is None else _with_extras(request, frame.extras)
+
+    def _check_members(
+        self, frame: RequestsFrame, layout: BlockLayout, tensors: Sequence[tuple[TensorSpec, TensorPlace]]
+    ) -> tuple[int, object]:
+        """Return rows and shape key of each member of a scattered group; raises BadRequest."""
+        checked = self._checked.get(layout.key)
+        if checked is None:
+            checked = self._shapes.rows({spec.name: _like(spec, piece) for spec, piece in tensors})
+            self._add_checked(layout.key, checked)
+        if frame.member_rows.count(checked[0]) != len(frame.member_rows):
+            raise BadRequest(
+                f"each request of a group has {checked[0]} rows, their frame says {list(frame.member_rows)[:16]}"
+            )
+        return checked
+
+    def scattered_request(
+        self, frame: RequestsFrame, layout: BlockLayout, buffer: bytes, arena: MappedArena | None
+    ) -> InferRequest:
         """Make the request of a scattered group, for all its members; its inputs are `ScatteredRows` in the arena.
 
         Raises:
             FrameError: the frame does not follow the layout.
             BadRequest: names or shapes do not fit the model.
         """
-        layout, members = self.reader.layout(frame.block, is_scattered=True), len(frame.member_rows)
+        members = len(frame.member_rows)
         if arena is None or members < 2 or layout.views or layout.regions or layout.ranges or layout.room:
             raise FrameError(f"a group of {members} members has tensors that are not in slots, or no arena")
         slots_of = parse_slots(frame, buffer, len(layout.slots))
@@ -85,15 +154,7 @@ class ServedVersion:
         for (spec, piece), slots in zip(layout.slots, slots_of, strict=True):
             inputs[spec.name] = arena.scattered(piece, slots, spec.datatype.dtype, on_gpu)
             size_bytes += piece.size_bytes * members
-        checked = self._checked.get(layout.key)
-        if checked is None:
-            checked = self._shapes.rows({spec.name: _like(spec, piece) for spec, piece in layout.slots})
-            self._add_checked(layout.key, checked)
-        rows, shape_key = checked
-        if frame.member_rows.count(rows) != members:
-            raise BadRequest(
-                f"each request of a group has {rows} rows, their frame says {list(frame.member_rows)[:16]}"
-            )
+        rows, shape_key = self._check_members(frame, layout, layout.slots)
         return InferRequest(
             inputs=inputs,
             rows=rows * members,
@@ -133,10 +194,8 @@ class ServedVersion:
             size_bytes += tensor.size_bytes
         for spec, tensor in layout.regions:
             entry = RawInput(spec, tensor.shape, prod(tensor.shape), tensor.size_bytes)
-            with named_tensor(f"input '{spec.name}'"):
-                region = regions.find(tensor.region)
-                devices = self.handle.spec.resident_devices
-                size_bytes += read_shared_input(entry, region, tensor.offset, devices, inputs)
+            region, devices = regions.find(tensor.region), self.handle.spec.resident_devices
+            size_bytes += read_shared_input(entry, region, tensor.offset, devices, inputs)
         if checked is None:
             checked = self._shapes.rows(inputs)
             self._add_checked(layout.key, checked)
@@ -152,12 +211,14 @@ class ServedVersion:
             parameters=NO_PARAMETERS,  # with the ranges: their defaults are functions
             output_ranges=NO_RANGES,
         )
-        extras = frame.extras
-        if extras is not None:
-            request.id, request.priority, request.deadline_ns = extras.id, extras.priority, extras.deadline_ns
-            request.queue_timeout_ns, request.client = extras.queue_timeout_ns, extras.client
-            request.outputs, request.parameters = extras.outputs, extras.parameters or NO_PARAMETERS
-        return request
+        return request if frame.extras is None else _with_extras(request, frame.extras)
+
+
+def _with_extras(request: InferRequest, extras: RequestExtras) -> InferRequest:
+    request.id, request.priority, request.deadline_ns = extras.id, extras.priority, extras.deadline_ns
+    request.queue_timeout_ns, request.client = extras.queue_timeout_ns, extras.client
+    request.outputs, request.parameters = extras.outputs, extras.parameters or NO_PARAMETERS
+    return request
 
 
 def _like(spec: TensorSpec, place: TensorPlace) -> Array:
@@ -451,11 +512,16 @@ class FrontEndLink:
             self._write_error(number, 0, members, Unavailable(_REPLACED))
             return
         group = self._groups[number] = _Group(number, version, frame.received_ns, members)
+        layout = version.reader.layout(frame.block, frame.is_scattered)
+        ranges: Sequence[Sequence[tuple[str, int]]] = ()
         try:
-            if frame.is_scattered:
-                request = version.scattered_request(frame, buffer, self._arena)
+            if frame.is_scattered and layout.regions:
+                version.handle.admit()
+                ranges = parse_regions(frame, buffer, len(layout.regions))
+                request = version.region_request(frame, layout, ranges, self._requests.regions)
+            elif frame.is_scattered:
+                request = version.scattered_request(frame, layout, buffer, self._arena)
             else:
-                layout = version.reader.layout(frame.block)
                 if layout.room is not None or layout.ranges:
                     self._find_memory(group, layout)
                 request = version.request(frame, layout, buffer, size_bytes, self._arena, self._requests.regions)
@@ -465,7 +531,10 @@ class FrontEndLink:
                     request.resident_outputs = frozenset(resident)
             version.handle.admit()
         except HeadraceError as error:
-            self._settle(group, 0, members, error)
+            if len(ranges) > 1:
+                self._start_regions(group, frame, layout, ranges)
+            else:
+                self._settle(group, 0, members, error)
             return
         if members == 1:
             self._start(group, 0, request)
@@ -508,6 +577,20 @@ class FrontEndLink:
             self._start(
                 group, index, request.replace(inputs=part, rows=rows, received_ns=received_ns, size_bytes=size_bytes)
             )
+
+    def _start_regions(
+        self, group: _Group, frame: RequestsFrame, layout: BlockLayout, ranges: Sequence[Sequence[tuple[str, int]]]
+    ) -> None:
+        """Queue the members of a group in shared memory of clients one by one: some cannot be read."""
+        for index, member in enumerate(ranges):
+            try:
+                part = group.version.region_request(frame, layout, (member,), self._requests.regions, index)
+            except HeadraceError as error:
+                self._settle(group, index, 1, error)
+            else:
+                self._start(group, index, part)
+        if group.unanswered:
+            self._requests.on_traffic(group.version.handle)
 
     def _start(self, group: _Group, index: int, request: InferRequest) -> None:
         """Queue one member."""

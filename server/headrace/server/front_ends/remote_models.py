@@ -21,8 +21,8 @@ import numpy.typing as npt
 from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import HeadraceError, Unavailable
-from headrace.core.request import NO_RANGES, InferRequest, InferResponse, ModelLoad
-from headrace.core.tensor import Array, ModelSpec, as_input, is_resident
+from headrace.core.request import InferRequest, InferResponse, ModelLoad
+from headrace.core.tensor import Array, ModelSpec, ResidentRows, as_input, is_resident
 from headrace.observability.counters import Recorder
 from headrace.server.front_ends import frames
 from headrace.server.front_ends.arena import ALIGNMENT, Arena
@@ -30,9 +30,9 @@ from headrace.server.front_ends.errors import restore_error
 from headrace.server.front_ends.frame_stream import FrameStream
 from headrace.server.front_ends.frames import CountEvent, FrameError, TensorPlace
 from headrace.server.front_ends.remote_quotas import RemoteQuotas
-from headrace.server.front_ends.remote_regions import RegionRange, can_name_regions, rows_in_engine
+from headrace.server.front_ends.remote_regions import RegionRange, can_name_regions, region_of, rows_in_engine
 from headrace.server.front_ends.reported_loads import NoLoads, ReportedLoads
-from headrace.server.front_ends.request_groups import MIN_SLOT_BYTES, group_requests
+from headrace.server.front_ends.request_groups import MIN_SLOT_BYTES, are_in_regions, group_requests
 from headrace.server.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
 from headrace.server.front_ends.version_table import VersionRow, decode_table
 from headrace.wire.requests.tensor_codec import allocate_body
@@ -429,7 +429,14 @@ class RemoteModels:
             raise Unavailable(ENGINE_LOST)
         number = self._next_group
         first = pairs[0][0]
-        if first.size_bytes >= MIN_SLOT_BYTES or first.output_ranges is not NO_RANGES:
+        if ResidentRows in map(type, first.inputs.values()) and are_in_regions(first, handle.row_bytes):
+            self._send_regions(handle, pairs)
+            return
+        if (
+            first.size_bytes >= MIN_SLOT_BYTES
+            or first.output_ranges
+            or ResidentRows in map(type, first.inputs.values())
+        ):
             if len(pairs) == 1 or not self._send_scattered(handle, pairs):
                 for request, completion in pairs:
                     self._send_large(handle, request, completion)
@@ -452,8 +459,7 @@ class RemoteModels:
         copies: list[Array] = []  # until the request counts as a user of their slots
         for name, array in request.inputs.items():
             if is_resident(array):
-                assert isinstance(array.owner, RegionRange)
-                places.append(handle.writer.region_place(name, array.shape, *array.owner))
+                places.append(handle.writer.region_place(name, array.shape, *region_of(array)))
                 continue
             slot = None if array.nbytes < MIN_SLOT_BYTES else self._slot(handle, name, array, copies)
             if slot is None:
@@ -508,6 +514,23 @@ class RemoteModels:
             arena.use(start)
         stream.write(parts)
         return True
+
+    def _send_regions(self, handle: RemoteHandle, pairs: Sequence[tuple[InferRequest, RemoteCompletion]]) -> None:
+        """Send requests with inputs of equal shapes in shared memory of clients as one group."""
+        stream, number, first = self._stream, self._next_group, pairs[0][0]
+        assert stream is not None
+        rows_of = [request.inputs[name] for name in first.inputs for request, _ in pairs]
+        data = frames.regions_data([region_of(rows)[:2] for rows in rows_of if is_resident(rows)])
+        received_ns = [request.received_ns for request, _ in pairs]
+        rows = [request.rows for request, _ in pairs]
+        extras = frames.extras_of(first, handle.row.has_details) if len(pairs) == 1 else None
+        block = handle.writer.region_block(first.inputs)
+        parts = frames.requests_frame(
+            number, handle.number, received_ns, rows, block, (data,), len(data), extras, is_scattered=True
+        )
+        self._next_group = number + 1
+        self._groups[number] = Group(handle, number, [completion for _, completion in pairs], rows)
+        stream.write(parts)
 
     def _slot(self, handle: RemoteHandle, name: str, array: Array, copies: list[Array]) -> frames.Slot | None:
         """Return the slot of an input, into which it is copied if it was not received there; None if it cannot be in a slot.

@@ -31,6 +31,12 @@ class RegionRange(NamedTuple):
     size_bytes: int
 
 
+def region_of(rows: ResidentRows) -> RegionRange:
+    """Return the range that rows of `rows_in_engine` stand for."""
+    assert isinstance(rows.owner, RegionRange)
+    return rows.owner
+
+
 def _refuse_copy(_address: int, _size_bytes: int) -> Array:
     raise Unavailable("shared memory of clients is read by the engine process only: retry the request")
 

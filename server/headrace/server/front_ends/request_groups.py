@@ -6,7 +6,9 @@ from collections.abc import Hashable, Sequence
 from typing import TypeVar
 
 from headrace.core.request import NO_RANGES, InferRequest
+from headrace.core.tensor import ResidentRows, is_resident
 from headrace.server.front_ends import frames
+from headrace.server.front_ends.remote_regions import region_of
 
 # Smaller tensors are sent in frames: copying them costs less than a slot.
 MIN_SLOT_BYTES = 32 << 10
@@ -49,13 +51,24 @@ def group_requests(
 _ALONE: Hashable = object()
 
 
+def are_in_regions(request: InferRequest, row_bytes: int) -> bool:
+    """Return True if all inputs of a request are in shared memory of clients, and no output needs a slot."""
+    if request.output_ranges or request.rows * row_bytes >= MIN_SLOT_BYTES:
+        return False
+    return all(is_resident(array) and region_of(array).region.isascii() for array in request.inputs.values())
+
+
 def _group_key(request: InferRequest, row_bytes: int) -> Hashable:
     """Return a key that is equal for the requests of a group, `_ALONE` for a request that is sent alone."""
+    inputs = request.inputs
+    if ResidentRows in map(type, inputs.values()):
+        if not are_in_regions(request, row_bytes):
+            return _ALONE
+        return (ResidentRows, *[(name, array.shape) for name, array in inputs.items()])
     if request.size_bytes < MIN_SLOT_BYTES:
         return request.shape_key
     if request.rows * row_bytes >= MIN_SLOT_BYTES:
         return _ALONE  # its outputs need a slot of their own
-    inputs = request.inputs
     for array in inputs.values():
         if array.nbytes < MIN_SLOT_BYTES or array.dtype.hasobject:
             return _ALONE

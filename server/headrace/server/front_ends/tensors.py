@@ -262,6 +262,17 @@ class TensorWriter:
         number, datatype, _ = self._places[name]
         return TensorPlace(number, datatype, shape, size_bytes, REGION, offset, region=region)
 
+    def region_block(self, inputs: Mapping[str, Array]) -> bytes:
+        """Return the block of a group whose inputs are in regions, by those of one member."""
+        key = (REGION, *[(name, array.shape) for name, array in inputs.items()])
+        block = self._blocks.get(key)
+        if block is None:
+            if len(self._blocks) >= _MAX_BLOCKS:
+                self._blocks.clear()
+            places = [self.region_place(name, array.shape, "", 0, array.nbytes) for name, array in inputs.items()]
+            block = self._blocks[key] = tensor_block(places)
+        return block
+
     def _block(
         self,
         names: Iterable[str],

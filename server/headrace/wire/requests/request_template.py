@@ -190,10 +190,7 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
                 size_bytes += entry.size_bytes
                 continue
             region = regions.find(entry.shared.region)
-            try:  # `named_tensor` takes 1.4 us
-                size_bytes += read_shared_input(entry, region, entry.shared.offset, devices, inputs)
-            except BadRequest as error:
-                raise type(error)(f"input '{entry.spec.name}': {error}") from error
+            size_bytes += read_shared_input(entry, region, entry.shared.offset, devices, inputs)
         if not targets:
             return self, size_bytes
         resident = frozenset(
@@ -276,8 +273,7 @@ def read_shared(large: list[tuple[RawInput, Region]], inputs: dict[str, Array]) 
     """
     for entry, region in large:
         assert entry.shared is not None
-        with named_tensor(f"input '{entry.spec.name}'"):
-            read_shared_input(entry, region, entry.shared.offset, frozenset(), inputs)
+        read_shared_input(entry, region, entry.shared.offset, frozenset(), inputs)
 
 
 def may_have_shared_inputs(content: bytes) -> bool:
@@ -557,11 +553,12 @@ class Codec(ABC, Generic[Content, Layout, Encoded]):
         ranges = NO_RANGES
         if template.needs_regions:
             template, shared_bytes = template.attach(self._regions, inputs, self.spec.resident_devices)
-            ranges = {
-                output.spec.name: (output.shared.region, output.shared.offset, output.shared.size_bytes)
-                for output in template.outputs
-                if output.shared is not None
-            }
+            if template.targets:
+                ranges = {
+                    output.spec.name: (output.shared.region, output.shared.offset, output.shared.size_bytes)
+                    for output in template.outputs
+                    if output.shared is not None
+                }
         request = InferRequest(
             inputs=inputs,
             rows=template.rows,
@@ -626,18 +623,23 @@ def read_shared_input(
         BadRequest: the range exceeds the region, or its bytes do not match the tensor.
     """
     spec, size_bytes = entry.spec, entry.size_bytes
-    if not size_bytes:
-        region.check(offset, 0)
-        inputs[spec.name] = np.empty(entry.shape, spec.datatype.dtype)
-        return 0
-    # BYTES elements must be split here, and a tensor without dimensions has no rows.
-    if spec.datatype is not BYTES and entry.shape:
-        rows = region.locate(offset, size_bytes, devices)
-        if rows is not None:
-            inputs[spec.name] = as_input(rows.as_tensor(spec.datatype.dtype, entry.shape))
+    try:  # `named_tensor` takes 1.4 us
+        if not size_bytes:
+            region.check(offset, 0)
+            inputs[spec.name] = np.empty(entry.shape, spec.datatype.dtype)
             return 0
-    data = region.read(offset, size_bytes)
-    inputs[spec.name] = tensor_codec.from_binary(spec, entry.shape, entry.elements, data.view(np.uint8), 0, size_bytes)
+        # BYTES elements must be split here, and a tensor without dimensions has no rows.
+        if spec.datatype is not BYTES and entry.shape:
+            rows = region.locate(offset, size_bytes, devices)
+            if rows is not None:
+                inputs[spec.name] = as_input(rows.as_tensor(spec.datatype.dtype, entry.shape))
+                return 0
+        data = region.read(offset, size_bytes)
+        inputs[spec.name] = tensor_codec.from_binary(
+            spec, entry.shape, entry.elements, data.view(np.uint8), 0, size_bytes
+        )
+    except BadRequest as error:
+        raise type(error)(f"input '{spec.name}': {error}") from error
     return size_bytes
 
 

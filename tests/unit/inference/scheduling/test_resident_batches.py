@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from headrace.core.completion import Completion
 from headrace.core.request import InferRequest
-from headrace.core.scattered_rows import ScatteredRows, is_scattered
+from headrace.core.scattered_rows import ScatteredRows, is_scattered, keep_apart
 from headrace.core.tensor import NOWHERE, PINNED, Array, as_input
 from headrace.inference.scheduling.assembly import Staging
 from headrace.inference.scheduling.entries import split_request
@@ -56,8 +56,8 @@ def _scattered(array: Array, device: int) -> ScatteredRows:
     return ScatteredRows(tuple(memory), device, array.dtype, (1, *array.shape[1:]), piece)
 
 
-# h: host, p: pinned, 0 and 1: on that GPU, u: unaligned, s: pinned in several places, g: in several places of the host; each part
-# has as many rows as its place in the batch says.
+# h: host, p: pinned, 0 and 1: on that GPU, u: unaligned, s: pinned in several places, g: in several places of the host, m: on two
+# GPUs in turns; each part has as many rows as its place in the batch says.
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -78,6 +78,8 @@ def _scattered(array: Array, device: int) -> ScatteredRows:
         "hshgps",
         "gg",
         "ghs",
+        "hmhm",
+        "m",
     ],
 )
 @pytest.mark.parametrize("device", [0, None])
@@ -88,10 +90,15 @@ def test_every_row_is_at_its_device_offset(kinds: str, device: int | None) -> No
         devices = {"p": PINNED, "u": NOWHERE, "0": 0, "1": 1}
         if kind in "sg":
             entries.append(_entry(x=_scattered(array, PINNED if kind == "s" else NOWHERE)))
+        elif kind == "m":
+            rows = [resident(array[index : index + 1].copy(), index % 2) for index in range(count)]
+            entries.append(_entry(x=keep_apart([as_input(row) for row in rows])))
         else:
             entries.append(_entry(x=array if kind == "h" else resident(array, devices[kind])))
         if kind in "p01s" and device == 0:
             expected.append(first)
+        if kind == "m" and device == 0:
+            expected += range(first, first + count)
         first += count
     in_flight = _in_flight(first, device)
     Filler("test").fill(in_flight, entries)

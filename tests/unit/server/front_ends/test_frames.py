@@ -82,6 +82,26 @@ def test_requests(
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.data())
+def test_requests_in_regions(members: int, tensors: int, data: Any) -> None:
+    count = members * tensors
+    ranges = data.draw(
+        st.lists(st.tuples(st.sampled_from(["a", "b", "a region"]), u64), min_size=count, max_size=count)
+    )
+    block = frames.tensor_block([TensorPlace(number, 1, (2, 3), 6, frames.REGION) for number in range(tensors)])
+    content = frames.regions_data(ranges)
+    frame = joined(
+        frames.requests_frame(7, 8, [1] * members, [2] * members, block, (content,), len(content), is_scattered=True)
+    )
+    parsed = frames.parse_requests(frame, 0, len(frame))
+    found = frames.parse_regions(parsed, frame, tensors)
+    assert found == [[ranges[tensor * members + member] for tensor in range(tensors)] for member in range(members)]
+    assert frames.slots_of(parsed, frame) == []
+    parsed.data_end -= 8  # the end of the names is missing
+    with pytest.raises(FrameError):
+        frames.parse_regions(parsed, frame, tensors)
+
+
+@given(st.integers(1, 5), st.integers(1, 3), st.data())
 def test_scattered_requests(members: int, tensors: int, data: Any) -> None:
     count = members * tensors
     slots = data.draw(st.lists(st.tuples(u32, u32, u64), min_size=count, max_size=count))

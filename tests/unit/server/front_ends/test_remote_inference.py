@@ -16,12 +16,13 @@ import pytest
 import uvloop
 from headrace.core.cache_options import CacheOptions
 from headrace.core.clock import monotonic_ns
-from headrace.core.errors import Cancelled, Unavailable
+from headrace.core.errors import BadRequest, Cancelled, NotFound, Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
+from headrace.core.tensor import as_input
 from headrace.server.front_ends import frames
-from headrace.server.front_ends.remote_models import RemoteModels
-from headrace.server.front_ends.remote_regions import RemoteRegions
+from headrace.server.front_ends.remote_models import RemoteHandle, RemoteModels
+from headrace.server.front_ends.remote_regions import RegionRange, RemoteRegions, rows_in_engine
 from onnx import TensorProto
 
 from tests.support import models
@@ -431,6 +432,56 @@ def client_memory(pair: Pair) -> Iterator[memoryview]:
     finally:
         memory.close()
         memory.unlink()
+
+
+def in_region(handle: RemoteHandle, region: str, offset: int) -> InferRequest:
+    """A request with an input of the size of `ROWS` in a region, as a front end reads it."""
+    rows = rows_in_engine(RegionRange(region, offset, ROWS.nbytes), ROWS.dtype, ROWS.shape)
+    return infer_request(handle, as_input(rows))
+
+
+def test_requests_in_shared_memory_of_one_turn_are_one_group(run: Callable[..., Any]) -> None:
+    """Each is answered by itself, also if others name memory that is not there; no memory is used after its registration."""
+
+    async def test(pair: Pair) -> None:
+        front_end, local = pair.front_ends[0], pair.plane.registry.serving("affine", "")
+        assert local is not None
+        handle = front_end.lease("affine", "")
+        (output,) = handle.spec.outputs
+        with client_memory(pair) as memory:
+            memory[2048 : 2048 + ROWS.nbytes] = (ROWS + 1).tobytes()
+
+            async def outcomes(*ranges: tuple[str, int]) -> list[Any]:
+                completions = [handle.infer(in_region(handle, *each)) for each in ranges]
+                await asyncio.sleep(0)
+                assert front_end.in_flight == 1
+                return await asyncio.gather(*map(settled, completions), return_exceptions=True)
+
+            async def settled(completion: Any) -> Any:
+                return (await completion).outputs[output]
+
+            async def expected(rows: Any) -> Any:
+                return (await local.infer(infer_request(handle, rows))).outputs[output]
+
+            first, second = await expected(ROWS), await expected(ROWS + 1)
+            for answers in (await outcomes(("in", 0)), await outcomes(("in", 0), ("out", 0))):
+                for answer, rows in zip(answers, (first, second), strict=False):
+                    np.testing.assert_allclose(answer, rows, rtol=1e-6)
+            for wrong, error in (("none", 0), NotFound), (("in", 2000), BadRequest):
+                answers = await outcomes(wrong, ("out", 0))
+                assert isinstance(answers[0], error)
+                np.testing.assert_allclose(answers[1], second, rtol=1e-6)
+            assert [type(each) for each in await outcomes(("none", 0))] == [NotFound]
+            name = pair.regions.registered()[0][2][0]
+            pair.regions.unregister("system", "in")
+            assert [type(each) for each in await outcomes(("in", 0))] == [NotFound]
+            pair.regions.register("system", "in", (name, 2048, 2048))
+            for answer in await outcomes(("in", 0), ("in", 0)):
+                np.testing.assert_allclose(answer, second, rtol=1e-6)
+        handle.release()
+        await until_async(lambda: not local.in_flight)
+
+    run(test)
 
 
 def test_the_engine_reads_and_writes_shared_memory_of_clients(run: Callable[..., Any]) -> None:
