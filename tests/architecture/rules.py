@@ -386,6 +386,48 @@ def all_findings() -> dict[str, Findings]:
     return result
 
 
+# --- Callbacks ---------------------------------------------------------------------------------------------------------
+
+# Callbacks are arguments: these files set one of another object after it was built, each for a reason.
+LATE_CALLBACKS = {
+    # The router of a server is built over a data plane that may serve already, as an embedded one does.
+    "server/headrace/server/wiring.py": "on_traffic",
+    # What is saved are changes of models and settings: they are built before it.
+    "server/headrace/server/front_ends/engine_process.py": "on_requested on_published",
+    # A stream of responses has a writer, which is another for each step.
+    "server/headrace/inference/pipelines/decoupled_run.py": "on_consumed",
+    "server/headrace/python/open_requests.py": "on_consumed",
+    # The proof goes on by the handle, which has the model that has the sampler.
+    "server/headrace/models/version_loads.py": "on_taken",
+    # Each connection has a buffer, and the server's stream of its calls.
+    "server/headrace/wire/grpc/server.py": "on_unread",
+    # One of several processes of a model reports to the model.
+    "server/headrace/python/backend.py": "on_change",
+    "server/headrace/observability/tracing.py": "on_change",
+}
+
+
+def late_callbacks(source: str) -> list[tuple[int, str]]:
+    """Line and name of every callback of another object that is set after its birth; None, which ends one, is no callback."""
+    result = []
+    for node in _nodes(source):
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                pass
+            case ast.Assign(targets=targets, value=value):
+                values = [value] * len(targets)
+            case _:
+                continue
+        for target, value in zip(targets, values, strict=True):
+            match target:
+                case ast.Attribute(value=ast.Name(id="self")):
+                    continue
+                case ast.Attribute(attr=name) if re.match(r"on_[a-z]|.*callback$", name):
+                    if not (isinstance(value, ast.Constant) and value.value is None):
+                        result.append((node.lineno, name))
+    return result
+
+
 # --- Cycles, names ------------------------------------------------------------------------------------------------------
 
 # Cycles that stand, each by its modules; the lists may only get shorter.

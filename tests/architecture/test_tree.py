@@ -10,9 +10,12 @@ import pytest
 from tests.architecture.rules import (
     KNOWN_CYCLES,
     KNOWN_NAMESAKES,
+    LATE_CALLBACKS,
+    ROOT,
     all_findings,
     grown_packages,
     import_cycles,
+    late_callbacks,
     module_findings,
     package_lines,
 )
@@ -32,6 +35,14 @@ def test_no_modules_import_each_other() -> None:
 def test_public_classes_have_names_of_their_own() -> None:
     names = [name for findings in module_findings().values() for name in findings.classes]
     assert {name for name in names if names.count(name) > 1} == set(KNOWN_NAMESAKES.split())
+
+
+def test_callbacks_are_set_at_birth() -> None:
+    paths = [path for path in all_findings() if path.startswith("server/headrace/")]
+    found = {path: {name for _, name in late_callbacks((ROOT / path).read_text(encoding="utf-8"))} for path in paths}
+    assert {path: names for path, names in found.items() if names} == {
+        path: set(names.split()) for path, names in LATE_CALLBACKS.items()
+    }, "build the object that is called first, and hand its method in"
 
 
 def test_refused_identifiers_stay_away() -> None:

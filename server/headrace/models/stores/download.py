@@ -6,13 +6,14 @@ import errno
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.store_url import StoreUrl
 from headrace.core.threads import start_thread
 from headrace.models.stores.base import ModelStore, ObjectChanged, Stopped, StoredObject, StoreError
+from headrace.observability.labelled_counter import STORE_BYTES
 
 logger = logging.getLogger("headrace.stores")
 
@@ -23,20 +24,17 @@ _REPORT_S = 10
 
 
 class Progress:
-    """Logs how far the downloads of a repository are. Thread-safe.
+    """Counts and logs how far the downloads of a repository are. Thread-safe.
 
     Args:
         url: of the repository.
         objects: number of objects.
         total_bytes: of all objects, with what is there of them already.
         present_bytes: what is there already.
-        on_bytes: called with every number of bytes.
     """
 
-    def __init__(
-        self, url: StoreUrl, objects: int, total_bytes: int, present_bytes: int, on_bytes: Callable[[int], None]
-    ) -> None:
-        self._url, self._total, self._bytes, self._on_bytes = url, total_bytes, present_bytes, on_bytes
+    def __init__(self, url: StoreUrl, objects: int, total_bytes: int, present_bytes: int) -> None:
+        self._url, self._total, self._bytes = url, total_bytes, present_bytes
         self._first_bytes = present_bytes
         self._start_ns = self._report_ns = monotonic_ns()
         self._lock = threading.Lock()
@@ -45,7 +43,7 @@ class Progress:
 
     def add(self, count: int) -> None:
         """Count bytes that have been written."""
-        self._on_bytes(count)
+        STORE_BYTES.count(str(self._url), by=count)
         with self._lock:
             self._bytes += count
             now_ns = monotonic_ns()
@@ -65,16 +63,12 @@ class Downloader:
         url: its URL, for messages.
         partial: folder of incomplete files.
         stop: ends a download.
-
-    Attributes:
-        on_bytes: called with the number of bytes of each part; on several threads.
     """
 
     def __init__(self, store: ModelStore, url: StoreUrl, partial: Path, stop: threading.Event) -> None:
         self._store, self._url, self._partial, self._stop = store, url, partial, stop
         # True once the ETag of a whole object was not its digest: objects of this bucket are encrypted with keys of KMS.
         self._etags_are_opaque = False
-        self.on_bytes: Callable[[int], None] = lambda _count: None
 
     def file(self, item: StoredObject) -> Path:
         """Return the file of an object while it is incomplete."""
@@ -100,7 +94,7 @@ class Downloader:
             Stopped: the server stops.
         """
         total = sum(item.size for item in objects)
-        progress = Progress(self._url, len(objects), total, total - self.missing_bytes(objects), self.on_bytes)
+        progress = Progress(self._url, len(objects), total, total - self.missing_bytes(objects))
         complete: set[StoredObject] = set()
         failures: dict[StoredObject, StoreError] = {}
         fatal: list[Exception] = []

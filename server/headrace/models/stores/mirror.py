@@ -39,7 +39,6 @@ class Mirror:
         bound_bytes: largest size of all mirrors in the cache.
         stop: ends a download.
         connect: opens the store.
-        on_bytes: called with the number of bytes of each downloaded part; on several threads.
     """
 
     url: StoreUrl
@@ -49,7 +48,6 @@ class Mirror:
     connect: Callable[[StoreUrl], ModelStore]
 
     def __post_init__(self) -> None:
-        self.on_bytes: Callable[[int], None] = lambda _count: None
         self._folder = self.repository.parent
         self._store: ModelStore | None = None
         self._downloader: Downloader | None = None
@@ -150,7 +148,6 @@ class Mirror:
             kept: keys of staged units that may not be evicted.
             failures: receives the units that cannot be downloaded.
         """
-        downloader.on_bytes = self.on_bytes
         present = {unit.name: self._present_files(unit) for unit in missing}
         objects = [item for unit in missing for path, item in unit.objects.items() if path not in present[unit.name]]
         make_room(self._folder, downloader.missing_bytes(objects), self.bound_bytes, kept)

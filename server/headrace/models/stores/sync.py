@@ -56,7 +56,6 @@ class RepositoryStores:
             url = str(mirror.url)
             STORE_SYNCS.declare_each((url, result) for result in _RESULTS)
             STORE_BYTES.declare(url)
-            mirror.on_bytes = lambda count, url=url: STORE_BYTES.count(url, by=count)  # type: ignore[misc]
 
     def load_initial(self) -> None:
         """Download everything; the repositories are whole afterwards.
