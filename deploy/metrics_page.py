@@ -38,6 +38,9 @@ The `Accept` header selects the format: Prometheus' text, OpenMetrics (with exem
   `histogram_quantile(0.99, sum by (model) (rate(headrace_total_seconds[5m])))`.
 - **Exemplars**: a bucket of `headrace_total_seconds` has the `trace_id` of its last traced request. Prometheus needs
   `--enable-feature=exemplar-storage`.
+- **`--metrics-config preset=lean`** exports one histogram of each model, `headrace_total_seconds`, with its counters and
+  gauges. It leaves out the times of phases, rows of batches, the latency table, times of steps and responses, and Triton's
+  names of models. All of that page passes `promtool check metrics`; of the full one Triton's names do not.
 - **Triton's metric names** (last section but one) have Triton's types, labels and units, and are computed at the scrape.
   `--metrics-config NAME=VALUE` (repeatable, or `HEADRACE_METRICS_CONFIG` separated by spaces) has Triton's settings:
   `summary_latencies`, `histogram_latencies` and `counter_latencies` (`true` or `false`; all are on), `summary_quantiles`

@@ -62,12 +62,12 @@ def test_a_model_is_measured_before_it_serves_and_by_its_batches(folder: Path) -
         family = next(
             metric
             for metric in text_string_to_metric_families(page.decode())
-            if metric.name == "headrace_profile_microseconds"
+            if metric.name == "headrace_profile_seconds"
         )
-        values = {(sample.labels["rows"], sample.labels["quantile"]): sample.value for sample in family.samples}
-        assert set(values) == {(rows, quantile) for rows in "1246" for quantile in ("0.5", "0.95")}
+        values = {(sample.labels["rows"], sample.labels["percentile"]): sample.value for sample in family.samples}
+        assert set(values) == {(rows, quantile) for rows in "1246" for quantile in ("50", "95")}
         assert all(sample.labels["model"] == "affine" for sample in family.samples)
-        assert all(0 < values[rows, "0.5"] <= values[rows, "0.95"] for rows in "1246")
+        assert all(0 < values[rows, "50"] <= values[rows, "95"] for rows in "1246")
 
 
 def test_it_can_be_switched_off(folder: Path) -> None:

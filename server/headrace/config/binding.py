@@ -49,7 +49,6 @@ FEATURES: dict[str, str] = {
 
 # Fields that change no response: accepted, dropped, reported once. Pattern -> effect.
 IGNORED: dict[str, str] = {
-    "model_metrics": "histograms have the server's own buckets",
     "optimization.cuda.graph_spec": "every batch size is run alike",
 }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -24,6 +25,7 @@ from headrace.config.config_base import (
     Duration,
     Flag,
     Location,
+    Number,
     OneOf,
     ParameterText,
     PositiveCount,
@@ -53,6 +55,8 @@ from headrace.core.limits import CLIENT_PATTERN
 
 # More levels than any use needs; each level costs memory.
 MAX_PRIORITY_LEVELS = 1024
+# Triton's histogram whose buckets a configuration may choose.
+FIRST_RESPONSE_HISTOGRAM = "nv_inference_first_response_histogram_ms"
 # More instances than any machine has use for; each has a thread, on a GPU up to five.
 MAX_INSTANCES = 256
 
@@ -166,6 +170,43 @@ class VersionPolicy(ConfigPart):
 
 
 LATEST_VERSION = VersionPolicy(latest=LatestVersions())
+
+
+class MetricIdentifier(ConfigPart):
+    """Name of a metric."""
+
+    family: Text = option("", "`nv_inference_first_response_histogram_ms`; any other has no effect.")
+
+
+class HistogramOptions(ConfigPart):
+    """Options of a histogram."""
+
+    buckets: tuple[Number, ...] = option((), "Upper bounds in milliseconds, ascending and above 0.")
+
+    def _problems(self) -> Iterator[Problem]:
+        if any(low >= high for low, high in pairwise((0.0, *self.buckets))):
+            yield Problem(("buckets",), "the buckets do not ascend from above 0", "write e.g. [10, 100, 1000]")
+
+
+class MetricControl(ConfigPart):
+    """Options of one metric."""
+
+    metric_identifier: MetricIdentifier = option(MetricIdentifier(), "The metric.")
+    histogram_options: HistogramOptions | None = option(None, "Options of a histogram.")
+
+
+class ModelMetrics(ConfigPart):
+    """Metrics under Triton's names."""
+
+    metric_control: tuple[MetricControl, ...] = option((), "Options by metric.")
+
+    @property
+    def first_response_ms(self) -> tuple[float, ...]:
+        """Buckets of the time to the first response in milliseconds; () for the server's own."""
+        for control in self.metric_control:
+            if control.histogram_options is not None and control.metric_identifier.family == FIRST_RESPONSE_HISTOGRAM:
+                return control.histogram_options.buckets
+        return ()
 
 
 class ModelTransactionPolicy(ConfigPart):
@@ -395,6 +436,7 @@ class ModelConfig(ConfigPart):
     model_warmup: tuple[ModelWarmup, ...] = option((), "Requests that run before the model is ready.")
     response_cache: ResponseCache | None = option(None, "Caches the model's responses.")
     model_transaction_policy: ModelTransactionPolicy | None = option(None, "Number of responses to a request.")
+    model_metrics: ModelMetrics | None = option(None, "Buckets of Triton's histograms.")
     metric_tags: dict[str, ParameterText] = option({}, "Labels for the model's metrics.")
     oversize: Annotated[Literal["split", "reject"], OneOf()] = option(
         "split",

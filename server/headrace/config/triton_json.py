@@ -127,7 +127,9 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
             if name not in HEADRACE_OPTIMIZATION_FIELDS
         },
     }
-    blocks = ("dynamic_batching", "ensemble_scheduling", "response_cache", "model_transaction_policy")
+    blocks = (
+        "dynamic_batching", "ensemble_scheduling", "response_cache", "model_transaction_policy", "model_metrics"
+    )  # fmt: skip
     document |= {name: _plain(block) for name in blocks if (block := getattr(config, name)) is not None}
     if config.sequence_batching is not None:
         document["sequence_batching"] = _sequences(config.sequence_batching)

@@ -40,12 +40,14 @@ class TritonMetrics:
     Summaries and histograms are on by default: they are computed during a scrape, at no cost for requests.
 
     Attributes:
+        preset: "lean" exports of each model one histogram, its counters and gauges, and nothing under Triton's names.
         counter_latencies: export nv_inference_..._duration_us.
         summary_latencies: export nv_inference_..._summary_us.
         histogram_latencies: export nv_inference_first_response_histogram_ms.
         summary_quantiles: quantiles of the summaries, from 0 to 1.
     """
 
+    preset: Literal["full", "lean"] = "full"
     counter_latencies: bool = True
     summary_latencies: bool = True
     histogram_latencies: bool = True

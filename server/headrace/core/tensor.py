@@ -167,6 +167,7 @@ class ModelSpec:
         ragged: names of the inputs whose dims may differ between the requests of a batch.
         padded: inputs whose length may differ between the requests of a batch; None for none.
         decoupled: a request has any number of responses, in `InferRequest.responses`.
+        first_response_ms: upper bounds of the buckets of Triton's histogram, in milliseconds; () for its own.
     """
 
     name: str
@@ -180,6 +181,7 @@ class ModelSpec:
     ragged: frozenset[str] = frozenset()
     padded: PaddedInputs | None = None
     decoupled: bool = False
+    first_response_ms: tuple[float, ...] = ()
 
 
 # `device` of pinned host memory, which every GPU reads, and of rows that no GPU can read, since they are not aligned.

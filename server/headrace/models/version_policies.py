@@ -61,6 +61,7 @@ def model_spec(folder: ModelFolder, version: int) -> ModelSpec:
         ragged=frozenset() if ragged is None else ragged.inputs,
         padded=None if padding is None else padding.inputs,
         decoupled=config.is_decoupled,
+        first_response_ms=() if config.model_metrics is None else config.model_metrics.first_response_ms,
     )
 
 

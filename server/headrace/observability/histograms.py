@@ -117,18 +117,8 @@ class Histogram:
         return _summed(_NATIVE_OF, self.fine, len(_NATIVE_NS) + 1)
 
     def count_to(self, bound_ns: int) -> int:
-        """Return the number of durations up to a bound.
-
-        Args:
-            bound_ns: upper bound of a classic or native bucket.
-
-        Raises:
-            ValueError: it is not such a bound.
-        """
-        place = int(np.searchsorted(_BOUNDS_NS, bound_ns))
-        if place == len(_BOUNDS_NS) or _BOUNDS_NS[place] != bound_ns:
-            raise ValueError(f"{bound_ns} ns is not the bound of a bucket")
-        return int(self.fine[: place + 1].sum())
+        """Return the number of durations up to a bound in nanoseconds: exact at bounds of buckets, else within 9 % of it."""
+        return int(self.fine[: int(np.searchsorted(_BOUNDS_NS, bound_ns, side="right"))].sum())
 
     def quantile_s(self, quantile: float) -> float | None:
         """Estimate a quantile (0 to 1) in seconds, within 9 %; None without durations."""

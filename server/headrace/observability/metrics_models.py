@@ -59,6 +59,7 @@ class Row:
         has_cache: True if a response cache is in front of it.
         is_padded: True if its requests may be padded.
         is_decoupled: True if a request has any number of responses.
+        first_response_ms: buckets of Triton's histogram; () for its own.
     """
 
     labels: list[str]
@@ -67,6 +68,7 @@ class Row:
     has_cache: bool = False
     is_padded: bool = False
     is_decoupled: bool = False
+    first_response_ms: tuple[float, ...] = ()
 
 
 # Triton's name of each phase that has a summary.
@@ -232,8 +234,9 @@ def _first_response(rows: Sequence[Row]) -> Metric:
     family = table.FAMILIES["nv_inference_first_response_histogram_ms"].histogram()
     for row in stepwise(rows):
         histogram = row.totals.first_response if row.is_decoupled else row.totals.phases["total"]
+        bounds = row.first_response_ms or FIRST_RESPONSE_MS
         buckets: list[tuple[str, float]] = [
-            (str(bound), histogram.count_to(int(bound * NS_PER_MS))) for bound in FIRST_RESPONSE_MS
+            (str(bound), histogram.count_to(int(bound * NS_PER_MS))) for bound in bounds
         ]
         family.add_metric(row.labels, [*buckets, ("+Inf", histogram.count)], histogram.sum_ns / NS_PER_MS)
     return family
@@ -369,6 +372,7 @@ class ModelCollector(table.ScrapeCollector):
     def __init__(self, sources: ScrapedModels, triton: TritonMetrics) -> None:
         self._sources = sources
         self._triton = TritonModels(triton)
+        self._is_lean = triton.preset == "lean"
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
@@ -381,23 +385,25 @@ class ModelCollector(table.ScrapeCollector):
                 source.cache is not None,
                 source.spec.padded is not None,
                 source.spec.decoupled,
+                source.spec.first_response_ms,
             )
             for labels, source in stepwise(sources)
         ]
-        yield from _latencies(rows)
+        yield from _latencies(rows, ("total",) if self._is_lean else TIMES)
         yield from _counts(rows)
-        yield _batch_sizes(rows)
         yield from _padding([row for row in rows if row.is_padded])
-        yield from _responses([row for row in rows if row.is_decoupled])
-        yield from _load(sources)
+        yield from (each for each in _load(sources) if not (self._is_lean and each.name.startswith("nv_")))
         yield from _sequences(sources)
         yield from _lives(sources)
         yield from _processes(sources)
-        yield _profiles(sources)
-        yield from _steps(sources)
+        yield from _steps(sources, self._is_lean)
         yield from _caches(sources)
         yield from _engines(sources)
-        yield from self._triton.collect(rows)
+        if not self._is_lean:
+            yield _batch_sizes(rows)
+            yield from _responses([row for row in rows if row.is_decoupled])
+            yield _profiles(sources)
+            yield from self._triton.collect(rows)
 
 
 # Exported as 0 before the first failure, so that `rate()` sees its first increase.
@@ -408,8 +414,8 @@ _NO_FAILURES = dict.fromkeys((
 _Sources = list[tuple[list[str], ScrapedModel]]
 
 
-def _latencies(rows: Sequence[Row]) -> Iterator[Metric]:
-    for phase in TIMES:
+def _latencies(rows: Sequence[Row], phases: Sequence[str]) -> Iterator[Metric]:
+    for phase in phases:
         family = table.FAMILIES[f"headrace_{phase}_seconds"].durations()
         for row in stepwise(rows):
             family.add(row.labels, row.totals.phases[phase])
@@ -547,15 +553,15 @@ def _processes(sources: _Sources) -> Iterator[Metric]:
 
 
 def _profiles(sources: _Sources) -> Metric:
-    family = table.FAMILIES["headrace_profile_microseconds"].gauge()
+    family = table.FAMILIES["headrace_profile_seconds"].gauge()
     for labels, source in stepwise(sources):
         for size, median_ns, p95_ns in source.latency_table.summary():
-            family.add_metric([*labels, str(size), "0.5"], median_ns / NS_PER_US)
-            family.add_metric([*labels, str(size), "0.95"], p95_ns / NS_PER_US)
+            family.add_metric([*labels, str(size), "50"], median_ns / NS_PER_S)
+            family.add_metric([*labels, str(size), "95"], p95_ns / NS_PER_S)
     return family
 
 
-def _steps(sources: _Sources) -> Iterator[Metric]:
+def _steps(sources: _Sources, is_lean: bool) -> Iterator[Metric]:
     requests, wasted = table.counters("headrace_step_requests_total", "headrace_step_wasted_seconds_total")
     seconds = table.FAMILIES["headrace_step_seconds"].durations()
     for labels, source in stepwise(sources):
@@ -571,7 +577,7 @@ def _steps(sources: _Sources) -> Iterator[Metric]:
                 requests.add_metric([*labels, name, outcome], count)
             seconds.add([*labels, name], total.latency)
             wasted.add_metric([*labels, name], total.wasted_ns / NS_PER_S)
-    yield from (requests, seconds, wasted)
+    yield from (requests, wasted) if is_lean else (requests, seconds, wasted)
 
 
 _CACHE_REPORT = ("hits", "merged", "misses", "insertions", "evictions", "expirations")

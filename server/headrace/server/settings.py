@@ -217,11 +217,13 @@ def _header(text: str) -> str:
     return name
 
 
-def _metrics_setting(text: str) -> tuple[str, bool | tuple[float, ...]]:
+def _metrics_setting(text: str) -> tuple[str, bool | str | tuple[float, ...]]:
     """Parse the name and value of a field of `TritonMetrics`."""
     name, _, value = text.partition("=")
     if name in _METRICS_SWITCHES and value in ("true", "false"):
         return name, value == "true"
+    if name == "preset" and value in ("full", "lean"):
+        return name, value
     if name == "summary_quantiles":
         # Triton's form is QUANTILE:ERROR; here the error is that of the histogram buckets, 9 %.
         try:
@@ -230,7 +232,7 @@ def _metrics_setting(text: str) -> tuple[str, bool | tuple[float, ...]]:
             quantiles = ()
         if quantiles and all(0 < quantile < 1 for quantile in quantiles) and len(set(quantiles)) == len(quantiles):
             return name, tuple(sorted(quantiles))
-    allowed = f"{'=true|false, '.join(_METRICS_SWITCHES)}=true|false, or summary_quantiles=0.5:0.05,0.99:0.001"
+    allowed = f"preset=full|lean, {'=true|false, '.join(_METRICS_SWITCHES)}=true|false, or summary_quantiles=0.5:0.05,0.99:0.001"
     raise argparse.ArgumentTypeError(f"{text!r} is not a metrics setting: write {allowed}")
 
 
@@ -350,7 +352,9 @@ _MODEL_KEYS_FILE = _Option(
     expandable_path,
     metavar="FILE",
 )
-_METRICS_HELP = "summary_latencies, histogram_latencies, counter_latencies=true|false, summary_quantiles=0.5,0.99"
+_METRICS_HELP = (
+    "preset=full|lean, summary_latencies, histogram_latencies, counter_latencies=true|false, summary_quantiles=0.5,0.99"
+)
 OPTIONS: tuple[_Option, ...] = (
     _Option(
         "model_repository",

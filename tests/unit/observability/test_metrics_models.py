@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.core import errors
-from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
+from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.request import BatchTimes
 from headrace.core.telemetry import TritonMetrics
 from headrace.observability.counters import BatchRecord, Recorder
 from headrace.observability.histograms import BUCKETS_S, Histogram, quantiles_ns
-from headrace.observability.metrics_models import FIRST_RESPONSE_MS, REASONS, CpuCollector, Row, TritonModels
+from headrace.observability.metrics_models import REASONS, CpuCollector, Row, TritonModels
 from prometheus_client.metrics_core import Metric
 
 SUMMARIES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
@@ -158,11 +158,12 @@ def test_first_responses_are_counted_in_tritons_buckets() -> None:
     assert page.scrape()["nv_inference_first_response_histogram_ms_sum",] == pytest.approx(13_200.001)
 
 
-def test_only_bounds_of_buckets_can_be_counted_to() -> None:
-    for bound_s in (*BUCKETS_S, *(bound / 1000 for bound in FIRST_RESPONSE_MS)):
-        Histogram().count_to(int(bound_s * NS_PER_S))
-    with pytest.raises(ValueError, match="not the bound"):
-        Histogram().count_to(3 * NS_PER_US)
+def test_durations_are_counted_to_any_bound() -> None:
+    histogram = Histogram()
+    histogram.observe([int(bound_s * NS_PER_S) for bound_s in BUCKETS_S])
+    for number, bound_s in enumerate(BUCKETS_S):
+        assert histogram.count_to(int(bound_s * NS_PER_S)) == number + 1, "exact at bounds"
+        assert histogram.count_to(int(bound_s * 1.2 * NS_PER_S)) == number + 1
 
 
 @pytest.mark.parametrize(
@@ -225,3 +226,23 @@ def test_this_machine_is_read() -> None:
     scraped = cpu(CpuCollector())
     assert 0 <= scraped["nv_cpu_utilization"] <= 1
     assert 0 < scraped["nv_cpu_memory_used_bytes"] < scraped["nv_cpu_memory_total_bytes"]
+
+
+def test_a_model_may_have_its_own_buckets_of_the_first_response() -> None:
+    recorder = Recorder()
+    times = BatchTimes(0, 1, 2, 3)
+    for total_ms in (5, 50):
+        recorder.record_batch(BatchRecord(1, 1, "full", times, [0], [total_ms * NS_PER_MS]))
+    rows = [Row(["m", "1"], recorder, recorder.totals(), first_response_ms=bounds) for bounds in ((), (1.5, 20.0))]
+    (family,) = [each for each in TritonModels(TritonMetrics()).collect(rows) if "first_response" in each.name]
+    found = [(each.labels["le"], each.value) for each in family.samples if each.name.endswith("_bucket")]
+    assert found == [
+        ("100.0", 2),
+        ("500.0", 2),
+        ("2000.0", 2),
+        ("5000.0", 2),
+        ("+Inf", 2),
+        ("1.5", 0),
+        ("20.0", 1),
+        ("+Inf", 2),
+    ]

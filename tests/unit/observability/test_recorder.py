@@ -185,12 +185,12 @@ def test_the_page_is_valid_prometheus_text() -> None:
     assert samples["headrace_instances", None].value == 2
     assert samples["headrace_instances_wanted", None].value == 4
     profile = {
-        (sample.labels["rows"], sample.labels["quantile"]): sample.value
+        (sample.labels["rows"], sample.labels["percentile"]): sample.value
         for family in read_page(body.decode())
         for sample in family.samples
-        if sample.name == "headrace_profile_microseconds"
+        if sample.name == "headrace_profile_seconds"
     }
-    assert profile == {("1", "0.5"): 2, ("1", "0.95"): 3.5, ("8", "0.5"): 9, ("8", "0.95"): 12}
+    assert profile == {("1", "50"): 2e-6, ("1", "95"): 3.5e-6, ("8", "50"): 9e-6, ("8", "95"): 12e-6}
     (engine,) = [sample for (name, _), sample in samples.items() if name == "headrace_engine_info"]
     engine_labels = {"precision": "int8", "file": "model.0123456789ab.onnx", "below_accuracy_bar": "true"}
     assert engine.labels == {"model": "m", "version": "1", **engine_labels}

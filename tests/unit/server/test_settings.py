@@ -244,7 +244,7 @@ def test_a_wrong_setting_of_the_cache_is_answered(text: str, message: str, capsy
 def test_an_unknown_setting_of_metrics_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--metrics-config", text)
-    assert "write counter_latencies=true|false" in capsys.readouterr().err
+    assert "write preset=full|lean, counter_latencies=true|false" in capsys.readouterr().err
     if text:
         with pytest.raises(ValueError, match="HEADRACE_METRICS_CONFIG"):
             parse(HEADRACE_METRICS_CONFIG=text)

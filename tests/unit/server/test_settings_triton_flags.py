@@ -175,6 +175,7 @@ SAMPLES: dict[str, Any] = {
     "model_repository_agents": {"agents": [{"name": "x"}]},
     "response_cache": {"enable": True},
     "model_metrics": {"metric_control": [{"metric_identifier": {"family": "x"}}]},
+    "model_metrics.metric_control[].histogram_options.buckets": [1.0, 2.5],
     "input[].reshape": {"shape": [2]},
     "output[].reshape": {"shape": [2]},
     "optimization.execution_accelerators.gpu_execution_accelerator": [{"name": "tensorrt"}],
