@@ -133,11 +133,6 @@ class ClientProcesses:
         self._progress: Progress = lambda _requests, _errors: None
         self._is_closing = False
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids."""
-        return [each.process.pid for each in self._processes]
-
     async def __aenter__(self) -> Self:
         for _ in range(self._count):
             process = await asyncio.create_subprocess_exec(

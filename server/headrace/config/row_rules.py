@@ -102,13 +102,13 @@ class Call:
             raise RowsUnproven("takes the rows as another input than its first")
         return tensor, shape_of(tensor), tensor.rows
 
-    def require_constant(self, first: int = 1) -> None:
-        """Require that no input from `first` on depends on the rows.
+    def require_constant(self) -> None:
+        """Require that no input after the first depends on the rows.
 
         Raises:
             RowsUnproven: one does.
         """
-        if any(tensor is not None and not tensor.constant for tensor in self.inputs[first:]):
+        if any(tensor is not None and not tensor.constant for tensor in self.inputs[1:]):
             raise RowsUnproven("takes the rows in more inputs than its first")
 
     def constants(self, index: int, attribute: str = "") -> list[int] | None:

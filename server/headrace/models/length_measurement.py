@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from headrace.config.model_folder import MAX_INPUT_BYTES
-from headrace.core.clock import NS_PER_MS, Clock, monotonic_ns
+from headrace.core.clock import NS_PER_MS, monotonic_ns
 from headrace.core.tensor import BF16, BYTES, Array, ModelSpec, TensorSpec
 from headrace.inference.scheduling.ragged import PaddedLayout
 from headrace.models.warmup import random_values
@@ -35,17 +35,13 @@ class LengthMeasurement:
         layout: layout to check and to fill.
         max_rows: rows of the largest batch.
         limit_ns: time limit in nanoseconds; 0 measures nothing.
-        clock: monotonic nanoseconds.
     """
 
-    def __init__(
-        self, spec: ModelSpec, layout: PaddedLayout, max_rows: int, limit_ns: int, clock: Clock = monotonic_ns
-    ) -> None:
+    def __init__(self, spec: ModelSpec, layout: PaddedLayout, max_rows: int, limit_ns: int) -> None:
         self._spec = spec
         self._layout = layout
         self._max_rows = max_rows
         self._limit_ns = limit_ns
-        self._clock = clock
         self._lock = threading.Lock()  # guards _is_claimed
         self._is_claimed = False
         self._random = np.random.default_rng(0)
@@ -67,7 +63,7 @@ class LengthMeasurement:
         if problem:
             logger.info("model %s is not measured by length before it serves: %s", self._spec.name, problem)
             return
-        begun_ns = self._clock()
+        begun_ns = monotonic_ns()
         try:
             longest = self._layout.policy.inputs.multiple_of
             self._layout.check(execution, [self._feed(1, longest // 2), self._feed(1, longest)])
@@ -78,7 +74,7 @@ class LengthMeasurement:
         except Exception as error:
             name, error_name = self._spec.name, type(error).__name__
             logger.info("model %s is not measured by length: it failed on random inputs (%s)", name, error_name)
-        logger.debug("model %s took %d ms by length", self._spec.name, (self._clock() - begun_ns) // NS_PER_MS)
+        logger.debug("model %s took %d ms by length", self._spec.name, (monotonic_ns() - begun_ns) // NS_PER_MS)
 
     def _unmeasurable(self) -> str:
         for tensor in self._spec.inputs.values():
@@ -115,12 +111,12 @@ class LengthMeasurement:
         try:
             for _ in range(_ROUNDS):
                 for rows, length in self._sizes():
-                    if self._clock() + times_ns.get((rows, length), 0) > end_ns:
+                    if monotonic_ns() + times_ns.get((rows, length), 0) > end_ns:
                         break
                     inputs = self._feed(rows, length)
-                    begun_ns = self._clock()
+                    begun_ns = monotonic_ns()
                     execution.run(inputs)
-                    time_ns = self._clock() - begun_ns
+                    time_ns = monotonic_ns() - begun_ns
                     times_ns[rows, length] = min(times_ns.get((rows, length), time_ns), time_ns)
         finally:  # a model may fail on long inputs: the times of the others count
             self._layout.lengths.seed(times_ns)

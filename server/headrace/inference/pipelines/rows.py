@@ -17,13 +17,12 @@ from headrace.core.tensor import Array, TensorSpec
 MAX_EACH_ROWS = 4096
 
 
-def count_rows(name: str, array: Array | None, max_rows: int = MAX_EACH_ROWS, earlier_rows: int = 0) -> int:
+def count_rows(name: str, array: Array | None, earlier_rows: int = 0) -> int:
     """Return the number of rows over which a step is spread.
 
     Args:
         name: tensor in `each`, for messages.
         array: the tensor; its first dimension counts the rows. None if the request omits it.
-        max_rows: limit.
         earlier_rows: rows of the same step in other runs of the same request, which count against the limit.
 
     Raises:
@@ -34,12 +33,12 @@ def count_rows(name: str, array: Array | None, max_rows: int = MAX_EACH_ROWS, ea
     if array.ndim == 0:
         raise BadRequest(f"each: {name} needs rows, the tensor is a single value")
     rows = int(array.shape[0])
-    if rows > max_rows:
-        raise BadRequest(f"each: {name} has {rows} rows, at most {max_rows} are allowed: send fewer")
-    if rows + earlier_rows > max_rows:
+    if rows > MAX_EACH_ROWS:
+        raise BadRequest(f"each: {name} has {rows} rows, at most {MAX_EACH_ROWS} are allowed: send fewer")
+    if rows + earlier_rows > MAX_EACH_ROWS:
         raise BadRequest(
-            f"each: {name} has more than {max_rows} rows in all rows of the request together, at most {max_rows} are allowed: "
-            "send fewer rows in one request"
+            f"each: {name} has more than {MAX_EACH_ROWS} rows in all rows of the request together, at most {MAX_EACH_ROWS} are "
+            "allowed: send fewer rows in one request"
         )
     return rows
 
