@@ -279,7 +279,7 @@ class SequenceTable:
         self._fill()
 
     def close_instance(self, index: int, reason: str) -> None:
-        """Remove an instance with its slots; its sequences end."""
+        """Remove an instance with its slots; its sequences end, those without a state wait for another slot."""
         instance = self._instances.pop(index, None)
         if instance is not None:
             instance.is_open = False
@@ -480,9 +480,16 @@ class SequenceTable:
     def _end_all(self, instance: InstanceSlots, reason: str) -> None:
         instance.running = []
         for sequence in [each for each in instance.sequences if each is not None]:
+            if sequence.running is None and sequence.waiting and sequence.waiting[0].is_start:
+                instance.release(sequence)
+                self._backlog.count_slot(sequence.client, -1)
+                self._backlog.add(sequence, self._now_ns)
+                continue
             sequence.running = None  # settled by the instance
             sequence.end_reason = EndReason.DIED
             self._abort(sequence, reason)
+        self._slot_ends = []
+        self._fill()
 
     def _finish(self, sequence: LiveSequence, reason: str) -> None:
         """End a sequence without requests: its slot goes to its heir or to the backlog."""

@@ -215,6 +215,18 @@ def test_without_an_instance_sequences_wait() -> None:
     assert table.run() == [entry]
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_sequence_without_a_state_outlives_the_loss_of_its_instance(index: int) -> None:
+    table = Table()
+    first, second = table.send(1, start=True), table.send(1)
+    table.table.close_instance(0, "it died")
+    table.table.open_instance(index)
+    assert [table.run(index), table.run(index)] == [[first], [second]]
+    table.table.lose_state(index, "it died")
+    assert table.refused() == {}
+    assert table.table.backlog == table.table.used_slots == 0
+
+
 def test_lost_state_leaves_the_instance_open() -> None:
     table = Table()
     table.send(1, start=True)
