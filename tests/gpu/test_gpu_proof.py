@@ -137,3 +137,11 @@ async def test_sequences_whose_states_stay_on_the_gpu_run_in_proven_sizes(
     tmp_path: Path, strategy: str, fault: str, source: str | None
 ) -> None:
     await cases.check_sequences(tmp_path, strategy, fault, source)
+
+
+@pytest.mark.parametrize("source", ["", cases.RIGHT])
+@pytest.mark.parametrize("fault", ["", "inputs", "outputs"])
+async def test_tensors_that_stay_on_the_gpu_between_steps_are_tested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, source: str
+) -> None:
+    await cases.check_steps(tmp_path, monkeypatch, fault, source)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import pytest
 from headrace.core.request import InferRequest, InferResponse, SequenceFields
 from headrace.inference.scheduling.sequences.state import find_slot_states
 from headrace.models.batch_proofs import BatchProofs
@@ -16,12 +17,15 @@ from headrace.models.control_policy import ControlPolicy
 from headrace.models.explanation import explain
 from headrace.models.idle_tasks import IdleTasks
 from headrace.models.registry import Registry
+from headrace.runtimes.base import InFlightBatch
+from headrace.runtimes.tensorrt.backend import TensorRtExecution
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from loadtest.onnx_models import onnx_model
 from tests.support.control_thread import running
+from tests.support.models import add_pipeline, ensemble_config
 from tests.support.networks import network
 from tests.support.waiting import until_async
 
@@ -111,16 +115,17 @@ def add_engine(folder: Path, engine: str, source: str = "", config: str = CONFIG
     return folder / "repository"
 
 
-async def infer(registry: Registry, *rows: int) -> list[tuple[Array, Array]]:
+async def infer(registry: Registry, *rows: int, model: str = "m") -> list[tuple[Array, Array]]:
     """Return inputs and outputs of requests that are queued together."""
-    random, handle = np.random.default_rng(2), registry.lease("m", "")
+    random, handle = np.random.default_rng(2), registry.lease(model, "")
+    (source,), (target,) = handle.spec.inputs, handle.spec.outputs
     requests = [random.standard_normal((count, 4)).astype(np.float32) for count in rows]
     try:
         pending = [
-            handle.infer(InferRequest(inputs={"x": x}, rows=len(x), shape_key=(4,), received_ns=0)) for x in requests
+            handle.infer(InferRequest(inputs={source: x}, rows=len(x), shape_key=(4,), received_ns=0)) for x in requests
         ]
         responses = [await completion for completion in pending]
-        outputs = [response.outputs["y"] for response in responses if isinstance(response, InferResponse)]
+        outputs = [response.outputs[target] for response in responses if isinstance(response, InferResponse)]
         return [(x, np.asarray(y)) for x, y in zip(requests, outputs, strict=True)]
     finally:
         handle.release()
@@ -168,6 +173,49 @@ async def check_mixing_model(folder: Path, engine: str, has_source: bool) -> Non
         for x, y in await infer(registry, 1, 3, 2, 5):
             np.testing.assert_allclose(y, MIXING[engine](x), atol=ATOL)
     assert batches["state"] == "alone"
+
+
+def fetch_wrongly(patch: pytest.MonkeyPatch) -> None:
+    """Let GPUs fetch the rows of a batch in another order."""
+    launch = TensorRtExecution.launch
+
+    def launch_wrongly(self: TensorRtExecution, batch: InFlightBatch) -> None:
+        moved = [(name, first, rows[1:]) for name, first, rows in batch.resident_inputs if len(rows) > 1]
+        last = [(name, first + len(rows) - 1, rows[:1]) for name, first, rows in batch.resident_inputs]
+        batch.resident_inputs[:] = moved + last
+        launch(self, batch)
+
+    patch.setattr(TensorRtExecution, "launch", launch_wrongly)
+
+
+CHAIN = [("m", {"x": "in"}, {"y": "between"}), ("m", {"x": "between"}, {"y": "out"})]
+
+
+async def check_steps(folder: Path, patch: pytest.MonkeyPatch, fault: str, source: str) -> None:
+    """Tensors that stay on the GPU between the steps of a pipeline are proven; they do not stay if rows are wrong there."""
+    finish = TensorRtExecution.finish
+
+    def finish_wrongly(self: TensorRtExecution, batch: InFlightBatch) -> dict[str, Array]:
+        """Return rows in host memory in place of those on the GPU, the last one first."""
+        has_stayed = bool(batch.resident_outputs) and batch.rows > 1
+        outputs = finish(self, batch)
+        return {name: np.asarray(values)[::-1] for name, values in outputs.items()} if has_stayed else outputs
+
+    if fault == "inputs":
+        fetch_wrongly(patch)
+    elif fault == "outputs":
+        patch.setattr(TensorRtExecution, "finish", finish_wrongly)
+    repository = add_engine(folder, RIGHT, source)
+    tensor = ("TYPE_FP32", [4])
+    add_pipeline(repository, "chain", ensemble_config(CHAIN, {"in": tensor}, {"out": tensor}))
+    async with running(repository, ALL, proofs=BatchProofs(folder, 20.0)) as (_, registry):
+        batches = explain(registry, "m")["batches"]
+        devices = {name: handle.spec.resident_devices for name, _, handle in registry.sources()}["m"]
+        pairs = [pair for rows in (2, 3, 8) for pair in await infer(registry, rows, model="chain")]
+    for x, y in pairs:
+        np.testing.assert_allclose(y, np.tanh(np.tanh(x)), atol=ATOL)
+    assert bool(devices) is not bool(fault)
+    assert batches["state"] == ("proven" if not fault else "limited" if source else "alone"), batches
 
 
 def sequence_model(fault: str) -> onnx.ModelProto:

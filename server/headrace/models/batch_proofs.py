@@ -23,6 +23,7 @@ from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
+from headrace_model.protocol import ProtocolError, pack_texts, unpack_texts
 
 from headrace.config.auto_complete import keeps_rows_apart
 from headrace.config.documents import open_regular_file
@@ -34,6 +35,7 @@ from headrace.config.ragged_rules import is_ragged
 from headrace.config.serving_plan import PYTHON_RUNTIMES, ServingPlan
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import HeadraceError
+from headrace.core.tensor import Array
 from headrace.inference.scheduling.batch_proof import (
     BatchVerdict,
     ProofError,
@@ -194,8 +196,12 @@ class BatchProofs:
         """Store the latest difference of a model for `headrace proof`; only the server's user may read it."""
         if self._folder is None:
             return
-        arrays = {f"in.{name}": values for name, values in sample.inputs.items()}
-        arrays |= {f"out.{name}": values for name, values in sample.outputs.items()}
+        arrays: dict[str, Array] = {}
+        for name, values in sample.inputs.items():
+            if values.dtype.hasobject:  # NumPy stores no text of any length
+                arrays |= {f"shape.{name}": np.array(values.shape), f"text.{name}": _packed(values)}
+            else:
+                arrays[f"in.{name}"] = values
         content = io.BytesIO()
         np.savez(content, case=np.array([sample.size, sample.place]), **arrays)  # type: ignore[arg-type]
         folder = self._folder / "differences"
@@ -278,14 +284,15 @@ class StoredDifference(BatchProofs):
         super().__init__(state)
         self.sample: RowSample | None = None
         self.results: list[tuple[str, bool]] = []
-        with suppress(OSError, ValueError, KeyError, EOFError, BadZipFile):
+        with suppress(OSError, ValueError, KeyError, EOFError, BadZipFile, ProtocolError):
             with np.load(state.expanduser() / "proofs" / "differences" / f"{model}.npz", allow_pickle=False) as stored:
                 size, place = map(int, stored["case"])
-                inputs, outputs = (
+                arrays, packed, shapes = (
                     {name.removeprefix(kind): stored[name] for name in stored if name.startswith(kind)}
-                    for kind in ("in.", "out.")
+                    for kind in ("in.", "text.", "shape.")
                 )
-            self.sample = RowSample(size, place, inputs, outputs)
+            texts = {name: unpack_texts(values.tobytes(), shapes[name].tolist()) for name, values in packed.items()}
+            self.sample = RowSample(size, place, arrays | texts, {})
 
     def prove(
         self,
@@ -300,9 +307,8 @@ class StoredDifference(BatchProofs):
         sample, execution = self.sample, model.execution(0)
         assert sample is not None, "the caller loads a model only for a stored difference"
         try:
-            proof, batch = ProofRun(folder, version_number, plan, model, layout, self._clock), sample.batch()
-            rows = [{name: values[i : i + 1] for name, values in batch.items()} for i in range(sample.size)]
-            again = replace(sample, outputs=proof.run_batch(execution)(rows)[sample.place])
+            proof = ProofRun(folder, version_number, plan, model, layout, self._clock)
+            again = replace(sample, outputs=proof.run_again(execution, sample, sample.size))
             verdict = proof.check_sample(execution, again, NOT_TESTED, True, lambda: False)
             equal = f"row {sample.place} of {sample.size} has the outputs of the row alone"
             text, differs = (equal, False) if verdict is None else (verdict.reason, True)
@@ -311,6 +317,10 @@ class StoredDifference(BatchProofs):
         finally:
             execution.close()
         self.results.append((f"{folder.config.name}/{version_number}: {text}", differs))
+
+
+def _packed(texts: Array) -> Array:
+    return np.frombuffer(pack_texts(texts), np.uint8)
 
 
 def _serve(plan: ServingPlan, model: AccountedModel, record: _Record) -> bool:

@@ -398,7 +398,8 @@ class Loader:
             policy = replace(policy, by_member=True, reads_ids=reads_ids, batch=batch)
         # Requests of different shapes are joined in host memory.
         is_joined = policy.ragged is not None or policy.padding is not None
-        is_joined = is_joined or (model is not None and bool(model.verdict.allowed))  # or cut
+        # Or cut; the way into and out of the GPU's memory may be at fault.
+        is_joined = is_joined or (model is not None and (bool(model.verdict.allowed) or model.verdict.alone))
         residents = frozenset[int]() if model is None or is_joined else model.resident_devices
         spec = replace(model_spec(folder, version), resident_devices=residents)
         spec = replace(spec, parameters=version_parameters(plan, devices))

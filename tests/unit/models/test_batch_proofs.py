@@ -600,6 +600,27 @@ async def test_a_batch_that_changes_an_answer_while_it_serves_is_not_run_any_mor
         assert state_of(registry) == "alone", "a later start does not forget it"
 
 
+async def test_rows_with_text_are_run_again_alone_and_stored(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17, "ai.onnx.ml": 2]>
+        g (string[N, 2] x) => (float[N, 2] y) {
+          y = ai.onnx.ml.LabelEncoder <keys_strings: strings = ["a", "b"], values_floats: floats = [0.25, 0.5]> (x)
+        }""")
+    add_model(repository, "m", model, config=BATCHES + option("proof_sample", "3"))
+    fault = Fault(monkeypatch, 3)
+    rows = [np.array([[b"a", b"b\0"]], object), np.array([[b"", b"b"], [b"other", b"a"]], object)]
+    async with running(repository, ALL, proofs=BatchProofs(tmp_path)) as (_, registry):
+        fault.is_set = True
+        await infer(registry, *rows)
+        await until_async(lambda: state_of(registry) == "alone")
+    repeated = StoredDifference(tmp_path, "m")
+    assert repeated.sample is not None
+    assert repeated.sample.inputs["x"].tolist() == np.concatenate(rows).tolist()
+    trial_load("m", repository / "m", repository, tmp_path, proofs=repeated)
+    assert [differs for _, differs in repeated.results] == [True]
+
+
 @pytest.mark.parametrize(
     ("build", "config", "name", "output"),
     [(ragged_sums, RAGGED_CONFIG, "config.pbtxt", "SUM"), (token_sums, PADDED_CONFIG, "config.yaml", "total")],

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from headrace.core.request import InferRequest
+from headrace.core.tensor import as_input
 from headrace.models.batch_proofs import BatchProofs
 from headrace.models.explanation import explain
 from headrace.runtimes.onnxruntime_cuda import CudaExecution
@@ -16,6 +18,8 @@ from tests.support import proof_cases as cases
 from tests.support.control_thread import running
 from tests.support.cuda_provider import FakeProvider
 from tests.support.fake_streams import LateCuda
+from tests.support.kernels_on_host import install_host_kernels
+from tests.support.resident_rows import resident
 from tests.support.waiting import until_async
 from tests.unit.models.test_loader_cuda_provider import provider as provider
 
@@ -188,3 +192,37 @@ async def test_sequences_whose_states_stay_on_the_gpu_run_in_proven_sizes(
     trt: Any, tmp_path: Path, strategy: str, fault: str, source: str | None, limit_s: float
 ) -> None:
     await cases.check_sequences(tmp_path, strategy, fault, source, limit_s)
+
+
+@pytest.mark.parametrize("source", ["", cases.RIGHT])
+@pytest.mark.parametrize("fault", ["", "inputs", "outputs"])
+async def test_tensors_that_stay_on_the_gpu_between_steps_are_tested(
+    trt: Any, cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, source: str
+) -> None:
+    install_host_kernels(monkeypatch, cuda)
+    await cases.check_steps(tmp_path, monkeypatch, fault, source)
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+async def test_rows_of_a_client_in_gpu_memory_are_run_again_alone(
+    trt: Any, cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
+) -> None:
+    """Wrong rows are found; rows that the client changes while they are served are no difference."""
+    install_host_kernels(monkeypatch, cuda)
+    repository = cases.add_engine(tmp_path, cases.RIGHT, cases.RIGHT, cases.CONFIG + "proof_sample: 8\n")
+    rows = resident(np.random.default_rng(4).standard_normal((8, 4)).astype(np.float32))
+    async with running(repository, cases.ALL, proofs=BatchProofs(tmp_path, 20.0)) as (_, registry):
+        ((_, _, handle),) = registry.sources()
+        assert handle.batch_verdict.state == "proven"
+        if is_wrong:
+            cases.fetch_wrongly(monkeypatch)
+        else:
+            rows.host_copy = lambda _address, size_bytes: np.zeros(size_bytes, np.uint8)
+        request = InferRequest(inputs={"x": as_input(rows)}, rows=8, shape_key=(4,), received_ns=0)
+        leased = registry.lease("m", "")
+        await leased.infer(request)
+        leased.release()
+        sampler = handle._batch_results.sampler
+        await until_async(lambda: sampler.sample is None)
+        await until_async(lambda: handle.batch_verdict.state == ("limited" if is_wrong else "proven"))
+        assert (sampler._count, handle.row_differences) == (1, is_wrong)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.core.tensor import Array
+from headrace.core.scattered_rows import ScatteredRows
+from headrace.core.tensor import Array, ResidentRows
 from headrace.inference.scheduling.selector import Batch
 
 logger = logging.getLogger("headrace.proof")
@@ -28,12 +29,14 @@ class RowSample:
         place: index of the row in the batch.
         inputs: arrays by name: all rows of the batch, or this row alone if they are too large or of different shapes.
         outputs: arrays by name of this row, of shape (1, ...).
+        is_shared: True if inputs are copies of memory that a client or another model could change meanwhile.
     """
 
     size: int
     place: int
     inputs: Mapping[str, Array]
     outputs: Mapping[str, Array]
+    is_shared: bool = False
 
     @property
     def row(self) -> dict[str, Array]:
@@ -96,7 +99,7 @@ class RowSampler:
             self._slots.release()
 
     def _copy(self, batch: Batch, results: Sequence[object]) -> RowSample | None:
-        """Return the sample; None for text, for rows in GPU memory or in pieces, and for rows that are too large."""
+        """Return the sample, of rows in GPU memory or in pieces as host copies; None for rows that are too large."""
         self._count += 1
         place = first = self._count % batch.rows
         index = 0
@@ -105,17 +108,25 @@ class RowSampler:
             index += 1
         outputs = results[index]
         arrays = [values for entry in batch.entries for values in entry.inputs.values()]
-        if type(outputs) is not dict or any(
-            type(values) is not np.ndarray or values.dtype.hasobject for values in (*arrays, *outputs.values())
-        ):
+        kinds = (np.ndarray, ResidentRows, ScatteredRows)
+        if type(outputs) is not dict or not all(isinstance(values, kinds) for values in outputs.values()):
             return None
         own = batch.entries[index].inputs
         parts = {name: [entry.inputs[name] for entry in batch.entries] for name in own}
         is_uneven = any(piece.shape[1:] != own[name].shape[1:] for name, pieces in parts.items() for piece in pieces)
-        if is_uneven or sum(values.nbytes for values in (*arrays, *outputs.values())) > MAX_SAMPLE_BYTES:
+        if is_uneven or sum(map(_size_bytes, (*arrays, *outputs.values()))) > MAX_SAMPLE_BYTES:
             parts = {name: [values[first : first + 1]] for name, values in own.items()}
-        inputs = {name: np.concatenate(pieces) for name, pieces in parts.items()}
-        rows = {name: values[first : first + 1].copy() for name, values in outputs.items()}
-        if sum(values.nbytes for values in (*inputs.values(), *rows.values())) > MAX_SAMPLE_BYTES:
+        rows = {name: values[first : first + 1] for name, values in outputs.items()}
+        copied = [piece for each in (*parts.values(), rows.values()) for piece in each]
+        if sum(map(_size_bytes, copied)) > MAX_SAMPLE_BYTES:
             return None
-        return RowSample(batch.rows, place, inputs, rows)
+        is_shared = any(type(values) is not np.ndarray for values in arrays)
+        inputs = {name: np.concatenate([np.asarray(piece) for piece in pieces]) for name, pieces in parts.items()}
+        return RowSample(
+            batch.rows, place, inputs, {name: np.array(values) for name, values in rows.items()}, is_shared
+        )
+
+
+def _size_bytes(values: Array) -> int:
+    size_bytes: int = values.nbytes
+    return size_bytes + sum(map(len, values.ravel().tolist())) if values.dtype.hasobject else size_bytes

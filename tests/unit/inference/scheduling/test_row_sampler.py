@@ -10,6 +10,7 @@ import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ModelFailed
 from headrace.core.request import InferRequest
+from headrace.core.tensor import as_input
 from headrace.inference.scheduling import row_sampler
 from headrace.inference.scheduling.batching import CloseReason
 from headrace.inference.scheduling.queue import Entry
@@ -18,6 +19,7 @@ from headrace.inference.scheduling.selector import Batch
 
 from tests.support.completions import RecordedCompletion
 from tests.support.fakes import FakeModel, handle, infer_request
+from tests.support.resident_rows import resident
 
 
 def batch(*rows: int) -> tuple[Batch, list[object]]:
@@ -94,11 +96,36 @@ def test_samples_are_dropped_while_one_waits_and_beyond_those_of_the_server() ->
     assert not slots.acquire(blocking=False)
 
 
+def test_the_bytes_of_text_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    each, text = sampler(), np.array([[b"long text"], [b"b"]], dtype=object)
+    requests, _ = batch(2)
+    monkeypatch.setattr(row_sampler, "MAX_SAMPLE_BYTES", 8 + 16 + 10)
+    each.take(requests, [{"y": text}])
+    assert each.sample is not None
+    assert len(each.sample.inputs["x"]) == 2
+    assert each.sample.outputs["y"].tolist() == [[b"b"]]
+    each.clear()
+    monkeypatch.setattr(row_sampler, "MAX_SAMPLE_BYTES", 4 + 8)
+    each.take(requests, [{"y": text}])
+    assert each.sample is None
+
+
+def test_rows_in_the_memory_of_a_gpu_are_copied_to_the_host() -> None:
+    each = sampler()
+    requests, results = batch(1, 2)
+    requests.entries[1].inputs = {"x": as_input(resident(np.array([[1.0], [2.0]], np.float32)))}
+    results[1] = {"y": as_input(resident(np.array([[10.0], [20.0]], np.float32)))}
+    each.take(requests, results)
+    assert each.sample is not None
+    assert (each.sample.place, each.sample.is_shared) == (1, True)
+    np.testing.assert_array_equal(each.sample.inputs["x"], [[0], [1], [2]])
+    np.testing.assert_array_equal(each.sample.outputs["y"], [[10]])
+
+
 @pytest.mark.parametrize(
     "result",
     [
         ModelFailed("no"),
-        {"y": np.array([["a"], ["b"]], dtype=object)},
         {"y": memoryview(b"device")},
         {"y": np.float32(1)},
     ],
