@@ -174,14 +174,14 @@ class FrontEndInference:
 
     def start(self, message: RequestMessage, call: GrpcCall) -> PendingRequest | None:
         """Start a request; None if it needs the coroutine in `Methods.unary`, or is passed on. Raises as the coroutine."""
-        if len(message) > LARGE_BYTES:
-            return None
         try:
             envelope = scan(message)
         except HeadraceError:
             return None
         name, infer = envelope.model_name, self._infer
         if not self._models.serves(name, envelope.model_version) or name in infer.large_responses:
+            return None
+        if len(message) > LARGE_BYTES and infer.needs_thread(message, envelope):
             return None
         if infer.service.needs_charge(call.options):
             return None

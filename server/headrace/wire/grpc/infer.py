@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from headrace.core.errors import Cancelled, HeadraceError, Overloaded
 from headrace.core.limits import SMALL_BODY_BYTES
+from headrace.core.tensor import BYTES
 from headrace.wire.grpc.codec import Envelope, GrpcCodec, scan
 from headrace.wire.grpc.load_trailers import LoadTrailers
 from headrace.wire.grpc.methods import GrpcCall, Message, RequestMessage
@@ -83,17 +84,17 @@ class GrpcInference:
                 room.end(expected_bytes)
 
     def start(self, message: RequestMessage, call: GrpcCall) -> PendingRequest | None:
-        """Start a request; None if it needs the coroutine in `Methods.unary`. Raises as the coroutine. A large request or
-        response needs the coroutine.
+        """Start a request; None if it needs the coroutine in `Methods.unary`. Raises as the coroutine. A request that takes
+        long to decode, and one with a large response, needs the coroutine.
         """
-        if len(message) > LARGE_BYTES or (self.service.has_shared_memory and self.service.may_read_late(message)):
-            return None
         if self.service.has_remote_quotas and self.service.needs_charge(call.options):
             return None
         try:
             envelope = scan(message)
         except HeadraceError as error:
             self._reject(call, error)
+        if self.needs_thread(message, envelope):
+            return None
         if self.large_responses and envelope.model_name in self.large_responses:
             return None
         try:
@@ -101,6 +102,16 @@ class GrpcInference:
         except HeadraceError:
             self.trailers.report_failure(call)
             raise
+
+    def needs_thread(self, message: RequestMessage, envelope: Envelope) -> bool:
+        """Return True for a request that may take longer to decode than the event loop can wait."""
+        service = self.service
+        if len(message) <= LARGE_BYTES:
+            return service.has_shared_memory and service.may_read_late(message)
+        header = envelope.header  # of an input of texts it has the datatype
+        if len(header) > LARGE_BYTES or BYTES.name.encode() in header:
+            return True
+        return service.has_shared_memory and service.may_read_late(header)
 
     def end(self, request: PendingRequest, call: GrpcCall) -> Message | Awaitable[Message]:
         """Return the response to a started request of `call` whose completion is settled, once; raises as the coroutine."""

@@ -172,9 +172,8 @@ async def test_overload_rejects_requests_before_they_are_decoded(size: int) -> N
     content = request.SerializeToString()
     with pytest.raises(Overloaded):
         await service.infer(content, Call())
-    if size == 8:
-        with pytest.raises(Overloaded):
-            service.start(content, Call())
+    with pytest.raises(Overloaded):
+        service.start(content, Call())
     model.failures = model.failures[:1]
     call, serving = stream(model, max_bytes=4 << 20)
     call.sent.put_nowait(content)
@@ -185,6 +184,21 @@ async def test_overload_rejects_requests_before_they_are_decoded(size: int) -> N
     model.overloaded = None
     with pytest.raises(BadRequest):
         await service.infer(content, Call())
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "BYTES"])
+async def test_a_large_request_needs_no_task_if_its_inputs_are_views(datatype: str) -> None:
+    model = Model()
+    service = GrpcInference(model.services(), 2 << 20)
+    request = pb.ModelInferRequest(model_name="fake")
+    request.inputs.add(name="x", datatype=datatype, shape=[40_000, 2])
+    request.raw_input_contents.append(bytes(320_000))
+    started = service.start(request.SerializeToString(), Call())
+    assert (started is not None) is (datatype == "FP32")
+    if started is not None:
+        model.answer()
+        service.finish(started)
+    assert not model.leases
 
 
 async def test_internal_errors_are_logged_and_hidden_from_the_client(caplog: pytest.LogCaptureFixture) -> None:
