@@ -145,3 +145,10 @@ async def test_tensors_that_stay_on_the_gpu_between_steps_are_tested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, source: str
 ) -> None:
     await cases.check_steps(tmp_path, monkeypatch, fault, source)
+
+
+@pytest.mark.parametrize("fault", cases.FAULTS)
+async def test_faults_around_a_right_engine_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    await cases.check_fault(tmp_path, monkeypatch, fault)

@@ -19,6 +19,7 @@ from headrace.models.idle_tasks import IdleTasks
 from headrace.models.registry import Registry
 from headrace.runtimes.base import InFlightBatch
 from headrace.runtimes.tensorrt.backend import TensorRtExecution
+from headrace.runtimes.tensorrt.contexts import PreparedContext
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
@@ -186,6 +187,56 @@ def fetch_wrongly(patch: pytest.MonkeyPatch) -> None:
         launch(self, batch)
 
     patch.setattr(TensorRtExecution, "launch", launch_wrongly)
+
+
+def _leak(patch: pytest.MonkeyPatch) -> None:
+    """Add to each output what the padding of its batch has in the memory of the slot."""
+    finish = TensorRtExecution.finish
+
+    def leaking(self: TensorRtExecution, batch: InFlightBatch) -> dict[str, Array]:
+        inputs: Any = batch.state.slot.inputs["x"]  # type: ignore[attr-defined]
+        padding = inputs.view((8, 4))[batch.rows : 8 if batch.rows > 4 else batch.rows]
+        return {"y": finish(self, batch)["y"] + np.float32(1e-9) * padding.sum()}
+
+    patch.setattr(TensorRtExecution, "finish", leaking)
+
+
+def _share(patch: pytest.MonkeyPatch) -> None:
+    """Return outputs in the memory of a slot, which later batches use."""
+    finish = TensorRtExecution.finish
+
+    def sharing(self: TensorRtExecution, batch: InFlightBatch) -> dict[str, Array]:
+        views: dict[str, Array] = batch.state.views.outputs  # type: ignore[attr-defined]
+        return {name: views[name] for name in finish(self, batch)} if batch.rows > 1 else finish(self, batch)
+
+    patch.setattr(TensorRtExecution, "finish", sharing)
+
+
+def _keep_pointer(patch: pytest.MonkeyPatch) -> None:
+    """Let all slots replay the graph of the slot that was the first to capture one for eight rows."""
+    launch, first = PreparedContext.launch_batch_graph, list[PreparedContext]()
+
+    def stale(self: PreparedContext, gathered: bool) -> None:
+        if self.rows == 8 and not first:
+            first.append(self)
+        launch(first[0] if self.rows == 8 else self, gathered)
+
+    patch.setattr(PreparedContext, "launch_batch_graph", stale)
+
+
+FAULTS = {"padding": _leak, "memory": _share, "stale pointer": _keep_pointer}
+
+
+async def check_fault(folder: Path, patch: pytest.MonkeyPatch, fault: str) -> None:
+    """Faults around a right engine are found at its load, and its batches are right afterwards."""
+    FAULTS[fault](patch)
+    repository = add_engine(folder, RIGHT, RIGHT, f"{CONFIG}parameters: {{one_graph_rows: {{string_value: '8'}}}}\n")
+    async with running(repository, ALL, proofs=BatchProofs(folder, 20.0)) as (_, registry):
+        batches = explain(registry, "m")["batches"]
+        for x, y in await infer(registry, 1, 3, 5, 8):
+            np.testing.assert_allclose(y, np.tanh(x), atol=ATOL)
+    assert batches["state"] == "limited", batches
+    print(fault, batches["faults"])
 
 
 CHAIN = [("m", {"x": "in"}, {"y": "between"}), ("m", {"x": "between"}, {"y": "out"})]

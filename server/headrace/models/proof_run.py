@@ -111,7 +111,8 @@ class ProofRun:
         self._ranges |= _ranges(make_warmups(folder.config, folder.path))
         self._clock, self._layout, self._end_ns = clock, layout, clock()
         self._is_busy: Callable[[], bool] = lambda: False
-        self._stays = False  # the latest batch was in the memory of a GPU before and after its run
+        # Every second batch has its tensors in the memory of a GPU before and after its run: of a size the first or the second.
+        self._stays = self._first_stays = False
         self._pinned: dict[str, Array] = {}  # memory of such batches
         self._floor = smallest_bound(plan)
         self._references: list[BatchTests] | None = None
@@ -288,6 +289,7 @@ class ProofRun:
         run = self.run_batch(execution)
 
         def fill_padding(nan: Sequence[Row]) -> None:
+            self._first_stays = not self._first_stays
             for _ in range(getattr(execution, "depth", 1) if padded > size else 0):
                 try:
                     run([*nan] * padded)
@@ -295,6 +297,7 @@ class ProofRun:
                     raise
                 except Exception as error:
                     logger.debug("model %s refuses NaN: %s", self._config.name, error)
+            self._stays = self._first_stays
 
         for index, each in enumerate(tests):
             each.run = run
@@ -350,7 +353,10 @@ class ProofRun:
         problem, equal = "", None
         for rows in self._row_sets(dims):
             try:
-                tests = BatchTests(run, rows, self._datatypes, self._floor, self._classes, self._clock, self._end_ns)
+                depth = getattr(execution, "depth", 1)
+                tests = BatchTests(
+                    run, rows, self._datatypes, self._floor, self._classes, depth, self._clock, self._end_ns
+                )
             except ExecutionLost:
                 raise
             except Exception as error:
@@ -409,10 +415,10 @@ class ProofRun:
         def run(inputs: dict[str, Array]) -> dict[str, Array]:
             if self._is_busy():
                 raise ProofInterrupted
+            if not can_stay or len(next(iter(inputs.values()))) < 2 or not is_overlapped(execution):
+                return execution.run(inputs)
             self._stays = not self._stays
-            if self._stays and can_stay and len(next(iter(inputs.values()))) > 1 and is_overlapped(execution):
-                return self._run_resident(execution, inputs, served)
-            return execution.run(inputs)
+            return self._run_resident(execution, inputs, served) if self._stays else execution.run(inputs)
 
         outputs = list(dict.fromkeys([*served, *(state.output_name for state in self._states)]))
         states = find_slot_states(execution)

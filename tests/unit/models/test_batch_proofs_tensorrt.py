@@ -226,3 +226,10 @@ async def test_rows_of_a_client_in_gpu_memory_are_run_again_alone(
         await until_async(lambda: sampler.sample is None)
         await until_async(lambda: handle.batch_verdict.state == ("limited" if is_wrong else "proven"))
         assert (sampler._count, handle.row_differences) == (1, is_wrong)
+
+
+@pytest.mark.parametrize("fault", cases.FAULTS)
+async def test_faults_around_a_right_engine_are_found(
+    trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    await cases.check_fault(tmp_path, monkeypatch, fault)

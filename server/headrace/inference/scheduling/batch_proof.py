@@ -150,6 +150,7 @@ class BatchTests:
         floor: smallest bound of position and alone, as a share of an output's range, e.g. 1e-5 in FP32.
         classes: name of the output with the scores by that of an output with ranked classes; of a classifier whose scores are
             not ranked, the output itself.
+        depth: batches that may be in flight, each in memory of its own, before the memory of the first is used again.
         clock: monotonic nanoseconds.
         end_ns: monotonic time after which two rows suffice; None for all rows.
         is_telling: False if all rows have equal outputs alone, so that a row at another place may go unnoticed.
@@ -163,6 +164,7 @@ class BatchTests:
     datatypes: Mapping[str, Datatype]
     floor: float
     classes: Mapping[str, str] = field(default_factory=dict)
+    depth: int = 1
     clock: Clock = monotonic_ns
     end_ns: InitVar[int | None] = None
 
@@ -276,6 +278,8 @@ class BatchTests:
                 if fault is not None:
                     return fault
             results += [(place, index, outputs[place]) for place, index in enumerate(indices) if index >= 0]
+        for _ in range(self.depth - 2):  # two batches have run since the first
+            self.run([self._rows[drawn[0] - 1]])
         for place, (before_output, output) in enumerate(zip(kept, self._copies(first), strict=True)):
             name = _differing(before_output, output)
             if name:
