@@ -202,7 +202,7 @@ def _device_ns(rows: int) -> int:
     return round((BATCH_MS + ROW_MS * rows) * NS_PER_MS)
 
 
-class _Sleeping:
+class _Sleeping(Execution):
     """A model (and its execution) that takes one batch after the other, for as long as the device would."""
 
     def execution(self, index: int) -> Execution:

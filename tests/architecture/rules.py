@@ -562,6 +562,35 @@ def servers_on_default_ports(source: str) -> list[int]:
     return result
 
 
+# --- Private names in unit tests ----------------------------------------------------------------------------------------
+
+# Public methods of named tuples have names with an underscore.
+_TUPLE_METHODS = {"_asdict", "_fields", "_make", "_replace"}
+
+
+def private_names(source: str) -> int:
+    """The number of attributes `_name` that are read or set on anything but `self` and `cls`, without those of named tuples."""
+    return sum(
+        re.match(r"_[a-z]", node.attr) is not None
+        and node.attr not in _TUPLE_METHODS
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        for node in _nodes(source)
+        if isinstance(node, ast.Attribute)
+    )
+
+
+# --- Probes -------------------------------------------------------------------------------------------------------------
+
+
+def probes(source: str) -> int:
+    """The number of calls of `find_inner`, `hasattr` and `getattr` with a default: abilities are declared, not looked for."""
+    return sum(
+        node.func.id in ("find_inner", "hasattr") or (node.func.id == "getattr" and len(node.args) == 3)
+        for node in _nodes(source)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    )
+
+
 # --- Code lines by package ----------------------------------------------------------------------------------------------
 
 # A package may have this share of lines more than the table `code_lines.txt` says.

@@ -18,6 +18,8 @@ from tests.architecture.rules import (
     late_callbacks,
     module_findings,
     package_lines,
+    private_names,
+    probes,
 )
 
 
@@ -70,6 +72,21 @@ def test_tests_start_no_server_on_the_default_ports() -> None:
         for line in findings.default_ports
     ]
     assert result == []
+
+
+# Both numbers may only fall. Where the names come from a library, a probe says whether this release has it.
+PRIVATE_NAMES, PROBES = 353, 45
+
+
+def test_unit_tests_read_few_private_names() -> None:
+    paths = [path for path in all_findings() if path.startswith("tests/unit/")]
+    assert sum(private_names((ROOT / path).read_text(encoding="utf-8")) for path in paths) <= PRIVATE_NAMES
+
+
+def test_abilities_are_declared() -> None:
+    places = "server/headrace/runtimes server/headrace/inference server/headrace/python server/headrace/models"
+    paths = [path for path in all_findings() if any(path.startswith(place) for place in places.split())]
+    assert sum(probes((ROOT / path).read_text(encoding="utf-8")) for path in paths) <= PROBES
 
 
 CODE_LINES = Path(__file__).parent / "code_lines.txt"

@@ -68,6 +68,24 @@ def leftovers(folder: Path, cache: Path) -> list[str]:
     return files + [str(p) for p in cache.rglob("*.onnx")]
 
 
+def test_a_build_reads_from_top_to_bottom(tmp_path: Path) -> None:
+    """Packages that a build enters again (`tests.support.build_walk`): a rise needs a reason."""
+    repository = tmp_path / "models"
+    write_model(repository, INT8 % ", min_top1_agreement: 0.9, max_drop: 0.1")
+    words = ["build", "affine", "--publish-slower", "--target", "onnxruntime", "--model-repository", str(repository)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.build_walk", *words, "--cache", str(tmp_path / "cache")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    returns = re.findall("^return .*", done.stdout, re.MULTILINE)
+    assert 10 < len(returns) <= 22, "\n".join(returns)
+    assert "\nclimb " not in done.stdout
+
+
 def test_an_int8_model_is_built_published_and_served(tmp_path: Path) -> None:
     repository, cache = tmp_path / "models", tmp_path / "cache"
     folder = write_model(repository, INT8 % ", min_top1_agreement: 0.9, max_drop: 0.1")

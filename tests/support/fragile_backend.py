@@ -21,7 +21,7 @@ import numpy as np
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.ledger import HOST, Kind, MemoryAccount
 from headrace.core.tensor import Array
-from headrace.runtimes.base import ExecutionLost, InFlightBatch, InputRefused, OverlappedExecution
+from headrace.runtimes.base import Execution, ExecutionLost, InFlightBatch, InputRefused, OverlappedExecution
 
 FACTORY = "tests.support.fragile_backend:FragileBackend"
 ABORT, SEGFAULT, HANG, RAISE, REFUSE, LOST, EXIT, BIG, UNKNOWN = -1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0, -9.0
@@ -66,7 +66,7 @@ class FragileModel:
         logger.warning("closed")
 
 
-class FragileExecution:
+class FragileExecution(Execution):
     """One batch after the other."""
 
     def __init__(self, go: Path | None) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from headrace.core.tensor import Array
-from headrace.runtimes.base import InFlightBatch
+from headrace.runtimes.base import Execution, InFlightBatch
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CostModel:
 
 
 @dataclass
-class VirtualOverlapped:
+class VirtualOverlapped(Execution):
     """y = 2x, done when the engines are.
 
     Attributes:

@@ -290,7 +290,7 @@ class ProofRun:
 
         def fill_padding(nan: Sequence[Row]) -> None:
             self._first_stays = not self._first_stays
-            for _ in range(getattr(execution, "depth", 1) if padded > size else 0):
+            for _ in range(execution.depth if padded > size else 0):
                 try:
                     run([*nan] * padded)
                 except ExecutionLost:
@@ -353,7 +353,7 @@ class ProofRun:
         problem, equal = "", None
         for rows in self._row_sets(dims):
             try:
-                depth = getattr(execution, "depth", 1)
+                depth = execution.depth
                 tests = BatchTests(
                     run, rows, self._datatypes, self._floor, self._classes, depth, self._clock, self._end_ns
                 )

@@ -33,7 +33,15 @@ from headrace.python.outputs import (
     prepare,
 )
 from headrace.python.process import InstanceProcess, ProcessConnection, ProcessOptions, RunningBatch
-from headrace.runtimes.base import BatchMember, LateResult, MemberResult, NextWaiting, ProcessStatus, Rescheduled
+from headrace.runtimes.base import (
+    BatchMember,
+    Execution,
+    LateResult,
+    MemberResult,
+    NextWaiting,
+    ProcessStatus,
+    Rescheduled,
+)
 from headrace.runtimes.processes.child_process import ChildProcess
 
 logger = logging.getLogger("headrace.python")
@@ -147,7 +155,7 @@ class PythonModel:
 
 
 @dataclass(eq=False, repr=False)
-class PythonExecution:
+class PythonExecution(Execution):
     """Runs batches in the process of one instance; see `headrace.runtimes.base.MemberExecution` and `HasBatchMemory`.
 
     Attributes:
@@ -157,7 +165,7 @@ class PythonExecution:
         reads_device_rows: see `headrace.runtimes.base.MemberExecution`.
     """
 
-    by_member = True
+    by_member = has_batch_memory = True
 
     tensors: ModelTensors
     process: InstanceProcess

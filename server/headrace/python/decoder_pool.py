@@ -174,7 +174,7 @@ class PooledDecoder:
         self._pool.close(self._processes)
 
 
-class _PooledExecution:
+class _PooledExecution(Execution):
     """Runs the images of one step; see `headrace.runtimes.base.Execution`."""
 
     def __init__(self, pool: DecoderPool, options: Array, batched: bool, limit_s: float) -> None:

@@ -41,12 +41,25 @@ class ExecutionLost(Exception):
 
 
 class Execution(Protocol):
-    """Runs the model for one instance.
+    """Runs the model for one instance. An implementation inherits the defaults of the abilities, and declares its own.
 
     Attributes:
-        any_thread: may be left out, which means False. True: another thread may call `run` in the instance's place, while that
-            sleeps.
+        any_thread: another thread may call `run` in the instance's place, while that sleeps.
+        depth: see `OverlappedExecution`; 1 if batches do not overlap.
+        prompt: see `OverlappedExecution`.
+        brief_rows: rows of the largest batch for which the device takes about 0.1 ms at most; 0 if none is so short.
+        by_member: it is a `MemberExecution`.
+        reads_device_rows: see `MemberExecution`.
+        has_batch_memory: it is a `HasBatchMemory`.
     """
+
+    any_thread: bool = False
+    depth: int = 1
+    prompt: bool = False
+    brief_rows: int = 0
+    by_member: bool = False
+    reads_device_rows: bool = False
+    has_batch_memory: bool = False
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Run the model on checked inputs and return all outputs by name.
@@ -105,12 +118,10 @@ class OverlappedExecution(Execution, Protocol):
 
     Attributes:
         depth: maximum number of open batches, from `begin` to the end of `finish` (or `discard`); at least 2.
-        prompt: optional, default False. True: `begin`, `launch` and `discard` only queue work and copy small data,
+        prompt: `begin`, `launch` and `discard` only queue work and copy small data,
             for any arguments. Another thread may then call them in place of the sleeping instance, and `finish` in
             place of an idle finisher.
     """
-
-    depth: int
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """Return an empty batch; never blocks, since the caller respects `depth`. From the instance's thread.
@@ -294,10 +305,8 @@ class MemberExecution(Execution, Protocol):
 
     Attributes:
         by_member: True.
-        reads_device_rows: may be left out, which means False. True: `BatchMember.inputs` may have rows in the memory of GPUs.
+        reads_device_rows: `BatchMember.inputs` may have rows in the memory of GPUs.
     """
-
-    by_member: bool
 
     def run_members(self, inputs: dict[str, Array], members: Sequence[BatchMember]) -> list[MemberResult]:
         """Run a batch and return one result for each member, in order.
@@ -324,7 +333,7 @@ class MemberExecution(Execution, Protocol):
         """Settle the requests with `error` that are open since a batch that has returned; any thread may call."""
 
 
-class HasBatchMemory(Protocol):
+class HasBatchMemory(Execution, Protocol):
     """An execution in whose memory batches are assembled, so that rows are copied once."""
 
     def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
@@ -341,27 +350,17 @@ class HasBatchMemory(Protocol):
 
 def runs_by_member(execution: Execution) -> TypeGuard[MemberExecution]:
     """Return True for an execution that runs the requests of a batch as a list."""
-    return getattr(execution, "by_member", False) is True
+    return execution.by_member
 
 
-def reads_device_rows(execution: Execution) -> bool:
-    """Return True for an execution that takes rows in the memory of GPUs; see `MemberExecution.reads_device_rows`."""
-    return getattr(execution, "reads_device_rows", False) is True
-
-
-def has_batch_memory(execution: object) -> TypeGuard[HasBatchMemory]:
+def has_batch_memory(execution: Execution) -> TypeGuard[HasBatchMemory]:
     """Return True for an execution in whose memory batches are assembled."""
-    return hasattr(execution, "batch_arrays")
-
-
-def runs_on_any_thread(execution: Execution) -> bool:
-    """True if a thread that is not the instance's may call `run`; see `Execution.any_thread`."""
-    return getattr(execution, "any_thread", False) is True
+    return execution.has_batch_memory
 
 
 def is_overlapped(execution: Execution) -> TypeGuard[OverlappedExecution]:
     """Return True if batches can overlap; a wrapper of a plain execution may have a depth of 1, which does not count."""
-    return getattr(execution, "depth", 1) > 1
+    return execution.depth > 1
 
 
 def run_one_batch(execution: OverlappedExecution, inputs: Mapping[str, Array], batched: bool) -> dict[str, Array]:
@@ -383,18 +382,7 @@ def run_one_batch(execution: OverlappedExecution, inputs: Mapping[str, Array], b
     return execution.finish(batch)
 
 
-def brief_rows(execution: Execution) -> int:
-    """Return the rows of the largest batch for which the device takes about 0.1 ms at most; 0 if none is so short."""
-    rows: int = getattr(execution, "brief_rows", 0)
-    return rows
-
-
-def never_blocks(execution: Execution) -> bool:
-    """Return True if the event loop may begin and launch a batch; see `OverlappedExecution.prompt`."""
-    return getattr(execution, "prompt", False) is True
-
-
-class WrappedExecution:
+class WrappedExecution(Execution):
     """Base of executions around another one; overlapped if that one is. The state of a batch is the inner batch.
 
     Args:
@@ -407,9 +395,7 @@ class WrappedExecution:
 
     def __init__(self, inner: Execution) -> None:
         self.inner = inner
-        self.depth = inner.depth if is_overlapped(inner) else 1
-        self.prompt = never_blocks(inner)
-        self.any_thread = runs_on_any_thread(inner)
+        self.depth, self.prompt, self.any_thread = inner.depth, inner.prompt, inner.any_thread
 
     def wait_ready(self, stopped: Callable[[], bool], next_waiting: NextWaiting) -> None:
         """Wait as the wrapped execution does."""

@@ -29,7 +29,7 @@ from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.heap import trim_heap
 from headrace.core.tensor import BF16, BY_ORT_NAME, BYTES, Array, Datatype
-from headrace.runtimes.base import InputRefused
+from headrace.runtimes.base import Execution, InputRefused
 
 logger = logging.getLogger("headrace.onnxruntime")
 
@@ -195,7 +195,7 @@ class _ArenaTrimmer:
         trim_heap()
 
 
-class OnnxRuntimeExecution:
+class OnnxRuntimeExecution(Execution):
     """Runs a session; see `headrace.runtimes.base.Execution`."""
 
     any_thread = True

@@ -38,7 +38,7 @@ import onnxruntime as ort
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom
 from headrace.core.tensor import BY_ORT_NAME, BYTES, Array, Datatype, is_resident
-from headrace.runtimes.base import ExecutionLost, InFlightBatch, ResidentInput, run_one_batch
+from headrace.runtimes.base import Execution, ExecutionLost, InFlightBatch, ResidentInput, run_one_batch
 from headrace.runtimes.cuda.devices import describe
 from headrace.runtimes.cuda.driver import (
     CompletionEvent,
@@ -369,7 +369,7 @@ class _BatchState(NamedTuple):
     in_place: dict[str, int]
 
 
-class CudaExecution:
+class CudaExecution(Execution):
     """One instance; see `headrace.runtimes.base.OverlappedExecution`. Opened and closed on the instance's thread.
 
     Ownership: slots move from `_free` to a batch and back (a deque: both threads use its ends). The session is run by

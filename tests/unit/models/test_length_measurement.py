@@ -8,11 +8,12 @@ from headrace.core.tensor import BY_CONFIG_NAME, Array, ModelSpec, PaddedInputs,
 from headrace.inference.scheduling.policy import PaddingPolicy
 from headrace.inference.scheduling.ragged import PaddedLayout
 from headrace.models.length_measurement import LengthMeasurement
+from headrace.runtimes.base import Execution
 
 INT64, FP32, STRING = (BY_CONFIG_NAME[f"TYPE_{name}"] for name in ("INT64", "FP32", "STRING"))
 
 
-class Mean:
+class Mean(Execution):
     """The mean over the length, of the positions in the mask or of all; an error beyond `longest`."""
 
     def __init__(self, is_masked: bool = True, longest: int = 1000) -> None:

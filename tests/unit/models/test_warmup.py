@@ -12,7 +12,7 @@ from headrace.config.model_folder import ModelFolder, read_model_folder
 from headrace.core.errors import ConfigError
 from headrace.core.tensor import BF16, BY_NAME, BYTES, DATATYPES, Array, Datatype
 from headrace.models.warmup import Warmup, WarmupRunner, make_warmups
-from headrace.runtimes.base import InputRefused
+from headrace.runtimes.base import Execution, InputRefused
 
 from tests.support.models import add_model, identity, sum_difference
 
@@ -151,7 +151,7 @@ def test_a_model_without_a_batch_dimension(tmp_path: Path) -> None:
 def test_all_samples_run_their_count_and_errors_propagate() -> None:
     ran: list[dict[str, Array]] = []
 
-    class Model:
+    class Model(Execution):
         def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
             ran.append(inputs)
             if len(ran) > 3:

@@ -18,13 +18,13 @@ from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.tensor import Array
 from headrace.inference.scheduling.latency_table import LatencyTable
 from headrace.models.warmup import LatencyMeasurement, StoredLatencies, sizes
-from headrace.runtimes.base import ExecutionLost
+from headrace.runtimes.base import Execution, ExecutionLost
 
 from tests.support.models import add_model, identity, sum_difference, unbatched
 from tests.support.waiting import on_threads
 
 
-class Model:
+class Model(Execution):
     """Takes 1 ms, and as much for each row, on a clock of its own; `before` is called with the rows of each run."""
 
     def __init__(self, before: Callable[[int], None] = lambda _rows: None) -> None:
@@ -159,7 +159,7 @@ class Shared:
         pass
 
 
-class SharedExecution:
+class SharedExecution(Execution):
     def __init__(self, model: Shared, index: int) -> None:
         self.model, self.index = model, index
 

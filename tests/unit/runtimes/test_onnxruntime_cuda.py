@@ -20,7 +20,7 @@ from headrace.core.errors import ConfigError, HeadraceError, ModelFailed
 from headrace.core.ledger import HOST, Ledger, NoRoom
 from headrace.core.tensor import BY_ORT_NAME, PINNED
 from headrace.runtimes import onnxruntime_cuda as backend
-from headrace.runtimes.base import ExecutionLost, is_overlapped, never_blocks
+from headrace.runtimes.base import ExecutionLost, is_overlapped
 from headrace.runtimes.onnxruntime_cuda import OnnxRuntimeCudaBackend
 from headrace.runtimes.tensorrt.backend import GPUS, MAX_BATCH_SIZE
 
@@ -86,7 +86,7 @@ def test_batches_overlap_and_come_back_in_order(provider: FakeProvider, tmp_path
     path = saved(tmp_path, affine())
     with opened(path) as execution:
         assert is_overlapped(execution)
-        assert never_blocks(execution)
+        assert execution.prompt
         under_way: list[tuple[Any, dict[str, Any]]] = []
         for number in range(20):
             inputs = features(1 + number % 8, number)
@@ -115,7 +115,7 @@ def test_shapes_that_grow_and_outputs_of_any_size(provider: FakeProvider, tmp_pa
     path = saved(tmp_path, transposed())
     (node,) = ort.InferenceSession(str(path)).get_inputs()
     with opened(path, 0) as execution:
-        assert not never_blocks(execution), "begin may allocate memory"
+        assert not execution.prompt, "begin may allocate memory"
         for size in (2, 40, 1):
             shape = tuple(size + axis if isinstance(length, str) else length for axis, length in enumerate(node.shape))
             inputs = {node.name: np.random.default_rng(0).random(shape, np.float32)}
@@ -148,7 +148,7 @@ def test_an_optional_input_may_be_absent(provider: FakeProvider, tmp_path: Path)
     path = saved(tmp_path, optional_bias())
     x = np.ones((2, 3), np.float32)
     with opened(path) as execution:
-        assert not never_blocks(execution)
+        assert not execution.prompt
         np.testing.assert_array_equal(execution.run({"X": x})["Y"], x + 100)
         bias = np.full((2, 3), 7, np.float32)
         np.testing.assert_array_equal(execution.run({"X": x, "BIAS": bias})["Y"], x + 7)

@@ -11,7 +11,7 @@ from headrace.core.limits import BodyMemory
 from headrace.inference.scheduling.latency_table import LatencyTable
 from headrace.inference.scheduling.queue import FAR_NS, Entry
 from headrace.observability.counters import Recorder
-from headrace.runtimes.base import Execution, is_overlapped, runs_on_any_thread
+from headrace.runtimes.base import Execution, is_overlapped
 
 logger = logging.getLogger("headrace.instance")
 
@@ -63,7 +63,7 @@ class InlineGate:
 
     def support(self, execution: Execution) -> None:
         """Allow runs on the event loop if the execution runs on any thread; with the bound of GPUs if it is overlapped."""
-        self._supported = self.bound_ns > 0 and runs_on_any_thread(execution)
+        self._supported = self.bound_ns > 0 and execution.any_thread
         self._on_device = self._supported and is_overlapped(execution)
         if self._on_device:
             self.bound_ns = self.latency_table.tail_bound_ns = max(self.bound_ns, INLINE_DEVICE_BOUND_NS)

@@ -36,7 +36,7 @@ from headrace.inference.scheduling.ragged import PaddedLayout
 from headrace.inference.scheduling.scheduler import CallerThread, Scheduler
 from headrace.inference.scheduling.selector import Batch
 from headrace.inference.scheduling.serial_runner import SerialRunner
-from headrace.runtimes.base import ExecutionLost, OverlappedExecution, brief_rows, never_blocks
+from headrace.runtimes.base import ExecutionLost, OverlappedExecution
 
 logger = logging.getLogger("headrace.instance")
 
@@ -104,8 +104,8 @@ class OverlappedRunner:
         self._pending: set[Batch] = set()
         self._launched: SimpleQueue[Batch | None] = SimpleQueue()
         self._finished: SimpleQueue[_Finished | BaseException] = SimpleQueue()
-        self._prompt = never_blocks(self.execution)
-        self._brief_rows = brief_rows(self.execution)
+        self._prompt = self.execution.prompt
+        self._brief_rows = self.execution.brief_rows
         self._defer: Callable[..., object] | None = None  # while the event loop waits for a batch
         # These five belong to the instance's thread:
         self._launched_inline = False  # another thread has launched a batch in its place

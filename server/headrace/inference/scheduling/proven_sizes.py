@@ -13,7 +13,7 @@ from headrace.inference.scheduling.batch_proof import BatchVerdict
 from headrace.runtimes.base import Execution
 
 
-class ProvenSizes:
+class ProvenSizes(Execution):
     """Runs one batch at a time; see `headrace.runtimes.base.Execution`. Only models with a batch dimension.
 
     Args:

@@ -18,8 +18,6 @@ from headrace.runtimes.base import (
     ResponseSink,
     WrappedExecution,
     has_batch_memory,
-    reads_device_rows,
-    runs_by_member,
 )
 
 
@@ -33,6 +31,8 @@ class ReshapingExecution(WrappedExecution):
         batched: True if the first dimension is the batch.
     """
 
+    has_batch_memory = True
+
     def __init__(
         self, inner: Execution, inputs: dict[str, tuple[int, ...]], outputs: dict[str, tuple[int, ...]], batched: bool
     ) -> None:
@@ -40,8 +40,8 @@ class ReshapingExecution(WrappedExecution):
         self._inputs = inputs
         self._outputs = outputs
         self._batched = batched
-        self.by_member = runs_by_member(inner)
-        self.reads_device_rows = reads_device_rows(inner)
+        self.by_member = inner.by_member
+        self.reads_device_rows = inner.reads_device_rows
         self._batch: dict[str, tuple[Array, Array]] = {}  # arrays of the next batch, in either shape
 
     def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:

@@ -27,9 +27,7 @@ from headrace.runtimes.base import (
     MemberExecution,
     MemberResult,
     has_batch_memory,
-    reads_device_rows,
     runs_by_member,
-    runs_on_any_thread,
 )
 
 logger = logging.getLogger("headrace.instance")
@@ -66,7 +64,7 @@ class SerialRunner:
 
     def __post_init__(self) -> None:
         self._members = self.execution if runs_by_member(self.execution) else None  # read for each batch
-        self._reads_device_rows = reads_device_rows(self.execution)
+        self._reads_device_rows = self.execution.reads_device_rows
         self._staging = Staging(self.max_rows)
         # Error of a run on another thread; the instance's thread ends with it.
         self._inline_error: BaseException | None = None
@@ -79,7 +77,7 @@ class SerialRunner:
         sleeper = threading.Lock()
         sleeper.acquire()
         inline_dispatch = None
-        if runs_on_any_thread(self.execution):
+        if self.execution.any_thread:
             inline_dispatch = self
             if self.inline_gate is not None:
                 self.inline_gate.support(self.execution)

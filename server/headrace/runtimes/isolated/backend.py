@@ -37,7 +37,7 @@ from headrace.core.errors import (
 )
 from headrace.core.ledger import Holding, Kind, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
-from headrace.runtimes.base import ExecutionLost, InFlightBatch, InputRefused, ProcessStatus
+from headrace.runtimes.base import Execution, ExecutionLost, InFlightBatch, InputRefused, ProcessStatus
 from headrace.runtimes.isolated.admission import BatchAdmission
 from headrace.runtimes.isolated.child import LAUNCH
 from headrace.runtimes.isolated.tensors import (
@@ -283,7 +283,7 @@ class _Transfer:
         self.flags = flags | spilled
 
 
-class IsolatedExecution:
+class IsolatedExecution(Execution):
     """One instance; see `headrace.runtimes.base.OverlappedExecution`, whose rules for threads apply.
 
     A launch that may not enter the process now (it is being replaced, or another batch must run alone) does not wait:

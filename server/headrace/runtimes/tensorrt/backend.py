@@ -25,7 +25,7 @@ from typing import NamedTuple
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom, Reservation
 from headrace.core.tensor import Array, ResidentRows, as_input
-from headrace.runtimes.base import InFlightBatch, InputRefused, run_one_batch
+from headrace.runtimes.base import Execution, InFlightBatch, InputRefused, run_one_batch
 from headrace.runtimes.cuda.driver import DeviceError, OutOfDeviceMemory, current
 from headrace.runtimes.cuda.kernels.launching import GpuStage, RowGather
 from headrace.runtimes.cuda.memory import Allocator, booked
@@ -331,7 +331,7 @@ class _BatchState(NamedTuple):
     views: BatchViews
 
 
-class TensorRtExecution:
+class TensorRtExecution(Execution):
     """One instance; see `headrace.runtimes.base.OverlappedExecution`. Opened and closed on the instance's thread.
 
     Ownership: slots move from `_free` to a batch and back (a deque: both threads use its ends); everything else

@@ -194,7 +194,7 @@ async def test_behind_reshape_rows_are_written_into_the_model_s_own_memory(mailb
 
 
 def test_reshape_before_a_plain_execution_is_plain() -> None:
-    class Plain:
+    class Plain(Execution):
         def run(self, inputs: Any) -> Any:
             return inputs
 

@@ -29,7 +29,6 @@ from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, Queu
 from headrace.inference.scheduling.queue import Entry, QueueOrder, ShapeQueue
 from headrace.inference.scheduling.selector import BatchSelector
 from headrace.observability.counters import Recorder
-from headrace.runtimes.base import runs_on_any_thread
 from headrace.runtimes.isolated.backend import IsolatedExecution
 from headrace.runtimes.onnxruntime import OnnxRuntimeExecution
 from hypothesis import given
@@ -401,8 +400,8 @@ async def test_a_deadline_that_passes_while_the_event_loop_waits_for_a_gpu() -> 
 
 
 def test_only_onnx_runtime_allows_runs_on_any_thread() -> None:
-    assert runs_on_any_thread(OnnxRuntimeExecution.__new__(OnnxRuntimeExecution))
-    assert not runs_on_any_thread(IsolatedExecution.__new__(IsolatedExecution))
+    assert OnnxRuntimeExecution.any_thread
+    assert not IsolatedExecution.any_thread
 
 
 async def test_a_batching_delay_is_respected() -> None:

@@ -230,7 +230,7 @@ def short_output(request: pytest.FixtureRequest) -> tuple[int, ...]:
 
 
 def test_an_impossible_reshape_is_a_model_error(short_output: tuple[int, ...]) -> None:
-    class Inner:
+    class Inner(Execution):
         def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
             return {"y": np.zeros(short_output, np.float32)}
 

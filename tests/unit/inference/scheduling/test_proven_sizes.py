@@ -10,11 +10,12 @@ import pytest
 from headrace.core.errors import ModelFailed
 from headrace.inference.scheduling.batch_proof import BatchVerdict
 from headrace.inference.scheduling.proven_sizes import ProvenSizes, size_at
+from headrace.runtimes.base import Execution
 
 Array = np.ndarray[Any, Any]
 
 
-class Doubling:
+class Doubling(Execution):
     """Y = 2 X; records the rows of each run."""
 
     def __init__(self) -> None:

@@ -22,6 +22,7 @@ from headrace.inference.scheduling.ragged import (
     PaddingTrials,
     batch_layout,
 )
+from headrace.runtimes.base import Execution
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -180,7 +181,7 @@ def run(inputs: dict[str, Array]) -> dict[str, Array]:
     return {"y": ids, "pairs": ids[:, :, None] * ids[:, None, :], "total": ids.sum(axis=1, keepdims=True)}
 
 
-class Texts:
+class Texts(Execution):
     """Execution of `run`."""
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:

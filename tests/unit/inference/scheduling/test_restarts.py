@@ -50,7 +50,7 @@ class Model(FakeModel):
         self.warmed += 1
 
 
-class _Execution:
+class _Execution(Execution):
     def __init__(self, model: Model) -> None:
         self._model = model
 

@@ -72,7 +72,7 @@ class BuiltinModel:
         """Do nothing: memory is freed with the last execution."""
 
 
-class BuiltinExecution:
+class BuiltinExecution(Execution):
     """Runs a step; see `headrace.runtimes.base.Execution`.
 
     Args:
@@ -124,7 +124,7 @@ class DecoderModel:
         """Do nothing: there is no file."""
 
 
-class DecoderExecution:
+class DecoderExecution(Execution):
     """Decodes images with the options that come with them; see `headrace.runtimes.base.Execution`.
 
     Inputs: `image` (files) and `options` (JSON of the step's options, [1]). Outputs: those of the step, with a batch dimension.

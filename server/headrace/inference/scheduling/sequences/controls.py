@@ -22,8 +22,6 @@ from headrace.runtimes.base import (
     MemberResult,
     WrappedExecution,
     has_batch_memory,
-    reads_device_rows,
-    runs_by_member,
 )
 
 MAX_ID = 2**64 - 1
@@ -100,6 +98,8 @@ class ControlledExecution(WrappedExecution):
         states: states that the server keeps; those that the execution keeps itself are not added.
     """
 
+    has_batch_memory = True
+
     def __init__(
         self,
         inner: Execution,
@@ -113,8 +113,8 @@ class ControlledExecution(WrappedExecution):
         self._added = (*(control.name for control in controls), *(state.input_name for state in self._states))
         self._batched = batched
         self.depth = 1  # a request of a sequence must not start before the one before it has ended
-        self.by_member = runs_by_member(inner)
-        self.reads_device_rows = reads_device_rows(inner)
+        self.by_member = inner.by_member
+        self.reads_device_rows = inner.reads_device_rows
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Run a batch."""

@@ -11,6 +11,7 @@ from headrace.core.tensor import BY_NAME
 from headrace.inference.scheduling.policy import ControlTensor
 from headrace.inference.scheduling.sequences.controls import ControlledExecution, check_correlation_id, control_rows
 from headrace.inference.scheduling.sequences.live_sequence import SequenceEntry
+from headrace.runtimes.base import Execution
 
 
 def entry(correlation_id: int | str, start: bool = False, end: bool = False) -> SequenceEntry:
@@ -67,7 +68,7 @@ def test_an_id_of_any_type_without_a_control() -> None:
     check_correlation_id([], 2**64 - 1, "m")
 
 
-class Echo:
+class Echo(Execution):
     """Returns its inputs."""
 
     def run(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

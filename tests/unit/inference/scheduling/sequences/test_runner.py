@@ -14,7 +14,7 @@ from headrace.inference.scheduling.policy import ControlTensor, QueueLimits, Seq
 from headrace.inference.scheduling.sequences.live_sequence import SequenceEntry
 from headrace.inference.scheduling.sequences.runner import SequenceRunner
 from headrace.inference.scheduling.sequences.scheduler import SequenceScheduler
-from headrace.runtimes.base import ExecutionLost, find_inner
+from headrace.runtimes.base import Execution, ExecutionLost, find_inner
 
 from tests.support.waiting import until
 
@@ -84,7 +84,7 @@ class CheckedResults(Results):
         return self.own_check
 
 
-class Recording:
+class Recording(Execution):
     """Returns its input x, and keeps all inputs; a value below 0 fails, a value below -1 ends the execution."""
 
     def __init__(self) -> None:
