@@ -564,15 +564,15 @@ def servers_on_default_ports(source: str) -> list[int]:
 
 # --- Private names in unit tests ----------------------------------------------------------------------------------------
 
-# Public methods of named tuples have names with an underscore.
-_TUPLE_METHODS = {"_asdict", "_fields", "_make", "_replace"}
+# Methods of named tuples, and the target of a pointer of ctypes, are not ours.
+_LIBRARY_NAMES = {"_asdict", "_fields", "_make", "_obj", "_replace"}
 
 
 def private_names(source: str) -> int:
-    """The number of attributes `_name` that are read or set on anything but `self` and `cls`, without those of named tuples."""
+    """The number of attributes `_name` that are read or set on anything but `self` and `cls`, without those of libraries."""
     return sum(
         re.match(r"_[a-z]", node.attr) is not None
-        and node.attr not in _TUPLE_METHODS
+        and node.attr not in _LIBRARY_NAMES
         and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
         for node in _nodes(source)
         if isinstance(node, ast.Attribute)

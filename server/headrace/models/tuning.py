@@ -374,7 +374,7 @@ class _Sweeper:
                     best_hz, best_rows = rows_hz, rows
                 growth_bytes, before = _peak_bytes() - before, _peak_bytes()
                 point = MeasuredSetting(count, rows, (rows_hz,), p95_ns, p95_ns)
-                end = _end_of_search(point, stale, growth_bytes, self._options.slo_ns)
+                end = search_end(point, stale, growth_bytes, self._options.slo_ns)
                 if end:
                     limit = end
                     break
@@ -473,8 +473,15 @@ def _point(instances: int, rows: int, runs: Sequence[tuple[float, int, int]]) ->
     return MeasuredSetting(instances, rows, tuple(hz), round(median(medians_ns)), round(median(p95s_ns)))
 
 
-def _end_of_search(point: MeasuredSetting, stale: int, growth_bytes: int, slo_ns: int) -> str:
-    """Return the reason to end the search for a batch size; "" to continue."""
+def search_end(point: MeasuredSetting, stale: int, growth_bytes: int, slo_ns: int) -> str:
+    """Return the reason to end the search for a batch size; "" to continue.
+
+    Args:
+        point: the latest measurement.
+        stale: larger batches in a row that have not increased throughput.
+        growth_bytes: memory that the latest doubling has taken.
+        slo_ns: objective in nanoseconds; 0 for none.
+    """
     if stale >= _DOUBLINGS:
         return "more rows do not increase throughput"
     if not point.meets(slo_ns):

@@ -103,15 +103,15 @@ def test_an_automatic_batch_size_does_not_bound_the_search(tmp_path: Path, monke
 
 def test_memory_and_time_bound_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     run = point(1, 8, 1000.0, 5.0)
-    assert tuning._end_of_search(run, 0, 0, 0) == ""
-    assert tuning._end_of_search(run, 3, 0, 0) == "more rows do not increase throughput"
-    assert tuning._end_of_search(run, 0, 0, 9 * MS) == "batches of 8 rows miss the objective"
-    assert tuning._end_of_search(point(1, 8, 1.0, 3000.0), 0, 0, 0) == "a batch of 8 rows takes 3.0 s"
+    assert tuning.search_end(run, 0, 0, 0) == ""
+    assert tuning.search_end(run, 3, 0, 0) == "more rows do not increase throughput"
+    assert tuning.search_end(run, 0, 0, 9 * MS) == "batches of 8 rows miss the objective"
+    assert tuning.search_end(point(1, 8, 1.0, 3000.0), 0, 0, 0) == "a batch of 8 rows takes 3.0 s"
     monkeypatch.setattr(tuning, "free_bytes", lambda: 1 << 30)
-    assert tuning._end_of_search(run, 0, 1 << 27, 0) == ""
-    assert tuning._end_of_search(run, 0, 1 << 29, 0) == "a batch of 16 rows would take half of the free memory"
+    assert tuning.search_end(run, 0, 1 << 27, 0) == ""
+    assert tuning.search_end(run, 0, 1 << 29, 0) == "a batch of 16 rows would take half of the free memory"
     monkeypatch.setattr(tuning, "free_bytes", lambda: None)
-    assert tuning._end_of_search(run, 0, 1 << 29, 0) == ""
+    assert tuning.search_end(run, 0, 1 << 29, 0) == ""
 
 
 @pytest.mark.parametrize(

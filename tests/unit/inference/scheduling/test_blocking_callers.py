@@ -24,6 +24,7 @@ from headrace.observability.counters import Recorder
 
 from tests.support.fake_overlapped import DIES, LOST, RAISES, FakeOverlapped
 from tests.support.fakes import SPEC, FakeModel, infer_request
+from tests.support.sleepers import inline_dispatches, sleepers
 from tests.support.waiting import record_calls, until
 
 
@@ -87,12 +88,12 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def asleep(handle: ModelHandle, instances: int = 1) -> None:
     """Return once that many instance threads sleep without a timeout."""
     scheduler = handle._scheduler  # an instance that has been woken has its dispatch until it pulls the next batch
-    until(lambda: len(scheduler._inline_dispatches.keys() & list(scheduler._sleepers)) >= instances)
+    until(lambda: len(inline_dispatches(scheduler).keys() & list(sleepers(scheduler))) >= instances)
 
 
 def is_finishing(handle: ModelHandle) -> bool:
     """Return whether an instance has a batch in flight, or one that it has recorded and not passed back."""
-    runners = [cast("OverlappedRunner", each) for each in handle._scheduler._inline_dispatches.values()]
+    runners = [cast("OverlappedRunner", each) for each in inline_dispatches(handle).values()]
     return any(each._open and each._finished.empty() for each in runners)
 
 
@@ -112,10 +113,10 @@ def test_a_single_caller_runs_its_batch_and_wakes_no_thread(handles: Make) -> No
     model = Watched()
     handle = handles(model)
     asleep(handle)
-    sleeper = handle._scheduler._sleepers[0]
+    sleeper = sleepers(handle)[0]
     for value in range(20):
         assert first(handle, infer_request(value)) == 2 * value
-        assert handle._scheduler._sleepers == [sleeper]
+        assert sleepers(handle) == [sleeper]
     here = threading.current_thread()
     assert model.launchers == model.finishers == [here] * 20
     assert model.most_open == 1
@@ -180,8 +181,8 @@ def test_responses_are_ordered_across_instances(handles: Make, threads: ThreadPo
     slow, quick = Watched(manual=True), Watched()
     handle = handles(Several(quick, slow), instances=2, preserve_ordering=True)
     asleep(handle, 2)
-    while handle._scheduler._inline_dispatches[handle._scheduler._sleepers[-1]].execution is not slow:  # type: ignore[attr-defined]
-        handle._scheduler._sleepers.reverse()
+    while inline_dispatches(handle)[sleepers(handle)[-1]].execution is not slow:  # type: ignore[attr-defined]
+        sleepers(handle).reverse()
     held = later(threads, handle, 1)
     slow.wait_for("finishing 0")
     overtaking = later(threads, handle, 2)

@@ -24,6 +24,7 @@ from headrace.runtimes.base import Execution
 
 from tests.support.fake_overlapped import DIES, RAISES, FakeOverlapped
 from tests.support.fakes import SPEC, error_of, infer_request
+from tests.support.sleepers import inline_dispatches
 from tests.support.waiting import until
 
 
@@ -243,7 +244,7 @@ def served_on_the_loop(
     policy = HandlePolicy(batch=BatchPolicy(8), inline_bound_ns=bound_ns)
     handle = ModelHandle(SPEC, policy, model, mailbox, Recorder(), clock=clock)
     handle.start()
-    until(lambda: bool(handle._scheduler._inline_dispatches))  # its instance sleeps
+    until(lambda: bool(inline_dispatches(handle)))  # its instance sleeps
     return handle
 
 
@@ -351,7 +352,7 @@ async def test_a_slow_batch_on_the_event_loop_leaves_the_next_ones_to_the_instan
         model.during_fill = lambda: now_ns.__setitem__(0, now_ns[0] + run_ns)
         for completion in [handle.infer(infer_request(value)) for value in (1, 2)]:
             await completion
-        until(lambda: bool(handle._scheduler._inline_dispatches))  # the instance sleeps again
+        until(lambda: bool(inline_dispatches(handle)))  # the instance sleeps again
         return threading.current_thread() is model.finishers[-1]
 
     assert await on_loop(5 * NS_PER_MS)

@@ -13,6 +13,7 @@ from headrace.runtimes.base import Execution
 
 from tests.support.fake_overlapped import FakeOverlapped
 from tests.support.fakes import FakeModel, handle, infer_request, wait_started
+from tests.support.sleepers import sleepers
 from tests.support.waiting import until_async
 
 
@@ -102,9 +103,9 @@ async def test_a_task_is_dropped_for_a_request_that_comes_before_it_begins(mailb
     model, task = FakeModel(), Task()
     served = handle(mailbox, model)
     scheduler = served._scheduler
-    await until_async(lambda: bool(scheduler._sleepers))
+    await until_async(lambda: bool(sleepers(scheduler)))
     with scheduler._lock:  # the instance wakes up, and waits for the lock
-        sleeper = scheduler._sleepers.pop()
+        sleeper = sleepers(scheduler).pop()
         scheduler._offers[sleeper] = task
         scheduler._dispatched.add(sleeper)
         sleeper.release()

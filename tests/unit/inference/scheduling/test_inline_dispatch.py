@@ -19,6 +19,7 @@ from headrace.runtimes.base import ExecutionLost
 from tests.support.fake_overlapped import DIES, LOST, RAISES, FakeOverlapped
 from tests.support.fakes import InstanceKilledError
 from tests.support.overlapped_bench import Bench, Caller
+from tests.support.sleepers import inline_dispatches, sleepers
 from tests.support.waiting import until
 
 
@@ -57,7 +58,7 @@ def asleep(bench: Bench) -> None:
 
     def sleeps() -> bool:
         with bench.scheduler._lock:  # the thread enters two collections, one after the other
-            return bool(bench.scheduler._inline_dispatches)
+            return bool(inline_dispatches(bench.scheduler))
 
     until(sleeps)
 
@@ -76,14 +77,14 @@ def one(bench: Bench, value: float) -> Caller:
 def test_sequential_callers_never_wake_the_thread(benches: Make) -> None:
     model = Prompt(manual=True)
     bench = benches(model)
-    sleeper = bench.scheduler._sleepers[0]
+    sleeper = sleepers(bench.scheduler)[0]
     for value in range(20):
         caller = one(bench, value)
         # Not before: a batch that has finished when `enqueue` returns the sleeper wakes the thread, which is right.
         model.land()
         assert rows_of(caller) == [[2 * value] * 2]
         until(lambda: not bench.instance._runner._finished.empty())  # type: ignore[union-attr]
-        assert bench.scheduler._sleepers == [sleeper]
+        assert sleepers(bench.scheduler) == [sleeper]
         assert bench.instance._runner._open == 1, "the thread has not looked"  # type: ignore[union-attr]
     assert model.launchers == [True] * 20
     assert model.most_open == 1

@@ -36,6 +36,7 @@ from hypothesis import strategies as st
 
 from tests.support.fake_overlapped import DIES, LOST, RAISES, FakeOverlapped
 from tests.support.fakes import DEATH, POISON, SPEC, FakeModel, InstanceKilledError, infer_request
+from tests.support.sleepers import sleepers
 from tests.support.waiting import until, until_async
 
 BOUND_NS = 200 * NS_PER_US
@@ -119,7 +120,7 @@ class Stage:
 
     async def asleep(self, instances: int = 1) -> None:
         """Wait until the instances sleep, and the requests of before are long ago."""
-        await until_async(lambda: len(self.handle._scheduler._sleepers) >= instances)
+        await until_async(lambda: len(sleepers(self.handle)) >= instances)
         self.clock.now_ns += INLINE_QUIET_NS
         await asyncio.sleep(0)
 
@@ -165,10 +166,10 @@ async def staged(measured_ns: int = 20 * NS_PER_US, model: Any = Quick, **policy
 async def test_a_lone_request_of_a_fast_model_runs_on_the_event_loop() -> None:
     async with staged() as stage:
         await stage.asleep()
-        sleeper = stage.handle._scheduler._sleepers[0]
+        sleeper = sleepers(stage.handle)[0]
         for value in range(50):
             assert await stage.alone(value)
-            assert stage.handle._scheduler._sleepers == [sleeper], "no thread was woken"
+            assert sleepers(stage.handle) == [sleeper], "no thread was woken"
     totals = stage.recorder.totals()
     assert (totals.requests, totals.rows, totals.executions, totals.inline_runs, totals.inline_disabled) == (
         50,
@@ -305,7 +306,7 @@ async def test_never_other_backends(model: Callable[[], Any]) -> None:
 
     async with staged(model=model) as stage:
         for value in range(30):
-            await until_async(lambda: stage.handle._scheduler._sleepers)
+            await until_async(lambda: sleepers(stage.handle))
             stage.clock.now_ns += INLINE_QUIET_NS
             assert await stage.one(value) == [[2 * value] * 2]
     assert stage.recorder.totals().inline_runs == 0
@@ -315,10 +316,10 @@ async def test_never_other_backends(model: Callable[[], Any]) -> None:
 async def test_a_lone_request_of_a_gpu_is_launched_and_finished_by_the_event_loop() -> None:
     async with staged(model=QuickGpu) as stage:
         await stage.asleep()
-        sleeper = stage.handle._scheduler._sleepers[0]
+        sleeper = sleepers(stage.handle)[0]
         for value in range(50):
             assert await stage.alone(value)
-            assert stage.handle._scheduler._sleepers == [sleeper], "no thread was woken"
+            assert sleepers(stage.handle) == [sleeper], "no thread was woken"
         assert not await stage.alone(1, rows=2), "each number of rows is measured by itself"
         assert await stage.soon_alone(2)
     totals = stage.recorder.totals()

@@ -10,6 +10,7 @@ from headrace.inference.scheduling.scheduler import _HOLD_NS, _HOLD_ROWS, Schedu
 from headrace.inference.scheduling.selector import Batch
 
 from tests.support.completions import entry
+from tests.support.sleepers import sleepers
 
 
 class Puller:
@@ -114,7 +115,7 @@ class Held:
     @property
     def wakes(self) -> bool:
         """True if the other instance has been woken."""
-        return not self.scheduler._sleepers
+        return not sleepers(self.scheduler)
 
 
 def test_fewer_requests_than_run_in_a_brief_batch_wait_for_its_end() -> None:

@@ -27,6 +27,7 @@ from headrace.server.front_ends.tensors import TensorWriter
 
 from tests.support.fake_overlapped import FakeOverlapped
 from tests.support.fakes import SPEC
+from tests.support.sleepers import inline_dispatches
 from tests.support.waiting import until
 
 GROUPS, MEMBERS = 10, 4
@@ -52,7 +53,7 @@ async def test_calls_of_groups(mailbox: Mailbox) -> None:
     policy = HandlePolicy(batch=BatchPolicy(64), inline_bound_ns=3600 * NS_PER_S)
     handle = ModelHandle(SPEC, policy, model, mailbox, Recorder())
     handle.start()
-    until(lambda: bool(handle._scheduler._inline_dispatches))  # its instance sleeps
+    until(lambda: bool(inline_dispatches(handle)))  # its instance sleeps
     registry: Any = SimpleNamespace(
         selections=lambda: [("1", handle)], traffic=lambda _name: None, serving=lambda *_: None
     )
