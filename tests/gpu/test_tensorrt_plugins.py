@@ -15,6 +15,7 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
+from headrace.models.batch_proofs import BatchProofs
 from headrace.models.control_policy import ControlPolicy
 from headrace.models.reconciler import Reconciler
 from headrace.models.registry import Registry
@@ -30,7 +31,7 @@ from onnx import TensorProto
 
 from tests.support.control_thread import index, run
 from tests.support.gpu_marks import gpu_marks
-from tests.support.plugin_case import images, residual_block
+from tests.support.plugin_case import images, read_past_rows, residual_block
 
 pytestmark = gpu_marks(300)
 
@@ -179,6 +180,17 @@ def test_a_server_answers_with_the_plugin(repository: Path) -> None:
             handle.release()
 
     run(repository, check, ControlPolicy("none"))
+
+
+def test_a_plugin_that_reads_past_its_row_is_found(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_past_rows(monkeypatch)
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        ((_, _, handle),) = registry.sources()
+        assert (handle.batch_verdict.state, handle.batch_verdict.verified) == ("limited", (1,))
+        assert handle.batch_verdict.reason.startswith("influence: output 'y' of row")
+
+    run(repository, check, ControlPolicy("none"), proofs=BatchProofs(None, 20.0))
 
 
 @pytest.mark.parametrize("values", [{"version": "9"}, {"digest": "f" * 64}, {"name": "Other"}])

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+import pytest
 from headrace_engines.targets.base import ShapeRange, TargetSpec
+from headrace_lab.kernels import plugin as convolution_plugin
 from onnx import TensorProto, helper, numpy_helper
 
 SIZE = (8, 6, 5)
@@ -50,6 +52,18 @@ def residual_block(
 
 def images(rows: int, dtype: Any = np.float16, size: tuple[int, int, int] = SIZE) -> np.ndarray[Any, Any]:
     return np.random.default_rng(rows).standard_normal((rows, *size)).astype(dtype)
+
+
+def read_past_rows(patch: pytest.MonkeyPatch) -> None:
+    """Let the plug-ins that are opened from now on read their input eight values too far: those of the next row."""
+    create = convolution_plugin._OpenConvolution.__init__
+
+    def opened(self: Any, convolution: Any) -> None:
+        create(self, convolution)
+        launch = self.launch
+        self.launch = lambda stream, source, *others: launch(stream, source + 16, *others)
+
+    patch.setattr(convolution_plugin._OpenConvolution, "__init__", opened)
 
 
 ORDER = TargetSpec("fp16", (ShapeRange({"x": ((1, *SIZE), (2, *SIZE), (4, *SIZE))}),))

@@ -13,6 +13,7 @@ import pytest
 from headrace.core.errors import ConfigError, Unsupported
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
+from headrace.models.batch_proofs import BatchProofs
 from headrace.models.control_policy import ControlPolicy
 from headrace.models.registry import Registry
 from headrace.runtimes.cuda.kernels import loading
@@ -33,7 +34,7 @@ from tests.support.control_thread import index, running
 from tests.support.fake_streams import LateCuda
 from tests.support.fake_tensorrt_runtime import FakeRuntime
 from tests.support.kernels_on_host import install_host_kernels
-from tests.support.plugin_case import images, residual_block
+from tests.support.plugin_case import images, read_past_rows, residual_block
 
 ALL = ControlPolicy("none")
 CONFIG = "max_batch_size: 4\ninstance_group: [{kind: gpu, count: 2}]\noptimization: {precision: fp16}\nbuild_on_load: false\n"
@@ -61,6 +62,19 @@ def repository(trt: Any, kernels: None, tmp_path: Path, capsys: pytest.CaptureFi
     assert main(words) == 0, capsys.readouterr()
     assert "m: plug-ins: building with 2 plug-in layers" in capsys.readouterr().out
     return folder.parent
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+async def test_a_plugin_that_reads_past_its_row_is_found(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
+) -> None:
+    if is_wrong:
+        read_past_rows(monkeypatch)
+    async with running(repository, ALL, proofs=BatchProofs(None, 20.0)) as (_, registry):
+        ((_, _, handle),) = registry.sources()
+        verdict = handle.batch_verdict
+    assert (verdict.state, verdict.verified) == (("limited", (1,)) if is_wrong else ("proven", (1, 2, 3, 4)))
+    assert verdict.reason.startswith("influence: output 'y' of row 0 of 2 changes" if is_wrong else "")
 
 
 async def answer(registry: Registry, x: Array) -> Array:
