@@ -51,10 +51,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return cases.make_repository(tmp_path_factory.mktemp("shared"))
 
 
-@pytest.fixture
-def server(repository: Path, tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(params=["0", "2"])
+def server(repository: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Without and with front ends, which send requests of one turn as groups."""
     mine = Path(shutil.copytree(repository, tmp_path / "repository"))
-    with serving(mine, tmp_path, *cases.OPTIONS, command=COMMAND) as started:
+    with serving(mine, tmp_path, *cases.OPTIONS, "--front-ends", request.param, command=COMMAND) as started:
         yield started
         assert "Traceback" not in started.text, started.text
 

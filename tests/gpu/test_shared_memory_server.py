@@ -20,10 +20,11 @@ def right() -> tuple[Array, Array]:
     return cases.inputs_and_answers()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["0", "2"])
+def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Without and with front ends, which send requests of one turn as groups."""
     folder = tmp_path_factory.mktemp("shared")
-    with serving(cases.make_repository(folder), folder, *cases.OPTIONS) as started:
+    with serving(cases.make_repository(folder), folder, *cases.OPTIONS, "--front-ends", request.param) as started:
         yield started
         assert "Traceback" not in started.text, started.text
 
