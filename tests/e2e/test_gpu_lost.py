@@ -16,11 +16,22 @@ from tests.support.serving import serving
 pytestmark = pytest.mark.slow
 
 
-def test_requests_go_on_on_another_gpu(tmp_path: Path) -> None:
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         install_gpu(patch)
-        repository = make_repository(tmp_path, cases.GPUS)
+        return make_repository(tmp_path, cases.GPUS)
+
+
+def test_requests_go_on_on_another_gpu(repository: Path, tmp_path: Path) -> None:
     file = tmp_path / "fail"
     env = {cases.FILE: str(file), GPUS: "2"}
     with serving(repository, tmp_path, *cases.OPTIONS, env=env, command=COMMAND) as server:
         cases.check_other_gpu_serves(server, file)
+
+
+def test_the_next_process_serves_if_all_gpus_fail(repository: Path, tmp_path: Path) -> None:
+    file = tmp_path / "fail"
+    env = {cases.FILE: str(file), GPUS: "2"}
+    with serving(repository, tmp_path, *cases.WITH_FRONT_ENDS, env=env, command=COMMAND) as server:
+        cases.check_next_process_serves(server, file)

@@ -1,4 +1,4 @@
-"""A real GPU that fails for good under load: another one runs the requests; a model without one is unavailable, with a reason."""
+"""A real GPU that fails for good under load: the next engine process serves on it, and on the one that failed with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.support.serving import serving
 pytestmark = [*gpu_marks(180, "fastapi", "uvicorn"), pytest.mark.usefixtures("two_gpus")]
 
 
-def test_requests_go_on_on_another_gpu(tmp_path: Path) -> None:
+def test_the_next_process_serves(tmp_path: Path) -> None:
     repository, file = make_repository(tmp_path, cases.GPUS), tmp_path / "fail"
-    with serving(repository, tmp_path, *cases.OPTIONS, env={cases.FILE: str(file)}, command=COMMAND) as server:
-        cases.check_other_gpu_serves(server, file)
+    options, env = cases.WITH_FRONT_ENDS, {cases.FILE: str(file)}
+    with serving(repository, tmp_path, *options, env=env, command=COMMAND) as server:
+        cases.check_next_process_serves(server, file)

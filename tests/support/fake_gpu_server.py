@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from headrace.runtimes.cuda import devices
 from headrace.runtimes.tensorrt import buffers
 from headrace.server import data_plane
 from headrace.server.front_ends import __main__ as child_program
+from headrace.server.front_ends import engine_process
 
 from tests.support import fake_builder, fake_nvml
 from tests.support.fake_gpu import install_gpu
@@ -92,11 +94,18 @@ class FakeGather:
         pass
 
 
-def fail(cuda: LateCuda, file: Path) -> None:
-    """Let GPU 0 fail for good once a file exists."""
+def fail(cuda: LateCuda, file: Path, gpus: set[int]) -> None:
+    """Let GPUs fail in this process for good once a file exists, and delete it."""
     while not file.exists():
         time.sleep(0.02)
-    cuda.lost = {0}
+    file.unlink()
+    cuda.lost = gpus
+
+
+def may_fail(cuda: LateCuda, gpus: set[int]) -> None:
+    """Let GPUs fail on request if the environment names the file."""
+    if FILE in os.environ:
+        threading.Thread(target=fail, args=(cuda, Path(os.environ[FILE]), gpus), daemon=True).start()
 
 
 def report_copies(cuda: LateCuda) -> None:
@@ -116,14 +125,22 @@ if __name__ == "__main__":
         )
     cuda = install_gpu(patch)
     cuda.devices = int(os.environ.get(GPUS, "1"))
-    if FILE in os.environ:
-        threading.Thread(target=fail, args=(cuda, Path(os.environ[FILE])), daemon=True).start()
+    if ("--front-ends", "0") in pairwise(sys.argv):  # this process alone
+        may_fail(cuda, {0})
     cuda.exported = Exported()
     memory = Memory()
     patch.setattr(buffers, "RowGather", lambda device: FakeGather(cuda, memory, device))
     fake_nvml.install(patch, fake_nvml.FakeNvml())
     patch.setattr(devices, "pci_addresses", lambda: [f"0000:0{gpu}:00.0" for gpu in range(1, cuda.devices + 1)])
     run_child = child_program.run
+
+    run_engine = engine_process.EngineProcess.run
+
+    def run_with_failures(process: engine_process.EngineProcess) -> int:
+        may_fail(cuda, {0, 1})
+        return run_engine(process)
+
+    patch.setattr(engine_process.EngineProcess, "run", run_with_failures)
 
     def run(sock: socket.socket) -> int:
         memory.open()

@@ -1,6 +1,7 @@
-"""A GPU that fails for good under load: the same case for a real GPU and for a fake.
+"""A GPU that fails for good under load, on fakes and for real.
 
-The server has `first` of `gpu_pipeline_cases` on GPUs 0 and 1, and `second` on GPU 0. GPU 0 fails once a file exists.
+The server has `first` of `gpu_pipeline_cases` on GPUs 0 and 1, and `second` on GPU 0. Once a file exists, GPU 0 fails. With
+front ends, all GPUs of the engine process fail with it, as after an illegal address on a real one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.support.waiting import until
 FILE = "FAILING_GPU_FILE"
 GPUS = ((0, 1), (0,))
 OPTIONS = (*PIPELINE_OPTIONS, "--front-ends", "0")
+WITH_FRONT_ENDS = (*PIPELINE_OPTIONS, "--front-ends", "2")
 _X = np.ones((3, WIDTH), np.float32)
 _TENSOR = {"name": "X", "datatype": "FP32", "shape": [3, WIDTH], "data": _X.reshape(-1).tolist()}
 _REQUEST = json.dumps({"inputs": [_TENSOR]}).encode()
@@ -63,3 +65,29 @@ def check_other_gpu_serves(server: Server, file: Path) -> None:
     assert status == 200, body
     assert _statuses(server, "first") == {200}
     assert "GPU 0 has failed" in server.text, server.text
+
+
+def check_next_process_serves(server: Server, file: Path) -> None:
+    """Requests get 503 until the next engine process has loaded the models, on all GPUs again; no answer is wrong."""
+    before = infer(server, "first", "X", _X)["Y"]
+    file.touch()
+
+    def is_next() -> bool:
+        for name in ("first", "second"):
+            assert _statuses(server, name) <= {200, 500, 503}
+        return "the next starts in" in server.text
+
+    try:
+        until(is_next)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {_index(server, 'first')}\n{server.text}") from None
+    until(lambda: _statuses(server, "first") | _statuses(server, "second") == {200})
+    assert not file.exists()
+    for name in ("first", "second"):
+        assert _index(server, name) == ("READY", "")
+    np.testing.assert_allclose(infer(server, "first", "X", _X)["Y"], before, rtol=1e-3, atol=1e-4)
+    until(lambda: server.request("GET", "/v2/health/ready", b"")[0] == 200)
+    text = server.request("GET", "/metrics", b"")[2]
+    assert b'headrace_process_starts_total{process="engine"} 2' in text
+    assert b'headrace_gpu_up{gpu="0"} 1' in text
+    assert "with it all GPUs of this process" in server.text, server.text

@@ -10,7 +10,7 @@ import pytest
 from headrace.core.errors import ConfigError, Unavailable
 from headrace.models.gpu_model_cache import GpuModelCache
 from headrace.models.registry import Registry
-from headrace.runtimes.cuda import devices
+from headrace.runtimes.cuda import devices, driver
 
 from tests.support import fake_nvml
 from tests.support.control_thread import EXPLICIT, index, infer_values, put, running, same
@@ -57,9 +57,13 @@ async def test_other_gpus_take_the_queue_at_once(
             answers = await asyncio.gather(*[infer_values(registry, name) for _ in range(20)])
             assert all(same(answer, 2) for answer in answers)
         assert registry.ready()
+        assert not driver.has_lost_all(), "the process goes on with GPU 1"
         fake_nvml.install(monkeypatch, fake_nvml.FakeNvml())
         readings = devices.Nvml(lambda: ["0000:01:00.0", "0000:02:00.0"]).readings()
         assert [reading.up for reading in readings] == [False, True]
+        cuda.lost = {0, 1}
+        assert driver.has_lost_all()
+        assert driver.lost_gpus() == {0, 1}
 
 
 @pytest.mark.parametrize("fallback", ["", "fallback: onnxruntime\n"])

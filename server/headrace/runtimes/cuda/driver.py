@@ -288,6 +288,22 @@ def lost_gpus() -> frozenset[int]:
     return frozenset(_lost)
 
 
+def has_lost_all() -> bool:
+    """Return True if a GPU has failed, and each other one that the process has used with it: only a new process can use them.
+
+    An illegal address and a failed launch do so: every call for the other GPUs returns the same error then, and no new context
+    can be made (two H200, driver 580.159). Waits for nothing.
+    """
+    if not _lost:
+        return False
+    for ordinal in _contexts.keys() - _lost:
+        with pushed(_contexts[ordinal]):
+            if is_context_usable():
+                return False
+            mark_lost(ordinal)
+    return True
+
+
 # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: calls of other threads do not invalidate the capture.
 _THREAD_LOCAL = 1
 

@@ -17,6 +17,7 @@ from headrace.models.registry import Registry
 from headrace.models.shared_memory import Pinned
 from headrace.observability.counters import Recorder
 from headrace.observability.output import end_output
+from headrace.runtimes.cuda.driver import has_lost_all
 from headrace.runtimes.cuda.shared_memory import ClientMemory, find_client_memory
 from headrace.server.banner import Addresses, announce, describe_access, describe_processes, log_announcement
 from headrace.server.front_ends.access_records import RecordSink, record_needs
@@ -40,6 +41,8 @@ from headrace.wire.grpc.methods import Methods
 from headrace.wire.grpc.server import GrpcServer
 from headrace.wire.http.infer_endpoint import Receive, Scope, Send
 from headrace.wire.tls import ServerTls
+
+logger = logging.getLogger("headrace")
 
 Result = TypeVar("Result")
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -277,6 +280,9 @@ class EngineProcess:
         if name == "ping":
             self._channel.send("pong", content)
             self._limits.bodies.give_way_to_all(monotonic_ns())
+            if has_lost_all() and not self._ending.is_set():
+                logger.error("a GPU has failed, and with it all GPUs of this process: the next process uses them again")
+                self._end()
         elif name == "announce":
             self._announce()
         elif name == "reload":
@@ -293,9 +299,13 @@ class EngineProcess:
         elif name == "force":
             self._servers.force()
         elif name == "stop":
-            self._wiring.data_plane.drain()
-            self._servers.drain()
-            self._ending.set()
+            self._end()
+
+    def _end(self) -> None:
+        """Reject requests from now on, and end once those in flight have ended."""
+        self._wiring.data_plane.drain()
+        self._servers.drain()
+        self._ending.set()
 
     def _on_orphaned(self) -> None:
         """The supervisor has ended: so does this process."""
