@@ -1,12 +1,14 @@
 """The ten cells of serving with and without front ends: HTTP and gRPC, `resnet50` and `mlp`, one caller and a crowd.
 
-Every server answers FP32 tensors in the body. Servers of all modes run side by side and are measured in turn.
+Every server answers FP32 tensors in the body. Servers of all modes are started; one is measured while the others are stopped.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -118,17 +120,35 @@ def table(setup: Setup, reporter: Reporter) -> None:
         for cell in cells:
             model = models[cell.model]
             raw, pings = f"engine, {cell.load}", f"ping-pong, {cell.model} of {cell.rows}"
-            contenders.setdefault(raw, partial(_raw, reporter, model, cell, raw))
-            contenders.setdefault(pings, partial(_ping_pong, reporter, model, cell, pings))
+            all_servers = list(served.values())
+            contenders.setdefault(raw, _beside(all_servers, partial(_raw, reporter, model, cell, raw)))
+            contenders.setdefault(pings, _beside(all_servers, partial(_ping_pong, reporter, model, cell, pings)))
             for mode, server in served.items():
                 name = f"{cell.name} | {mode}"
-                contenders[name] = partial(_sample, reporter, model, cell, server, name, wrong)
+                others = [each for each in all_servers if each is not server]
+                contenders[name] = _beside(others, partial(_sample, reporter, model, cell, server, name, wrong))
                 reporter.compare(Compare(f"{name} / {raw}", name, raw, "requests/s"))
                 if cell.callers == 1:
                     reporter.compare(Compare(f"{name} - {pings}", name, pings, "p50 ms", "difference"))
         in_turns(reporter, setup.rounds, contenders, partial(_has_time, deadline_s, []))
     if wrong:
         raise WrongAnswers("; ".join(wrong))
+
+
+def _beside(others: Sequence[Running], measure: Measure) -> Measure:
+    """Return a measurement during which other servers are stopped: idle ones test batches, and take time of the GPU for it."""
+
+    def run(number: int) -> None:
+        pids = list(dict.fromkeys(pid for other in others for pid, _ in process_times(other)))
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            measure(number)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+    return run
 
 
 def _has_time(deadline_s: float, starts_s: list[float]) -> bool:
