@@ -19,9 +19,9 @@ from headrace.config.triton_json import read_config_json
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.limits import ClientLimits, Limits
 from headrace.wire.grpc.call import DeadlineTimer
+from headrace.wire.grpc.framing import MessageReader
 from headrace.wire.grpc.methods import Message, Methods, StreamCall, StreamMethod, UnaryMethod
 from headrace.wire.grpc.server import GrpcServer
-from headrace.wire.grpc.wire import MessageReader
 from headrace.wire.http2.frames import HpackDecoder, Http2ConnectionError
 
 from tests.support.http2_peer import HELLO, Wire, read_frames

@@ -18,8 +18,8 @@ from headrace.core.store_url import StoreUrl
 from headrace.models.stores.base import ModelStore, StoredObject, StoreError
 from headrace.models.stores.cache import PARTIAL, VERSIONS, make_room
 from headrace.models.stores.download import Downloader
-from headrace.models.stores.records import RECORD, UnitRecord, is_copy, matches, read_record, write_record
 from headrace.models.stores.sync_units import MODEL_FILES, Unit, UnitName, split_units
+from headrace.models.stores.unit_records import RECORD, UnitRecord, is_copy, matches, read_record, write_record
 
 # Listings that differ from the one before, during downloads, before a repository counts as changing for ever.
 _ROUNDS = 5

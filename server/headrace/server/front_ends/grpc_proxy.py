@@ -18,10 +18,10 @@ from headrace.core.limits import ClientLimits, Limits
 from headrace.server.front_ends.handshake import Client, EngineProcessFacts
 from headrace.server.front_ends.proxy import EngineProcessLink, engine_gone
 from headrace.wire.grpc.call import ServerCall
+from headrace.wire.grpc.framing import PREFIX, MessageReader
 from headrace.wire.grpc.methods import GrpcCall, Message, Methods, RequestMessage, StreamCall
 from headrace.wire.grpc.server import GrpcServer
 from headrace.wire.grpc.status import ErrorStatus, StatusError
-from headrace.wire.grpc.wire import PREFIX, MessageReader
 from headrace.wire.http2.connection import Http2Connection
 from headrace.wire.http2.frames import (
     DATA,
@@ -396,7 +396,7 @@ def _timeout(remaining_ns: int) -> bytes:
 
 
 def _read_trailers(fields: Sequence[HeaderField]) -> ErrorStatus:
-    """Return the status that ends a call; see `headrace.wire.grpc.wire`."""
+    """Return the status that ends a call; see `headrace.wire.grpc.framing`."""
     code, text = 2, ""
     metadata: list[tuple[str, str | bytes]] = []
     for name, value in fields:

@@ -21,10 +21,10 @@ from headrace.server.front_ends.frame_stream import FrameStream
 from headrace.server.front_ends.grpc_proxy import UNLIMITED
 from headrace.server.front_ends.handshake import Client, Greeting
 from headrace.wire.grpc.call import DeadlineTimer, ServerCall
+from headrace.wire.grpc.framing import RequestHead
 from headrace.wire.grpc.methods import Methods
 from headrace.wire.grpc.server import GrpcServer
 from headrace.wire.grpc.streaming_call import StreamingCall
-from headrace.wire.grpc.wire import RequestHead
 from headrace.wire.http.connection import HeadraceHttpProtocol
 from headrace.wire.http.origins import HostPolicy, RawHeaders
 from headrace.wire.http.repeated_request import RepeatedHeads

@@ -19,11 +19,7 @@ from headrace.core.errors import (
     forget_frames,
 )
 from headrace.core.limits import BodyReservation, ClientLimits
-from headrace.wire.grpc.message_memory import message_allocator
-from headrace.wire.grpc.methods import GrpcCall, Message, RequestMessage, StartedRequest
-from headrace.wire.grpc.response_room import ResponseRoom
-from headrace.wire.grpc.status import ErrorStatus, error_status
-from headrace.wire.grpc.wire import (
+from headrace.wire.grpc.framing import (
     MESSAGE_OVERHEAD_BYTES,
     PREFIX,
     PREFIX_BYTES,
@@ -35,6 +31,10 @@ from headrace.wire.grpc.wire import (
     unary_response,
     unpack_prefix,
 )
+from headrace.wire.grpc.message_memory import message_allocator
+from headrace.wire.grpc.methods import GrpcCall, Message, RequestMessage, StartedRequest
+from headrace.wire.grpc.response_room import ResponseRoom
+from headrace.wire.grpc.status import ErrorStatus, error_status
 from headrace.wire.http2.connection import Http2Connection
 from headrace.wire.http2.frames import DATA, END_STREAM, FRAME_HEADER, ErrorCode
 from headrace.wire.http2.stream import DATA_CREDIT_SHIFT, STREAM_CREDIT, Http2Stream

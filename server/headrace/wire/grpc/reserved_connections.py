@@ -5,9 +5,9 @@ from __future__ import annotations
 from headrace.core.errors import Overloaded
 from headrace.core.limits import ClientLimits, ConnectionReserve
 from headrace.wire.grpc.call import ServerCall
+from headrace.wire.grpc.framing import RequestHead, rejected
 from headrace.wire.grpc.response_room import ResponseRoom
 from headrace.wire.grpc.status import error_status
-from headrace.wire.grpc.wire import RequestHead, rejected
 from headrace.wire.http2.connection import Http2Connection
 from headrace.wire.http2.frames import ErrorCode
 from headrace.wire.http2.stream import Http2Stream

@@ -21,17 +21,17 @@ from headrace.core.errors import (
 from headrace.core.limits import ClientLimits
 from headrace.wire.accept import BACKLOG, PassedConnections, TlsListener, bind
 from headrace.wire.grpc.call import DeadlineTimer, RejectedRequest, ServerCall, UnaryCall
-from headrace.wire.grpc.methods import Methods
-from headrace.wire.grpc.reserved_connections import GrpcReserve
-from headrace.wire.grpc.response_room import ResponseRoom, max_held_bytes, unread_error
-from headrace.wire.grpc.status import error_status
-from headrace.wire.grpc.streaming_call import StreamingCall
-from headrace.wire.grpc.wire import (
+from headrace.wire.grpc.framing import (
     PREFIX_BYTES,
     RequestHead,
     parse_request_head,
     rejected,
 )
+from headrace.wire.grpc.methods import Methods
+from headrace.wire.grpc.reserved_connections import GrpcReserve
+from headrace.wire.grpc.response_room import ResponseRoom, max_held_bytes, unread_error
+from headrace.wire.grpc.status import error_status
+from headrace.wire.grpc.streaming_call import StreamingCall
 from headrace.wire.http2.connection import Http2Connection
 from headrace.wire.http2.frames import ErrorCode, HeaderField
 from headrace.wire.http2.stream import Http2Limits, Http2Stream

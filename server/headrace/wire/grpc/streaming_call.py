@@ -14,14 +14,14 @@ from headrace.core.errors import (
     Unavailable,
 )
 from headrace.wire.grpc.call import JOIN_BELOW_BYTES, MESSAGE_CREDIT, CallServer, ServerCall, with_prefix
-from headrace.wire.grpc.methods import Message
-from headrace.wire.grpc.wire import (
+from headrace.wire.grpc.framing import (
     PREFIX_BYTES,
     MessageReader,
     RequestHead,
     message_head,
     unpack_prefix,
 )
+from headrace.wire.grpc.methods import Message
 from headrace.wire.http2.connection import Http2Connection
 from headrace.wire.http2.stream import DATA_CREDIT_SHIFT
 

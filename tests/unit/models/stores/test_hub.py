@@ -16,7 +16,7 @@ from headrace.models.stores.base import Stopped, StoreError
 from headrace.models.stores.cache import open_mirrors
 from headrace.models.stores.hub import HubStore
 from headrace.models.stores.mirror import Mirror
-from headrace.models.stores.records import RECORD
+from headrace.models.stores.unit_records import RECORD
 
 from tests.support.store_servers import HubServer, StoreHandler, answering, serve_http
 

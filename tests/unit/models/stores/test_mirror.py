@@ -12,7 +12,7 @@ from headrace.core.store_url import parse_store_url
 from headrace.models.stores.base import Stopped, StoreError
 from headrace.models.stores.cache import open_mirrors
 from headrace.models.stores.mirror import Mirror
-from headrace.models.stores.records import RECORD
+from headrace.models.stores.unit_records import RECORD
 
 from tests.support.memory_store import MemoryStore
 

@@ -28,7 +28,7 @@ from headrace.models.stores.base import StoredObject, StoreError, short_text
 from headrace.models.stores.cache import open_mirrors
 from headrace.models.stores.mirror import Mirror
 from headrace.models.stores.object_store import ObjectStore
-from headrace.models.stores.records import RECORD
+from headrace.models.stores.unit_records import RECORD
 from headrace.server.settings import store_hosts
 
 from tests.support.serving import HOST, free_port

@@ -11,8 +11,8 @@ from headrace.core.errors import BadRequest
 from headrace.core.limits import ClientLimits, Limits
 from headrace.server.front_ends.arena import ALIGNMENT, Arena
 from headrace.wire.grpc.codec import scan
+from headrace.wire.grpc.framing import PREFIX, MessageReader
 from headrace.wire.grpc.message_memory import MIN_DIRECT_BYTES, first_content, message_allocator
-from headrace.wire.grpc.wire import PREFIX, MessageReader
 from hypothesis import given
 from hypothesis import strategies as st
 

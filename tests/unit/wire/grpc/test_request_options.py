@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from headrace.wire.grpc.framing import parse_request_head
 from headrace.wire.grpc.infer import GrpcInference
 from headrace.wire.grpc.methods import Methods
-from headrace.wire.grpc.wire import parse_request_head
 from headrace.wire.requests.request_options import RequestOptions, RequestOptionsReader
 from tritonclient.grpc import service_pb2
 

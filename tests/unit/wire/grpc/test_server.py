@@ -16,7 +16,7 @@ from headrace.core.errors import BadRequest, Cancelled, Overloaded
 from headrace.core.limits import ClientLimits, Limits
 from headrace.core.request import InferResponse
 from headrace.wire.grpc import call as grpc_call
-from headrace.wire.grpc import wire as grpc_wire
+from headrace.wire.grpc import framing as grpc_framing
 from headrace.wire.grpc.call import DeadlineTimer
 from headrace.wire.grpc.methods import GrpcCall, Message, Methods, StreamCall
 from headrace.wire.grpc.server import GrpcServer
@@ -282,13 +282,13 @@ def test_large_compressed_messages_are_decompressed_on_a_codec_thread(
     monkeypatch: pytest.MonkeyPatch, is_stream: bool
 ) -> None:
     threads: list[str] = []
-    decompress = grpc_wire.decompress
+    decompress = grpc_framing.decompress
 
     def recorded(*args: Any) -> bytes:
         threads.append(threading.current_thread().name.split("_")[0])
         return decompress(*args)
 
-    monkeypatch.setattr(grpc_wire, "decompress", recorded)
+    monkeypatch.setattr(grpc_framing, "decompress", recorded)
     large, small = random.Random(1).randbytes(20_000), b"small"
     received: list[bytes | None] = []
 
