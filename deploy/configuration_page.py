@@ -1,4 +1,4 @@
-"""Writes `docs/config.schema.json` and the tables of `docs/configuration.md` from the configuration schema.
+"""Writes `server/headrace/config/config.schema.json` and the tables of `docs/configuration.md` from the configuration schema.
 
 python -m deploy.configuration_page docs
 """
@@ -16,7 +16,10 @@ from headrace.config.model_config import HEADRACE_FIELDS, ModelConfig, is_headra
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+# A part of the wheel, so that editors find it beside the installed package.
+_SCHEMAS = Path(__file__).parents[1] / "server" / "headrace" / "config"
 SCHEMA_FILE = "config.schema.json"
+SCHEMA_ID = "urn:headrace:config.schema.json"
 PAGE_FILE = "configuration.md"
 
 # Fields whose effect is not what their description says.
@@ -193,6 +196,7 @@ def json_schema() -> dict[str, Any]:
     schema = _without_nulls(ModelConfig.model_json_schema())
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": SCHEMA_ID,
         **schema,
         "title": "Headrace model configuration",
     }
@@ -213,20 +217,21 @@ def _without_nulls(part: Any) -> Any:
     return part
 
 
-def write_docs(folder: Path) -> list[Path]:
-    """Write both files into `folder` and return their paths; the introduction of the page stays."""
+def write_docs(folder: Path, schemas: Path) -> list[Path]:
+    """Write the page into `folder` and the schema into `schemas`; return their paths. The introduction of the page stays."""
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / PAGE_FILE
     text = configuration_page(page.read_text(encoding="utf-8") if page.is_file() else "")
-    files = {SCHEMA_FILE: json.dumps(json_schema(), indent=2) + "\n", PAGE_FILE: text}
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in files]
+    files = {schemas / SCHEMA_FILE: json.dumps(json_schema(), indent=2) + "\n", page: text}
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
+    return list(files)
 
 
 def main(arguments: list[str]) -> int:
-    """Write the docs into the given folder, `docs` by default; returns the exit status."""
-    for path in write_docs(Path(arguments[0] if arguments else "docs")):
+    """Write the page into the first given folder, `docs` by default, the schema into the second; returns the exit status."""
+    folders = [Path(each) for each in arguments]
+    for path in write_docs(*folders, *(Path("docs"), _SCHEMAS)[len(folders) :]):
         sys.stdout.write(f"wrote {path}\n")
     return 0
 

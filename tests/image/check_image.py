@@ -251,6 +251,12 @@ def test_a_server_with_a_missing_required_model_exits(alone: str) -> None:
         container.remove()
 
 
+def test_it_has_the_locale_of_text_models(alone: str) -> None:
+    code = "import locale; print(locale.setlocale(locale.LC_ALL, 'en_US.UTF-8'))"
+    options = ("--rm", "--entrypoint=/opt/headrace/bin/python")
+    assert podman("run", *options, alone, "-c", code) == "en_US.UTF-8"
+
+
 def test_the_server_alone_has_no_models_and_nothing_that_installs(alone: str, demo: str) -> None:
     look = [
         "run",

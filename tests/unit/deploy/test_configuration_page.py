@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from headrace.config.documents import read_yaml
 from deploy import configuration_page
 
 DOCS = Path(__file__).parents[3] / "docs"
+FOLDERS = {configuration_page.SCHEMA_FILE: configuration_page._SCHEMAS, configuration_page.PAGE_FILE: DOCS}
 
 
 @pytest.mark.parametrize("name", [configuration_page.SCHEMA_FILE, configuration_page.PAGE_FILE])
 def test_the_committed_docs_are_up_to_date(name: str, tmp_path: Path) -> None:
     shutil.copy(DOCS / configuration_page.PAGE_FILE, tmp_path)
-    configuration_page.write_docs(tmp_path)
-    assert (DOCS / name).read_text(encoding="utf-8") == (tmp_path / name).read_text(encoding="utf-8"), "run `make docs`"
+    configuration_page.write_docs(tmp_path, tmp_path)
+    assert (FOLDERS[name] / name).read_text(encoding="utf-8") == (tmp_path / name).read_text(encoding="utf-8"), (
+        "run `make docs`"
+    )
 
 
 def test_the_page_names_every_field_and_every_exception() -> None:
@@ -38,7 +42,7 @@ def test_the_examples_of_the_page_are_valid_and_equivalent() -> None:
 
     page = (DOCS / configuration_page.PAGE_FILE).read_text(encoding="utf-8")
     assert f"it becomes {DEFAULT_MAX_BATCH_SIZE} with dynamic batching" in page
-    assert f"$schema=../../docs/{configuration_page.SCHEMA_FILE}" in page
+    assert f"$schema=../../server/headrace/config/{configuration_page.SCHEMA_FILE}" in page
     blocks = page.split("```")
     from_yaml = next(block.removeprefix("yaml") for block in blocks if "# config.yaml" in block)
     from_pbtxt = next(block for block in blocks if "# config.pbtxt" in block)
@@ -51,7 +55,7 @@ def accepts(part: Any, value: Any, root: Any) -> bool:
     """A validator for the keywords that the schema uses; asserts that it supports them all."""
     entry = {"$ref", "anyOf", "enum", "type", "properties", "additionalProperties", "required", "items", "prefixItems"}
     entry |= {"minimum", "maximum", "exclusiveMinimum", "minItems", "maxItems", "minLength", "propertyNames"}
-    entry |= {"title", "description", "default", "const", "$schema", "$defs"}
+    entry |= {"title", "description", "default", "const", "$schema", "$id", "$defs"}
     assert set(part) <= entry, set(part) - entry
     if "$ref" in part and not accepts(root["$defs"][part["$ref"].rpartition("/")[2]], value, root):
         return False
@@ -120,6 +124,11 @@ def test_every_part_of_the_schema_is_described() -> None:
     assert "null" not in json.dumps(root)
 
 
+def test_the_schema_is_a_part_of_the_package_and_has_an_id() -> None:
+    text = files("headrace.config").joinpath(configuration_page.SCHEMA_FILE).read_text(encoding="utf-8")
+    assert json.loads(text)["$id"] == "urn:headrace:config.schema.json"
+
+
 def test_a_page_without_its_mark_is_refused() -> None:
     page = configuration_page.configuration_page()
     assert configuration_page.configuration_page("# Introduction\n\n" + page) == "# Introduction\n\n" + page
@@ -128,6 +137,6 @@ def test_a_page_without_its_mark_is_refused() -> None:
 
 
 def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert configuration_page.main([str(tmp_path)]) == 0
+    assert configuration_page.main([str(tmp_path), str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {configuration_page.SCHEMA_FILE, configuration_page.PAGE_FILE}
     assert "wrote" in capsys.readouterr().out

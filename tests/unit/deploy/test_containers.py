@@ -117,11 +117,21 @@ def test_an_image_runs_unprivileged_with_a_health_check(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_everything_python_is_installed_by_hash(path: Path) -> None:
-    installs = [rest for word, rest in instructions(path) if word == "RUN" and " install " in rest]
+    installs = [rest for word, rest in instructions(path) if word == "RUN" and "pip" in rest and " install " in rest]
     assert len(installs) >= 3
     for line in installs:
         assert "--no-deps" in line
         assert "--require-hashes" in line or "--no-build-isolation --no-deps ." in line
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_has_the_locale_of_text_models_and_the_libraries_of_stores(path: Path) -> None:
+    lines = instructions(path)
+    assert ("COPY", "--from=locale /usr/lib/locale/en_US.utf8 /usr/lib/locale/en_US.utf8") in lines
+    (made,) = [rest for word, rest in lines if word == "RUN" and "localedef" in rest]
+    assert made.endswith("localedef --no-archive -i en_US -f UTF-8 en_US.UTF-8")
+    assert [rest for word, rest in lines if word == "ENV" and "LANG=en_US.UTF-8" in rest]
+    assert [rest for word, rest in lines if word == "RUN" and "-r requirements/stores.lock" in rest]
 
 
 def test_other_peoples_images_are_those_of_one_release() -> None:

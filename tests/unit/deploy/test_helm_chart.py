@@ -88,6 +88,9 @@ def test_the_chart_renders_what_is_stored(case: str) -> None:
         ("keda.enabled=true,keda.minReplicas=0", "keda.minReplicas 0 needs keda.query"),
         ("hpa.metric=cpu", "metric"),
         ("server.readyWen=all", "readyWen"),
+        ("models.uri=ftp://x", "uri"),
+        ("models.claimName=", "models.claimName or models.uri"),
+        ("httpRoute.enabled=true", "the name of a Gateway"),
     ],
 )
 def test_values_that_cannot_work_are_refused(words: str, message: str) -> None:
@@ -168,6 +171,7 @@ def test_each_switch_creates_its_manifest() -> None:
     assert set(documents("default")) == always | {"PodDisruptionBudget"}
     assert set(documents("hpa")) == always | {"HorizontalPodAutoscaler", "ServiceMonitor", "NetworkPolicy"}
     assert set(documents("keda")) == always | {"PodDisruptionBudget", "ScaledObject", "ServiceMonitor", "NetworkPolicy"}
+    assert set(documents("store")) == always | {"PodDisruptionBudget", "Ingress", "HTTPRoute"}
     for case in CASES:
         every = documents(case)
         scalers = [every[kind] for kind in ("HorizontalPodAutoscaler", "ScaledObject") if kind in every]
@@ -176,6 +180,23 @@ def test_each_switch_creates_its_manifest() -> None:
         assert [each["spec"]["scaleTargetRef"]["name"] for each in scalers] == [deployment["metadata"]["name"]] * len(
             scalers
         )
+
+
+def test_a_store_needs_no_claim_and_the_state_may_have_one() -> None:
+    spec, container = pod("store")
+    claims = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in spec["volumes"]
+        if len(volume) > 1 and "persistentVolumeClaim" in volume
+    }
+    assert claims == {"state": "headrace-state"}
+    assert {"name": "state", "mountPath": "/var/lib/headrace/state"} in container["volumeMounts"]
+    assert "--model-repository=s3://bucket/models" in container["args"]
+    assert spec["runtimeClassName"] == "nvidia"
+    ports = {port["name"]: port["port"] for port in documents("store")["Service"]["spec"]["ports"]}
+    (rule,), (way,) = (documents("store")[kind]["spec"]["rules"] for kind in ("Ingress", "HTTPRoute"))
+    assert rule["http"]["paths"][0]["backend"]["service"] == {"name": "shop-headrace", "port": {"name": "http"}}
+    assert way["backendRefs"] == [{"name": "shop-headrace", "port": ports["http"]}]
 
 
 def test_the_autoscalers_read_metrics_that_exist() -> None:

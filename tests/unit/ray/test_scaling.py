@@ -52,7 +52,7 @@ def test_replicas_record_utilization_and_requests_in_flight() -> None:
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "ray.serve", raising=False)
-    with pytest.raises(ImportError, match=r"needs Ray Serve.*pip install 'headrace\[ray\]'"):
+    with pytest.raises(ImportError, match=r"needs Ray Serve.*pip install '\.\[ray\]' in a checkout"):
         _ = headrace.ray.deployment
 
 

@@ -33,7 +33,7 @@ def test_spans_are_enabled_from_the_start_with_an_endpoint() -> None:
 def test_a_missing_package_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     monkeypatch.delitem(sys.modules, "headrace.observability.spans", raising=False)
-    with pytest.raises(ConfigError, match=r"opentelemetry\.sdk\.resources.*pip install 'headrace\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"opentelemetry\.sdk\.resources.*pip install '\.\[otel\]' in a checkout"):
         open_observer(settings(Telemetry(otlp_endpoint="http://h:4317")))
 
 

@@ -85,7 +85,7 @@ def _open_redis(options: RedisOptions, mailbox: Mailbox) -> RedisStore:
     elif find_spec("redis") is None:
         problem, cure = (
             "the cache redis needs the package redis, which is not installed",
-            "pip install 'headrace[redis]'",
+            "pip install '.[redis]' in a checkout of Headrace",
         )
     if problem:
         raise ConfigError([Finding("--cache-config", None, problem, cure)])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_KEYS_BYTES = 64 << 10
 MAX_SIGNATURE_BYTES = 8 << 10
-_EXTRA = "pip install 'headrace[signing]'"
+_EXTRA = "pip install '.[signing]' in a checkout of Headrace"
 _COMMENT = "untrusted comment:"
 
 

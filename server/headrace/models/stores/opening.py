@@ -16,7 +16,10 @@ def check_packages(url: StoreUrl) -> None:
     """Check that the package of a store is installed; raises ConfigError with the command that installs it."""
     package = _PACKAGES.get(url.scheme, "obstore")
     if find_spec(package) is None:
-        message, cure = f"needs the package {package}, which is not installed", "pip install 'headrace[stores]'"
+        message, cure = (
+            f"needs the package {package}, which is not installed",
+            "pip install '.[stores]' in a checkout of Headrace",
+        )
         raise refuse(str(url), None, message, cure)
 
 

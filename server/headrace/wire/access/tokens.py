@@ -81,7 +81,7 @@ class TokenVerifier:
             import jwt
         except ImportError as error:
             text = f"needs a package that is not installed ({error.name})"
-            raise refuse(option, None, text, "pip install 'headrace[jwt]'") from error
+            raise refuse(option, None, text, "pip install '.[jwt]' in a checkout of Headrace") from error
         self._jwt = jwt
         self._issuer, self._audience = issuer, audience
         self._keys: dict[str, PyJWK] = {}

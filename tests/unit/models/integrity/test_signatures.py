@@ -181,5 +181,5 @@ def test_a_public_key_is_no_secret_key(signer: Signer) -> None:
 
 def test_without_the_library_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "minisign", None)
-    with pytest.raises(ConfigError, match=r"pip install 'headrace\[signing\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[signing\]' in a checkout"):
         read_keys(tmp_path / "keys")

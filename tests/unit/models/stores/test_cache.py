@@ -102,7 +102,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         "headrace.models.stores.opening.find_spec", lambda name: None if name == package else util.find_spec(name)
     )
-    expected = rf"needs the package {package}.*pip install 'headrace\[stores\]'"
+    expected = rf"needs the package {package}.*pip install '\.\[stores\]' in a checkout"
     with pytest.raises(ConfigError, match=expected), open_mirrors([parse_store_url(url)], str(tmp_path)):
         pass
     assert list(tmp_path.iterdir()) == []

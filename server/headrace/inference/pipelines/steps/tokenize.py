@@ -31,7 +31,10 @@ class Tokenizer:
         try:
             from tokenizers import Tokenizer as HuggingFaceTokenizer
         except ImportError as error:
-            message, cure = "the step tokenize needs the package tokenizers", "install headrace[tokenizers]"
+            message, cure = (
+                "the step tokenize needs the package tokenizers",
+                "pip install '.[tokenizers]' in a checkout of Headrace",
+            )
             raise ConfigError([Finding(file.name, None, message, cure)]) from error
         if not file.is_file():
             raise ConfigError(
