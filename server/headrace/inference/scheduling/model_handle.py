@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
+from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.completion import Completion, GroupCompletion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.core.limits import BodyMemory
@@ -35,6 +35,7 @@ from headrace.inference.scheduling.instance import (
 from headrace.inference.scheduling.joining import RaggedLayout
 from headrace.inference.scheduling.latency_table import LatencyTable
 from headrace.inference.scheduling.launch_pacing import LaunchPacing
+from headrace.inference.scheduling.loop_rest import LoopRest
 from headrace.inference.scheduling.output_check import OutputCheck, OutputMismatch
 from headrace.inference.scheduling.overlapped_runner import OverlappedRunner
 from headrace.inference.scheduling.policy import HandlePolicy, LevelPolicy
@@ -656,42 +657,6 @@ def set_deadline(request: InferRequest, completion: LoopCompletion, now_ns: int)
     """Start the timer of a request's deadline; call it on the loop."""
     after_ns = request.deadline_ns - request.received_ns
     completion.call_after(min(request.deadline_ns - now_ns, _MAX_DELAY_NS), _exceed, completion, after_ns)
-
-
-_MAX_REST_NS = 2 * NS_PER_MS
-# One part in so many of the objective.
-_OBJECTIVE_PARTS = 10
-
-
-class LoopRest:
-    """Schedules one rest for all rejections of one turn of the event loop. Ownership: the event loop.
-
-    Under overload most requests are rejected as soon as they are read. If the loop woke up for each of them, on a full core each
-    wake-up would interrupt a computation and replace the contents of its caches. So the loop takes them in groups, as network
-    drivers moderate interrupts (J. C. Mogul, K. K. Ramakrishnan, Eliminating Receive Livelock in an Interrupt-Driven Kernel,
-    USENIX 1996). A response that is done ends a rest.
-
-    Args:
-        mailbox: of the loop.
-        objective_ns: latency objective of the model, 0 for none; a rest takes at most a tenth of it, and at most 2 ms.
-    """
-
-    __slots__ = ("_is_scheduled", "_limit_s", "_mailbox")
-
-    def __init__(self, mailbox: Mailbox, objective_ns: int) -> None:
-        self._mailbox = mailbox
-        self._limit_s = min(objective_ns / _OBJECTIVE_PARTS or _MAX_REST_NS, _MAX_REST_NS) / NS_PER_S
-        self._is_scheduled = False
-
-    def schedule(self) -> None:
-        """Rest after the events that the loop has read already."""
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self._mailbox.loop.call_soon(self._rest)
-
-    def _rest(self) -> None:
-        self._is_scheduled = False
-        self._mailbox.rest(self._limit_s)
 
 
 class RequestTimeouts:

@@ -93,7 +93,8 @@ class GrpcInference:
             envelope = scan(message)
         except HeadraceError as error:
             self._reject(call, error)
-        if self.needs_thread(message, envelope):
+        is_plain = len(message) <= LARGE_BYTES and not self.service.has_shared_memory  # as most: spares the call
+        if not is_plain and self.needs_thread(message, envelope):
             return None
         if self.large_responses and envelope.model_name in self.large_responses:
             return None
