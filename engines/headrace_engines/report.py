@@ -145,12 +145,12 @@ class BuildDisplay:
     def __init__(self, console: Console, names: Sequence[str], *, is_logged: bool = True) -> None:
         self._is_logged = is_logged
         self._progress = Progress(
-            TextColumn("{task.description}", table_column=Column(overflow="fold")),
+            TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
             BarColumn(_BAR_WIDTH),
             TaskProgressColumn(table_column=Column(no_wrap=True, min_width=4)),
             TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
             # Uses the remaining width: a phase may be truncated, the name of a model and the time may not.
-            TextColumn("[dim]{task.fields[note]}", table_column=Column(no_wrap=True, ratio=1)),
+            TextColumn("{task.fields[note]}", style="dim", markup=False, table_column=Column(no_wrap=True, ratio=1)),
             console=console,
             disable=not console.is_terminal or is_pipe(console),
             expand=True,

@@ -146,7 +146,12 @@ async def _run(options: BenchOptions, errors: Console) -> dict[str, Any]:
     if is_pipe(errors) or not errors.is_terminal:
         bench = Bench(options, Events())
         return await _interruptible(bench, loop)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[rate]}", markup=False),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=errors, transient=True) as bar:
         bench = Bench(options, _Bar(bar).events())
         return await _interruptible(bench, loop)

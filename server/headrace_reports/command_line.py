@@ -156,10 +156,12 @@ def open_console(*, stderr: bool = False, highlight: bool = True) -> Console:
         highlight: colour numbers and paths in plain text.
 
     Returns:
-        A console as wide as the terminal. For a pipe or a file it is `PIPE_WIDTH` wide, regardless of `COLUMNS`.
+        A console as wide as the terminal. For a pipe or a file it is `PIPE_WIDTH` wide, regardless of `COLUMNS`. Brackets in
+        texts are no markup: "[demo]" in an error is printed.
     """
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, highlight=highlight, width=None if stream.isatty() else PIPE_WIDTH)
+    width = None if stream.isatty() else PIPE_WIDTH
+    return Console(stderr=stderr, highlight=highlight, markup=False, width=width)
 
 
 def is_pipe(console: Console) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from headrace_reports.command_line import fit_title
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headrace_engines.demo.build import (
     DemoOutcome,
@@ -45,7 +46,8 @@ def show_demo_outcomes(console: Console, outcomes: Sequence[DemoOutcome], output
     console.print(fit_title(table, console.width))
     for outcome in outcomes:
         if outcome.error:
-            console.print(f"[red]{outcome.name} was not built:[/] {outcome.error}", highlight=False, soft_wrap=True)
+            head = f"{outcome.name} was not built: "
+            console.print(Text.assemble((head, "red"), str(outcome.error)), highlight=False, soft_wrap=True)
         elif outcome.state is DemoState.FOREIGN and not outcome.built:
             reason = "the model there has no stamp of this builder and was not replaced; --force replaces it."
             print_text(console, f"{outcome.name}: {reason}")

@@ -93,11 +93,11 @@ def _run_sweep(folder: ModelFolder, options: Options, errors: Console) -> Sweep:
     from headrace.models.tuning import sweep
 
     progress = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(24),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[last]}"),
+        TextColumn("{task.fields[last]}", style="dim", markup=False),
         console=errors,
         transient=True,
         disable=not errors.is_terminal or is_pipe(errors),

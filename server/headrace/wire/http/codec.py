@@ -444,7 +444,8 @@ def _parse_non_finite(header: bytes) -> _Request:
 
 
 def _not_a_request(error: Exception) -> BadRequest:
-    return BadRequest(f"the request's JSON is not an inference request: {error}")
+    cure = ": write datatype in small letters" if "`datatype`" in str(error) else ""
+    return BadRequest(f"the request's JSON is not an inference request: {error}{cure}")
 
 
 def _not_json(error: Exception) -> BadRequest:

@@ -328,7 +328,10 @@ REFUSED: list[tuple[object, str]] = [
     (request(id=7), r"`\$.id`"),
     (request(inputs={}), r"`\$.inputs`"),
     (request(inputs=[A, without(B, "shape")]), r"missing required field `shape` - at `\$.inputs"),
-    (request(inputs=[A, without(B, "datatype")]), "missing required field `datatype`"),
+    (
+        request(inputs=[A, without(B, "datatype")]),
+        "missing required field `datatype`.*: write datatype in small letters",
+    ),
     (request(inputs=[A, without(B, shape=[2.0, 1])]), r"Expected `int`, got `float` - at `\$.inputs"),
     (request(inputs=[A, without(B, shape="2")]), r"at `\$.inputs"),
     (request(inputs=[A, without(B, parameters=[])]), r"parameters`"),
