@@ -20,7 +20,8 @@ logger = logging.getLogger("headrace.instance")
 # interrupted.
 INLINE_MAX_RUN_NS = 2 * NS_PER_MS
 INLINE_PAUSE = 200
-# Of a brief batch: the requests of a crowd wait for others of the same version only, and by threads they take longer.
+# A longer run of a brief batch, unless such runs are usual, disables them for so many times the limit, however long it was: the
+# driver pins the memory of a new front end in 0.1 s, and lets no call through meanwhile.
 INLINE_BATCH_PAUSE = 20
 INLINE_MAX_PAUSE_NS = 60 * NS_PER_S
 # No runs on the event loop so long after two requests of the model were in flight: together they run faster, as a batch.
@@ -138,13 +139,15 @@ class InlineGate:
         self.mailbox.deliver()
         self.mailbox.loop.call_soon(self._end_iteration)  # after the batch is recorded
         limit_ns = max(INLINE_MAX_RUN_NS, 2 * self.bound_ns)
-        self._usual_ns += (run_ns - self._usual_ns) >> _SMOOTHING
+        self._usual_ns += (min(run_ns, limit_ns) - self._usual_ns) >> _SMOOTHING  # one stall alone is not usual
         is_usual = self._on_device and self._usual_ns > self.bound_ns
         disables = run_ns > limit_ns or is_usual
         self.recorder.record_inline_run(disables)
         if disables:
-            pause_ns = _inline_pause_ns(run_ns) if is_lone or is_usual else INLINE_BATCH_PAUSE * run_ns
-            self._enabled_ns, self._usual_ns = begun_ns + run_ns + pause_ns, 0
+            pause_ns = INLINE_BATCH_PAUSE * limit_ns
+            if is_lone or is_usual:
+                pause_ns, self._usual_ns = _inline_pause_ns(run_ns), 0
+            self._enabled_ns = begun_ns + run_ns + pause_ns
             logger.log(
                 logging.INFO if is_lone or is_usual else logging.DEBUG,
                 "model %s: a run on the event loop took %d us, more than %d us: its requests run on instances for %.1f s",
