@@ -131,7 +131,7 @@ def test_a_failure_is_reported_without_paths_of_this_machine(orders: Path, repos
     ("words", "failure"),
     [
         (("/nowhere/builder",), "the builder cannot be started: No such file or directory"),
-        ((sys.executable, "-c", "raise SystemExit(3)"), "the builder ended with status 3 without output"),
+        ((sys.executable, "-c", "raise SystemExit(4)"), "the builder ended with status 4 without output"),
         (
             (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"),
             "the builder was killed by SIGKILL: is there enough memory?",

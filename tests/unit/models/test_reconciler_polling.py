@@ -77,7 +77,7 @@ async def watching(repository: Path) -> AsyncIterator[Watched]:
             self, folder: ModelFolder, version: int, chosen: ServingPlan, is_lazy: bool, on_change: OnChange
         ) -> ModelHandle:
             watched.loads.append(folder.name)
-            return super().load(folder, version, chosen)
+            return super().load(folder, version, chosen, is_lazy, on_change)
 
     loaded = threading.Event()
     watched.reconciler = reconciler = Reconciler(
