@@ -83,8 +83,8 @@ class _Parser(Parser):
     """A parser that prints errors as JSON if the log is JSON, and explains flags of tritonserver and earlier ones."""
 
     def hint(self, option: str) -> str:
-        """Return the explanation of an option that is not accepted, for `serve` only; "" otherwise."""
-        return settings.option_hint(option) if list(self.words[:1]) == ["serve"] else ""
+        """Return the explanation of an option that the command does not accept; "" without one."""
+        return settings.option_hint(self.words[0], option) if self.words else ""
 
     def usage_error(self, message: str) -> NoReturn:
         """Print usage and message and exit with status 2."""

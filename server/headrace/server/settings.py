@@ -34,8 +34,14 @@ TRITON_ALIASES: dict[str, str] = {
     "--exit-timeout-secs": "--drain-timeout-s",
     "--http-max-input-size": "--max-body-bytes",
 }
-# Options of Headrace 0.1 that are gone -> what replaces them.
-REMOVED: dict[str, str] = {"--grpc-engine": "there is one gRPC server, Headrace's own"}
+# Options of earlier versions that are gone, by command -> what replaces them.
+REMOVED: dict[str, dict[str, str]] = {
+    "serve": {"--grpc-engine": "there is one gRPC server, Headrace's own"},
+    "simulate": dict.fromkeys(
+        ("--requests-per-sequence", "--think-ms", "--think-variation", "--slots", "--strategy", "--idle-ms"),
+        "sequences are not simulated, headrace explain shows those of a served model that wait for a slot",
+    ),
+}
 PREFIX = "HEADRACE_"
 
 
@@ -46,21 +52,22 @@ def triton_hints() -> dict[str, str]:
     return {flag: text for flags, text in groups.items() for flag in flags.split()}
 
 
-def option_hint(option: str) -> str:
-    """Return an explanation of an option of tritonserver or of Headrace 0.1 that is not accepted; "" for any other.
+def option_hint(command: str, option: str) -> str:
+    """Return an explanation of an option of tritonserver or of an earlier version that is gone; "" for any other.
 
     Args:
+        command: the command that has refused it, such as "serve", which alone explains options of tritonserver.
         option: with its dashes, without its value.
     """
-    if option in REMOVED:
-        return f"of Headrace 0.1, which is gone: {REMOVED[option]}; leave the option out"
-    hint = triton_hints().get(option)
+    if text := REMOVED.get(command, {}).get(option):
+        return f"of an earlier version, which is gone: {text}; leave the option out"
+    hint = triton_hints().get(option) if command == "serve" else None
     return f"of tritonserver: {hint}" if hint else ""
 
 
 def _refuse_removed(environ: Mapping[str, str]) -> None:
     """Raise ValueError for a variable of an option that is gone."""
-    for option, text in REMOVED.items():
+    for option, text in REMOVED["serve"].items():
         variable = PREFIX + option.removeprefix("--").replace("-", "_").upper()
         if variable in environ:
             raise ValueError(f"{variable}={environ[variable]}: the variable of Headrace 0.1 is gone: {text}; unset it")

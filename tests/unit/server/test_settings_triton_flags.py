@@ -119,9 +119,14 @@ def test_options_that_answers_name_are_there() -> None:
         ([*SERVE, "--model-control=pol"], "did you mean poll?"),
         (
             [*SERVE, "--grpc-engine=fast"],
-            "unknown option --grpc-engine of Headrace 0.1, which is gone: there is one gRPC",
+            "unknown option --grpc-engine of an earlier version, which is gone: there is one gRPC",
         ),
         ([*SERVE, "--grpc-engine", "grpcio"], "Headrace's own; leave the option out"),
+        (
+            ["simulate", "--requests-per-sequence", "3"],
+            "unknown option --requests-per-sequence of an earlier version, which is gone: sequences are not simulated",
+        ),
+        (["simulate", "--slots=16"], "unknown option --slots of an earlier version"),
         (["serv"], "did you mean serve?"),
         (["explain", "m", "--jsn"], "unknown option --jsn: did you mean --json?"),
         (["infer", "m", "--log-verbose=1"], "unknown option --log-verbose"),

@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--period", type=_natural, default=0.0, metavar="S", help="period of `diurnal` (length of the trace)")
     add("--swing", type=_share, default=0.8, metavar="0..1", help="amplitude of `diurnal` over the mean (%(default)s)")
     add("--seed", type=int, default=0, help="seed of all random numbers (%(default)s)")
-    _add_sequences(parser)
     add_setting(parser.add_argument_group("server (defaults come from the model configuration)"))
     out = parser.add_argument_group("output")
     add = out.add_argument
@@ -59,18 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compare", action="append", default=[], metavar="OPTIONS", help=text)
     add("--json", action="store_true", help="print JSON")
     add("--plot", type=Path, metavar="FILE", help="plot latencies and goodput over time (SVG)")
-
-
-def _add_sequences(parser: argparse.ArgumentParser) -> None:
-    sequences = parser.add_argument_group("sequences (the arrivals are then those of sequences)")
-    add = sequences.add_argument
-    text = "requests of a sequence, with weights; of a model with sequence_batching"
-    add("--requests-per-sequence", type=_weighted(_count), default=(), metavar="N[:W,...]", help=text)
-    add(
-        "--think-ms", type=_natural, default=0.0, metavar="MS", help="mean time from a response to the next request (0)"
-    )
-    text = "variation of that time: 0 constant, 1 exponential (0)"
-    add("--think-variation", type=_natural, default=0.0, metavar="CV", help=text)
 
 
 def add_setting(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -102,9 +89,6 @@ def add_setting(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     add("--share", type=_weighted(str), metavar="NAME[:W],...", help=text)
     text = "requests per second of a client; or NAME=HZ[:BURST],..."
     add("--quota", type=_by_name(_quota), metavar="HZ[:BURST]", help=text)
-    add("--slots", type=_count, metavar="N", help="slots of an instance for sequences (8)")
-    add("--strategy", choices=("direct", "oldest"), help="strategy of sequence_batching (direct)")
-    add("--idle-ms", type=_positive, metavar="MS", help="time without a request after which a sequence ends (1000)")
 
 
 def _count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Figures of a replay: per model and client, in all, of pipelines and of sequences; as JSON and as tables."""
+"""Figures of a replay: per model and client, in all, and of pipelines; as JSON and as tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from rich.table import Table
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.inference.simulation.pipelines import PipelineOutcome
 from headrace.inference.simulation.replay import ANSWERED, Replay
-from headrace.inference.simulation.sequences import SequenceReplay
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
@@ -383,124 +382,3 @@ def panels(
         Panel("answered within", within, "ms", "% of the requests", log_x=True, marks=marks[:5], empty=EMPTY),
         Panel("answered in time", good, "s", "a second", empty=EMPTY),
     ]
-
-
-# Reports of a replay of sequences: figures, and tables for terminals.
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceReport:
-    """Figures of a replay, after the warm-up.
-
-    Attributes:
-        total: figures with sequences as requests, which are answered with their last response; latencies, throughput and
-            goodput are those of responses.
-        backlog_us: percentiles of the time from START to the slot.
-        waited: share of the sequences with a slot that waited for it.
-        slots: slots of all instances.
-        used: mean share of the slots in use.
-        max_backlog: most sequences that waited for a slot.
-        busy: share of the time in which a device computed.
-        ends: sequences that ended in the server, by reason, warm-up included.
-    """
-
-    total: Figures
-    backlog_us: tuple[float, ...]
-    waited: float
-    slots: int
-    used: float
-    max_backlog: int
-    busy: float
-    ends: dict[str, int]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return a JSON object; missing figures are null."""
-        total = self.total.as_json()
-        return {
-            "sequences": self.total.requests,
-            "completed": self.total.answered,
-            "ends": {reason: count for reason, count in self.ends.items() if count},
-            **{
-                key: total[key]
-                for key in ("errors", "latency_us", "throughput", "goodput", "mean_batch", "close_reasons")
-            },
-            "backlog_us": {**_named(self.backlog_us), "share": rounded(self.waited)},
-            "slots": self.slots,
-            "slots_used": rounded(self.used),
-            "max_backlog": self.max_backlog,
-            "devices_busy": rounded(self.busy),
-        }
-
-
-def sequence_report(
-    replay: SequenceReplay, slo_ms: float | None, warm_up_ns: int = 0, overhead_ns: int = 0
-) -> SequenceReport:
-    """Compute the figures of a replay.
-
-    Args:
-        replay: the replay.
-        slo_ms: latency objective of a request; None for none.
-        warm_up_ns: sequences that arrived and batches that closed earlier are left out.
-        overhead_ns: added to every latency, for network and codec.
-    """
-    load = replay.load
-    counted = load.starts_ns >= warm_up_ns
-    outcomes = [outcome for outcome, is_counted in zip(replay.outcomes, counted.tolist(), strict=True) if is_counted]
-    latency_ns = np.array(replay.latency_ns, np.int64)
-    done_ns = np.array(replay.arrived_ns, np.int64) + latency_ns
-    in_time = (done_ns >= warm_up_ns) & (done_ns < load.duration_ns)
-    window_s = (load.duration_ns - warm_up_ns) / NS_PER_S
-    with_overhead_ns = latency_ns + overhead_ns
-    good = in_time & (with_overhead_ns <= (slo_ms or 0) * NS_PER_MS)
-    latency_us = with_overhead_ns[counted[np.array(replay.sequence, np.int64)]] / NS_PER_US
-    backlog_ns = replay.backlog_ns[counted & (replay.backlog_ns >= 0)]
-    rows = np.array(replay.batches.rows, np.int64)[np.array(replay.batches.taken_ns, np.int64) >= warm_up_ns]
-    total = Figures(
-        name="sequences",
-        requests=len(outcomes),
-        answered=outcomes.count(""),
-        errors=dict(sorted(Counter(outcome for outcome in outcomes if outcome).items())),
-        mean_us=_mean(latency_us),
-        percentiles_us=_percentiles(latency_us),
-        throughput_hz=float(in_time.sum() / window_s),
-        goodput_hz=float(good.sum() / window_s) if slo_ms else None,
-        slo_ms=slo_ms,
-        batches=len(rows),
-        mean_rows=_mean(rows),
-        reasons=dict(replay.batches.reasons),
-    )
-    return SequenceReport(
-        total=total,
-        backlog_us=_percentiles(backlog_ns / NS_PER_US),
-        waited=_mean(backlog_ns > 0),
-        slots=replay.slots,
-        used=replay.used_ns / (replay.slots * load.duration_ns),
-        max_backlog=replay.max_backlog,
-        busy=sum(replay.busy_ns) / len(replay.busy_ns) / max(replay.end_ns, load.duration_ns),
-        ends=replay.ends,
-    )
-
-
-def print_sequence_reports(reports: Sequence[tuple[str, SequenceReport]], console: Console) -> None:
-    """Print tables with one line for each setting.
-
-    Args:
-        reports: pairs of a setting's label and its report.
-        console: terminal to print to.
-    """
-    heads = ("sequences", "completed", "slots used", "waited", "wait p50 ms", "p99 ms", "backlog")
-    slots = empty_table("setting", heads)
-    for label, report in reports:
-        slots.add_row(
-            label,
-            f"{report.total.requests:,}",
-            f"{report.total.answered:,}",
-            f"{report.used:.0%} of {report.slots:,}",
-            "-" if report.waited != report.waited else f"{report.waited:.1%}",
-            _ms(report.backlog_us[0]),
-            _ms(report.backlog_us[2]),
-            f"{report.max_backlog:,}",
-        )
-    lines = [(label, report.total, report.busy) for label, report in reports]
-    for table in (slots, _latency_table("setting", lines), _batch_table("setting", lines)):
-        console.print(table)

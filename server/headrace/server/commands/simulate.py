@@ -27,8 +27,7 @@ from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, Rate
 from headrace.inference.simulation.options import KINDS, SettingParser, add_setting
 from headrace.inference.simulation.pipelines import SimulatedPipeline, called_by, plain_graph
 from headrace.inference.simulation.replay import LatencyProfile, SimulatedModel, parse_profile, profile_of, replay
-from headrace.inference.simulation.report import panels, print_reports, print_sequence_reports, report, sequence_report
-from headrace.inference.simulation.sequences import SequenceLoad, replay_sequences, sequence_rules
+from headrace.inference.simulation.report import panels, print_reports, report
 from headrace.inference.simulation.traces import ArrivalPattern, Trace, Workload, make_trace, read_trace
 from headrace.models.version_policies import handle_policy
 from headrace.server.embedding import Server
@@ -73,7 +72,6 @@ def main(args: argparse.Namespace) -> int:
                 f"model{number}": (HandlePolicy(BatchPolicy(max_rows=8)), None) for number in range(args.models)
             }
             simulated = _SimulatedNames(policies, {}, tuple(policies), {})
-        _check_sequences(args, simulated)
         measured = {} if "profile" in args else _measured_profiles(simulated, args.state_dir, errors)
         settings = _settings(args, simulated, measured)
         trace = _trace(args, simulated)
@@ -82,8 +80,6 @@ def main(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"--warm-up {args.warm_up:g} leaves nothing to measure of {trace.duration_ns / NS_PER_S:g} seconds"
             )
-        if args.requests_per_sequence:
-            return _simulate_sequences(args, trace, settings, console)
         start_ns = monotonic_ns()
         replays = [(setting.label, replay(trace, setting.models, args.seed, setting.pipelines)) for setting in settings]
         reports = [
@@ -111,57 +107,6 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_sequences(args: argparse.Namespace, simulated: _SimulatedNames) -> None:
-    """Check that options and models agree on sequences; raises ValueError."""
-    with_sequences = [name for name, (policy, _) in simulated.policies.items() if policy.sequences is not None]
-    if not args.requests_per_sequence:
-        if with_sequences:
-            raise ValueError(f"model '{with_sequences[0]}' has sequence_batching: set --requests-per-sequence")
-        return
-    if len(simulated.names) != 1 or simulated.pipelines:
-        raise ValueError(f"--requests-per-sequence is for one model without pipelines, not for {len(simulated.names)}")
-    if args.folders and not with_sequences:
-        raise ValueError(f"model '{simulated.names[0]}' has no sequence_batching: leave out --requests-per-sequence")
-    if args.rows != ((1, 1.0),):
-        raise ValueError("--rows has no effect on sequences, whose requests have one row: leave it out")
-    if args.plot:
-        raise ValueError("--plot draws no sequences: leave it out")
-
-
-def _simulate_sequences(
-    args: argparse.Namespace, trace: Trace, settings: Sequence[_SimulatedSetting], console: Console
-) -> int:
-    """Replay sequences that start when the requests of a trace arrive; print the reports and return the exit status."""
-    counts, weights = zip(*args.requests_per_sequence, strict=True)
-    generator = np.random.default_rng([args.seed, 1])
-    chosen = generator.choice(len(counts), len(trace), p=np.array(weights) / sum(weights))
-    load = SequenceLoad(
-        trace.times_ns,
-        np.array(counts, np.int64)[chosen],
-        round(args.think_ms * NS_PER_MS),
-        args.think_variation,
-        round(args.timeout_ms * NS_PER_MS),
-        trace.duration_ns,
-    )
-    reports = []
-    for setting in settings:
-        replayed = replay_sequences(load, setting.models[0], args.seed)
-        warm_up_ns = round(args.warm_up * NS_PER_S)
-        reports.append((setting.label, sequence_report(replayed, setting.slos_ms[0], warm_up_ns, setting.overhead_ns)))
-    if args.json:
-        document = [{"setting": label, **each.as_json()} for label, each in reports]
-        totals = {
-            "sequences": len(trace),
-            "requests": int(load.requests.sum()),
-            "seconds": trace.duration_ns / NS_PER_S,
-            "seed": args.seed,
-        }
-        console.print_json(json.dumps({**totals, "settings": document}))
-        return 0
-    print_sequence_reports(reports, console)
-    return 0
-
-
 def _read_models(folders: Sequence[str], repository: Path) -> _SimulatedNames:
     """Read the configured models and pipelines, and the models that pipelines call."""
     simulated = _SimulatedNames({}, {}, (), {})
@@ -176,6 +121,8 @@ def _read_model(path: Path, simulated: _SimulatedNames) -> str:
         return config.name
     policy = (handle_policy(config), config.slo.p99_ms)
     if config.pipeline is None and config.ensemble_scheduling is None:
+        if policy[0].sequences is not None:
+            raise ValueError(f"model '{config.name}' has sequence_batching: sequences are not simulated, leave it out")
         simulated.policies[config.name] = policy
         simulated.folders[config.name] = path
         return config.name
@@ -325,8 +272,6 @@ def _profiles(text: str, names: Sequence[str]) -> list[LatencyProfile]:
 def _policy(policy: HandlePolicy, args: argparse.Namespace, slo_ms: float | None) -> HandlePolicy:
     """Replace fields of a configured policy by the command's options."""
     options, batch = vars(args), policy.batch
-    if args.requests_per_sequence:
-        policy = replace(policy, sequences=sequence_rules(policy.sequences, options))
     if "max_batch_size" in options:
         batch = replace(batch, max_rows=args.max_batch_size)
     if "preferred" in options:

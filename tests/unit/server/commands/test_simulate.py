@@ -12,6 +12,7 @@ from onnx import TensorProto
 
 from tests.support.chains import write_chain
 from tests.support.onnx_models import identity_model, write_model
+from tests.support.sequence_models import add_accumulator
 
 QUICK = ("simulate", "--seconds", "2", "--rate", "500", "--profile", "450+20n")
 
@@ -169,6 +170,12 @@ def test_an_invalid_model_folder_is_an_error(tmp_path: Path, capsys: pytest.Capt
     write_model(tmp_path / "bad", config="max_batch_siz: 3\n")
     assert main([*QUICK, str(tmp_path / "bad")]) == 2
     assert "max_batch_siz" in capsys.readouterr().err
+
+
+def test_a_model_with_sequences_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add_accumulator(tmp_path, "sums")
+    assert main([*QUICK, str(tmp_path / "sums")]) == 2
+    assert "model 'sums' has sequence_batching: sequences are not simulated" in capsys.readouterr().err
 
 
 def test_a_plot_shows_every_setting_and_the_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
