@@ -22,7 +22,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("inspect",): (".commands.inspect", "list the layers of a built engine with precision, kernel and time"),
     ("compare",): (".commands.compare", "compare a model in several precisions: accuracy, speed, size"),
     ("bisect",): (".commands.bisect", "find the first layer of a lower precision that deviates from FP32"),
-    ("optimize",): (".commands.optimize", "make a model smaller: 2:4 sparsity, or channel pruning with distillation"),
+    ("optimize",): (".commands.optimize", "make a model smaller: channel pruning with distillation"),
     ("split",): (".commands.split", "cut a model into parts, each on its own GPU, and the pipeline that joins them"),
     ("engines", "ls"): (".commands.engines", "list stored and published engines"),
     ("engines", "gc"): (".commands.engines", "remove stored engines that no model publishes"),

@@ -26,7 +26,6 @@ from headrace_reports.command_line import plural
 from headrace_engines.accuracy import Accuracy, judge, measure
 from headrace_engines.errors import BuildError, NoKernelError
 from headrace_engines.onnx_graph import OnnxRunner, read_onnx
-from headrace_engines.optimize.sparsity import choose_sparse, sparse_nodes
 from headrace_engines.precision.lowering import ROWS, LoweredModel, lower_model
 from headrace_engines.precision.methods import EXPLICIT, STRIPPED, precisions_without_samples, with_method
 from headrace_engines.progress import Report, part, silent
@@ -49,7 +48,7 @@ _TRIES = 6
 # Speed-up over the next higher precision that a lower precision needs to be chosen.
 _WORTH = 1.05
 _SOURCES = ("onnx", "onnxruntime", "numpy")
-# Facts of the store that stamps do not have.
+# Facts of the store that stamps do not have; stores of earlier versions have `sparsity_report`.
 _NOT_IN_STAMPS = ("model", "version", "baseline", "sparsity_report", "refinement_report", "plugin_report")
 
 
@@ -70,8 +69,6 @@ class BuildResult:
         seconds: duration of the build.
         cached: True if the artefact was in the store.
         baseline: timing of `model.onnx` on ONNX Runtime's CPU at one batch size; None if it does not run there.
-        sparse_weights: a TensorRT engine with kernels for 2:4 sparse weights.
-        sparsity: measurements of the choice of sparse kernels, as in `SparseChoice.to_json`; None without sparse weights.
         refinement: measurements of layers in floating point, as in `PatternResult`; empty without `--refine`.
         plugins: measurements of the choice of plug-in layers, as in `PluginReport`; None without `--plugins`.
     """
@@ -88,8 +85,6 @@ class BuildResult:
     seconds: float
     cached: bool
     baseline: BatchTiming | None = None
-    sparse_weights: bool = False
-    sparsity: Mapping[str, Any] | None = None
     refinement: tuple[Mapping[str, Any], ...] = ()
     plugins: Mapping[str, Any] | None = None
 
@@ -223,9 +218,7 @@ class _Builder:
             artefact = scratch / f"model{self.target.suffix}"
             lowered = self._build_artefact(lowered, artefact, part(report, 0.45, 0.6))
             lowered, refinement = self._refine(lowered, artefact, part(report, 0.6, 0.7))
-            sparsity = self._choose_sparse(lowered, artefact, part(report, 0.7, 0.8))
-            sparse = bool(sparsity.get("sparse_weights"))
-            model, plugins = self._choose_plugins(lowered, artefact, reference, part(report, 0.8, 0.9), sparse)
+            model, plugins = self._choose_plugins(lowered, artefact, reference, part(report, 0.7, 0.9))
             with closing(self._open(artefact, model)) as engine:
                 accuracy = self._compare(OnnxRunner(reference), engine, part(report, 0.9, 0.95))
                 timings = self._timings(engine, part(report, 0.95, 1.0))
@@ -233,7 +226,6 @@ class _Builder:
             facts = {
                 **self._facts(lowered, accuracy, timings, seconds),
                 "baseline": self._baseline(timings),
-                **sparsity,
                 **refinement,
                 **plugins,
             }
@@ -282,17 +274,6 @@ class _Builder:
             optimization_level=self.spec.optimization_level,
         )
 
-    def _choose_sparse(self, lowered: LoweredModel, artefact: Path, report: Report) -> Mapping[str, object]:
-        """Replace the artefact of a model with 2:4 sparse weights by one with sparse kernels if that is faster; return facts."""
-        if self.target.name != "tensorrt" or not (nodes := sparse_nodes(simplify(read_onnx(self.project.source)))):
-            return {}
-        rows = self.spec.profiles[0].rows[1] if self.project.batched else 1
-        batch = sample_batch(self.data, rows, self.project)
-        order = replace(self._order(), sparse_weights=True)
-        choice = choose_sparse(self.target, lowered.model, order, artefact, batch, report)
-        logger.info("%s: %d layers with 2:4 sparse weights: %s", self.project.name, len(nodes), choice)
-        return {"sparse_weights": choice.is_faster, "sparsity_report": choice.to_json(nodes)}
-
     def _refine(
         self, lowered: LoweredModel, artefact: Path, report: Report
     ) -> tuple[LoweredModel, Mapping[str, object]]:
@@ -318,7 +299,7 @@ class _Builder:
         return self.target.open(artefact, model, host_code=self.spec.version_compatible)
 
     def _choose_plugins(
-        self, lowered: LoweredModel, artefact: Path, reference: onnx.ModelProto, report: Report, sparse_weights: bool
+        self, lowered: LoweredModel, artefact: Path, reference: onnx.ModelProto, report: Report
     ) -> tuple[onnx.ModelProto, Mapping[str, object]]:
         """Replace the artefact by one with plug-in layers if the specification requests it.
 
@@ -340,10 +321,9 @@ class _Builder:
             )
 
         batch = sample_batch(self.data, sizes[1], self.project)
-        order = replace(self._order(), sparse_weights=sparse_weights)
         budget_s = self.spec.plugins_budget_s
         chooser = PluginChooser(
-            self.target, lowered.model, order, artefact, max_rows, batch, refusal, report, budget_s=budget_s
+            self.target, lowered.model, self._order(), artefact, max_rows, batch, refusal, report, budget_s=budget_s
         )
         choice = chooser.choose(self.spec.plugins)
         return choice.model, {"plugins": choice.uses(), "plugin_report": asdict(choice.report)}
@@ -488,8 +468,6 @@ def _result_from_entry(entry: StoreEntry, spec: BuildSpec, machine: Machine, cac
         seconds=float(facts.get("seconds", 0.0)),
         cached=cached,
         baseline=BatchTiming(**facts["baseline"]) if facts.get("baseline") else None,
-        sparse_weights=bool(facts.get("sparse_weights")),
-        sparsity=facts.get("sparsity_report"),
         refinement=tuple(facts.get("refinement_report", ())),
         plugins=facts.get("plugin_report"),
     )

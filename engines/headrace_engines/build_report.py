@@ -170,12 +170,6 @@ def speed_text(outcome: BuildOutcome) -> str:
         fp32 = outcome.published.fp32_rows_per_s if outcome.published else 0.0
         measure = f"FP32 not measured: `headrace compare {outcome.name}` does"
         parts.append(f"{_times(built.rows_per_s, fp32)} as fast as FP32" if fp32 else measure)
-    if built.sparsity is not None:
-        speed_up = built.sparsity["dense_us"] / built.sparsity["sparse_us"]
-        result = "kept" if built.sparse_weights else "not kept"
-        parts.append(
-            f"sparse kernels {result}: {speed_up:.2f} times as fast at {plural(built.sparsity['rows'], 'row')}"
-        )
     if built.refinement:
         layers = [name for result in built.refinement if result["in_float"] for name in result["nodes"]]
         measured = plural(len(built.refinement), "pattern")
@@ -217,7 +211,7 @@ def _row(outcome: BuildOutcome) -> list[str]:
     float_nodes_text = f", {plural(len(built.float_nodes), 'node')} kept" if built.float_nodes else ""
     return [
         printable(outcome.name),
-        f"{built.spec.precision}{', 2:4 sparse' if built.sparse_weights else ''}{float_nodes_text}",
+        f"{built.spec.precision}{float_nodes_text}",
         done,
         "" if accuracy is None or accuracy.top1_agreement is None else f"{accuracy.top1_agreement:.1%}",
         "" if accuracy is None or accuracy.accuracy is None else f"{accuracy.accuracy:.1%}",

@@ -32,7 +32,7 @@ ENGINES_COMMANDS = {
     "inspect": "list the layers of a built engine with precision, kernel and time",
     "compare": "compare a model in several precisions",
     "bisect": "find the first layer of a lower precision that deviates from FP32",
-    "optimize": "make a model smaller: 2:4 sparsity, or channel pruning with distillation",
+    "optimize": "make a model smaller: channel pruning with distillation",
     "split": "cut a model into parts, each on its own GPU, and the pipeline that joins them",
     "engines": "list, clean and check the store of built engines: ls, gc, verify",
     "import": "import a model of another framework or an ONNX file: torch, keras, savedmodel, onnx",

@@ -81,9 +81,7 @@ def fake_tensorrt(cuda: FakeCuda, version: str = "10.6.0", state: State | None =
     trt.TensorFormat = enum.IntEnum("TensorFormat", "LINEAR CHW32 HWC HWC8", start=0)
     trt.BuilderFlag = enum.Enum(
         "BuilderFlag",
-        "FP16 BF16 INT8 FP8 TF32 SPARSE_WEIGHTS VERSION_COMPATIBLE"
-        if old
-        else "TF32 EDITABLE_TIMING_CACHE SPARSE_WEIGHTS VERSION_COMPATIBLE",
+        "FP16 BF16 INT8 FP8 TF32 VERSION_COMPATIBLE" if old else "TF32 EDITABLE_TIMING_CACHE VERSION_COMPATIBLE",
     )
     trt.NetworkDefinitionCreationFlag = enum.IntEnum("NetworkDefinitionCreationFlag", "STRONGLY_TYPED")
     for base in ("ILogger", "IProgressMonitor", "IOutputAllocator", "IProfiler", "IDebugListener"):

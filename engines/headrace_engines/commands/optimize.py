@@ -1,4 +1,4 @@
-"""`headrace optimize`: publishes a smaller model: 2:4 sparse weights, or fewer channels after distillation in PyTorch.
+"""`headrace optimize`: publishes a model with fewer channels after distillation in PyTorch.
 
 The loss target is held on samples that nothing was trained on. If even the weakest candidate misses it, nothing is published.
 """
@@ -33,7 +33,6 @@ from headrace_engines.optimize.figures import MeasuredModel, ModelFigures, measu
 from headrace_engines.optimize.model_writer import staged_model
 from headrace_engines.optimize.pruning_program.jobs import Job
 from headrace_engines.optimize.result_table import show_result, write_page
-from headrace_engines.optimize.sparsity import BLOCK, MIN_REDUCTION, sparse_layers
 from headrace_engines.optimize.torch_job import TorchResult, run_torch_job
 from headrace_engines.precision.lowering import ROWS
 from headrace_engines.progress import Report, part, silent, with_progress_lines
@@ -46,14 +45,7 @@ from headrace_engines.targets import choose_target
 
 # PyTorch before 2.6 has no exporter with free dimensions that is checked here.
 REQUIREMENTS = ("torch>=2.6", "torchvision", "onnx", "onnxscript", "numpy")
-_KINDS = ("2:4", "channels")
-# Samples for the sensitivity of each layer.
-_SENSITIVITY_SAMPLES = 256
 _EVERY_SAMPLE = 1 << 30
-_SPARSE_REMARK = (
-    "2:4 sparsity: expect at most 1.1 times the speed, and only of TensorRT engines on GPUs with sparse Tensor Cores (Ampere and "
-    "later). `headrace build` keeps sparse kernels only where they are measured to be faster. ONNX Runtime gains nothing."
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "name of a model in the repository, its folder, or FILE.py:function for PyTorch code"
     add("model", metavar="MODEL", help=text)
     add_version(parser)
-    add("--prune", choices=_KINDS, required=True, help="2:4 sparse weights, or fewer channels (PyTorch)")
+    add("--prune", type=_kind, choices=("channels",), default="channels", help="fewer channels (channels)")
     text = "largest loss in points of accuracy, or of agreement without labels (1)"
     add("--target-loss", type=float, default=1.0, metavar="P", help=text)
-    add("--name", metavar="NAME", help="name of the result (default: MODEL_sparse or MODEL_pruned)")
+    add("--name", metavar="NAME", help="name of the result (default: MODEL_pruned)")
     add("--data", type=Path, metavar="PATH", help="samples of the training, in place of the configuration's")
     add("--held-out", type=Path, metavar="PATH", help="samples of the loss target, in place of the configuration's")
     add("--samples", type=int, default=_EVERY_SAMPLE, metavar="N", help="largest number of samples (all)")
@@ -79,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_training(parser)
     add_repository_and_target(parser)
     add_cache(parser)
+
+
+def _kind(text: str) -> str:
+    if text == "2:4":
+        raise argparse.ArgumentTypeError("2:4 is gone, it was at most 1.1 times as fast: write channels")
+    return text
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -118,13 +116,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     started_s = time.monotonic()
     _check_options(options)
     code = source_model.parse_code(options.model)
-    if code is not None and options.prune == "2:4":
-        raise CallError("--prune 2:4 is given for PyTorch code: import the model first, or use --prune channels")
     if options.output is not None:
         make_folder(options.output)
     target = choose_target(options.target)
-    if options.prune == "channels":
-        confirm_installation(options, console, REQUIREMENTS)
+    confirm_installation(options, console, REQUIREMENTS)
     with (
         tempfile.TemporaryDirectory(prefix="headrace-optimize-") as name,
         BuildDisplay(console, [options.model], is_logged=not options.progress) as display,
@@ -132,13 +127,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
         report = display.report(options.model)
         report = with_progress_lines(report) if options.progress else report
         folder = Path(name)
-        python = _python(options, report) if options.prune == "channels" else None
+        python = _python(options, report)
         original = _open(options, code, python, folder, report)
-        inner = part(report, 0.05, 0.85)
-        smaller = (
-            _sparse(original, options, inner) if python is None else _pruned(original, options, inner, python, folder)
-        )
-        result_name = options.name or _default_name(original, options, code)
+        smaller = _pruned(original, options, part(report, 0.05, 0.85), python, folder)
+        result_name = options.name or f"{original.project.name if code is None else code.path.stem}_pruned"
         with staged_model(original.project, smaller.model, result_name, options.model_repository) as staged:
             spec = read_spec(original.project.config, options.precision or "")
             spec = spec.at("fp32") if spec.precision == "best" else spec
@@ -197,31 +189,22 @@ def _python(options: argparse.Namespace, report: Report) -> Path:
 def _open(
     options: argparse.Namespace,
     code: source_model.PyTorchCode | None,
-    python: Path | None,
+    python: Path,
     folder: Path,
     report: Report,
 ) -> source_model.Original:
     if code is None:
         project = open_project(options.model, options.model_repository, options.version)
-        if options.prune == "channels":
-            source_model.check_channels(project)
+        source_model.check_channels(project)
         return source_model.open_original(project, options.data, options.held_out, options.samples)
     if options.data is None:
         raise CallError(f"{options.model} is PyTorch code, which has no samples: give an .npz file with --data")
-    assert python is not None, "code is pruned in PyTorch"
     name = options.name or code.path.stem
     project = source_model.import_code(
         code, python, name, options.data, options.max_batch_size, folder / "models", part(report, 0, 0.05)
     )
     original = source_model.open_original(project, options.data, options.held_out, options.samples)
     return source_model.Original(project, original.model, original.train, original.held_out, original.output, code)
-
-
-def _default_name(
-    original: source_model.Original, options: argparse.Namespace, code: source_model.PyTorchCode | None
-) -> str:
-    suffix = "sparse" if options.prune == "2:4" else "pruned"
-    return f"{original.project.name if code is None else code.path.stem}_{suffix}"
 
 
 def _comparison(original: source_model.Original, samples: Samples) -> Callable[[onnx.ModelProto], Accuracy]:
@@ -232,49 +215,6 @@ def _comparison(original: source_model.Original, samples: Samples) -> Callable[[
         return measure(reference, OnnxRunner(model), samples, rows, silent, output=original.output)
 
     return compare
-
-
-def _sparse(original: source_model.Original, options: argparse.Namespace, report: Report) -> _Smaller:
-    """Return the model with as many 2:4 sparse layers as the target allows.
-
-    Raises:
-        BuildError: no layer can be sparse, or none holds the target.
-    """
-    layers = sparse_layers(original.model)
-    if not layers:
-        cure = "use --prune channels"
-        raise BuildError(
-            f"{original.project.name} has no layer for 2:4 sparsity, a Conv without groups, Gemm or MatMul with a constant "
-            f"weight whose reduction is a multiple of {MIN_REDUCTION}: {cure}"
-        )
-    calibrate = _comparison(original, original.train.head(_SENSITIVITY_SAMPLES))
-    ranked = search.rank_layers(original.model, layers, calibrate, part(report, 0.0, 0.7))
-    judged = _comparison(original, original.held_out)
-    choice = search.choose_layers(original.model, ranked, judged, options.target_loss, part(report, 0.7, 1.0))
-    if choice.model is None:
-        reason = "; ".join(search.missed_target(choice.accuracy, options.target_loss))
-        raise BuildError(
-            f"even one {BLOCK // 2}:{BLOCK} sparse layer ({ranked[0].layer.node}) misses the target: {reason}"
-        )
-    total = sum(entry.layer.size for entry in ranked)
-    share = sum(entry.layer.size for entry in choice.sparse) / total
-    details = {
-        "layers": [
-            {
-                "node": entry.layer.node,
-                "weights": entry.layer.size,
-                "points_lost": entry.points,
-                "distance": entry.distance,
-                "sparse": entry in choice.sparse,
-            }
-            for entry in ranked
-        ]
-    }
-    summary = f"{len(choice.sparse)} of {len(ranked)} layers are 2:4 sparse, with {share:.0%} of their weights"
-    most = (
-        "; most sensitive: " + ", ".join(entry.layer.node for entry in choice.dense[::-1][:3]) if choice.dense else ""
-    )
-    return _Smaller(choice.model, choice.accuracy, details, (summary + most + ".", _SPARSE_REMARK))
 
 
 def _pruned(

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
@@ -35,8 +34,6 @@ class ModelFigures:
         size_bytes: size of `model.onnx`.
         engine_bytes: size of the engine.
         precision: precision of the engine.
-        sparse: the engine was built with sparse kernels.
-        sparsity: times of the engines without and with sparse kernels, as in `SparseChoice.to_json`; None without sparse weights.
         accuracy: accuracy against labels, 0..1; None without labels.
         agreement: top-1 agreement with the original model, 0..1; None without classes.
         timings: one for each batch size.
@@ -49,12 +46,10 @@ class ModelFigures:
     size_bytes: int
     engine_bytes: int
     precision: str
-    sparse: bool
     accuracy: float | None
     agreement: float | None
     timings: tuple[BatchTiming, ...]
     joules_per_row: float | None
-    sparsity: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +125,10 @@ def _figures(
         model.project.source.stat().st_size,
         built.size_bytes,
         built.spec.precision,
-        built.sparse_weights,
         model.accuracy,
         model.agreement,
         tuple(timings),
         joules,
-        built.sparsity,
     )
 
 

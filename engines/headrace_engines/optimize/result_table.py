@@ -55,7 +55,7 @@ def _cell(name: str, model: Mapping[str, Any]) -> str:
     if name == "model.onnx":
         return size(model["size_bytes"])
     if name == "engine":
-        return f"{size(model['engine_bytes'])}, {model['precision']}{', 2:4 kernels' if model['sparse'] else ''}"
+        return f"{size(model['engine_bytes'])}, {model['precision']}"
     joules = model["joules_per_row"]
     return "-" if joules is None else f"{joules:.3g}"
 
@@ -65,19 +65,7 @@ def show_result(console: Console, document: Mapping[str, Any]) -> None:
     title = f"{document['model']} on {document['machine']}"
     headings = [Heading("", wraps=True), Heading("before", number=True), Heading("after", number=True)]
     console.print(narrow_table(printable(title), headings, result_rows(document), console.width))
-    for line in _lines(document):
-        print_text(console, printable(line))
-
-
-def _lines(document: Mapping[str, Any]) -> list[str]:
-    """Sentences on the loss and, with 2:4 sparse weights, on TensorRT's sparse kernels."""
-    sparsity = document["models"][1].get("sparsity")
-    if not sparsity:
-        return [_loss_line(document)]
-    result = "kept" if document["models"][1]["sparse"] else "not kept"
-    dense_us, sparse_us = sparsity["dense_us"], sparsity["sparse_us"]
-    times = f"{milliseconds(dense_us)} without, {milliseconds(sparse_us)} with them at {sparsity['rows']} rows"
-    return [_loss_line(document), f"Sparse kernels {result}: {times}, {dense_us / sparse_us:.3f} times as fast."]
+    print_text(console, printable(_loss_line(document)))
 
 
 def _loss_line(document: Mapping[str, Any]) -> str:
@@ -96,7 +84,7 @@ def write_page(document: Mapping[str, Any], folder: Path) -> None:
     body = [
         f"<h1>{escape(document['model'])} <small>pruned: {escape(document['prune'])}</small></h1>",
         f"<p>{escape(document['machine'])}</p>",
-        *(f"<p>{escape(line)}</p>" for line in _lines(document)),
+        f"<p>{escape(_loss_line(document))}</p>",
         table(["", "before", "after"], rows),
     ]
     save(folder / PAGE_FILE, page(f"{document['model']}: before and after", "\n".join(body)))

@@ -47,7 +47,7 @@ class Original:
     Attributes:
         project: version of the model.
         model: its ONNX model.
-        train: samples of the training and of the sensitivities.
+        train: samples of the training.
         held_out: samples of the loss target; none of them is in `train`.
         output: name of the output with classes; "" to search for it.
         code: the PyTorch code that the model comes from; None for a model of the repository.
@@ -125,11 +125,10 @@ def check_channels(project: Project) -> None:
     config = project.config
     names = f"{len(config.input)} inputs and {len(config.output)} outputs"
     if len(config.input) != 1 or len(config.output) != 1:
-        raise BuildError(f"{project.name} has {names}: channels are pruned for one of each, use --prune 2:4")
+        raise BuildError(f"{project.name} has {names}: channels are pruned for one of each, export it with one")
     if config.input[0].data_type != "TYPE_FP32":
-        raise BuildError(
-            f"{project.name}: its input is {config.input[0].data_type}: channels are pruned for TYPE_FP32, use --prune 2:4"
-        )
+        cure = "channels are pruned for TYPE_FP32, export it with that type"
+        raise BuildError(f"{project.name}: its input is {config.input[0].data_type}: {cure}")
     if not project.batched:
         raise BuildError(f"{project.name} has no batch dimension: export it with one and write max_batch_size")
 

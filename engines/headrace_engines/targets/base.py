@@ -49,7 +49,6 @@ class TargetSpec:
         profiles: optimisation profiles; at least one for inputs with free dimensions.
         workspace_bytes: limit of the scratch memory; None without a limit.
         timing_cache: file of measured kernels, read and updated; None for no file.
-        sparse_weights: allow kernels for 2:4 sparse weights; only TensorRT has them.
         version_compatible: the artefact runs with later TensorRT versions too; see `Stamp.version_compatible`.
         optimization_level: effort of TensorRT's builder, 0 (fastest build) to 5; None for the target's default.
         plugin_layers: layers of our plug-in, by the attribute `layer` of the model's nodes.
@@ -59,7 +58,6 @@ class TargetSpec:
     profiles: tuple[ShapeRange, ...] = ()
     workspace_bytes: int | None = None
     timing_cache: Path | None = None
-    sparse_weights: bool = False
     version_compatible: bool = False
     optimization_level: int | None = None
     plugin_layers: tuple[PluginLayer, ...] = ()

@@ -209,7 +209,7 @@ class Stamp:
         timings: times by batch size.
         seconds: duration of the build.
         built_with: versions of the libraries, by name.
-        sparse_weights: a TensorRT engine with kernels for 2:4 sparse weights.
+        sparse_weights: a TensorRT engine of an earlier version, with kernels for 2:4 sparse weights.
         version_compatible: the engine holds TensorRT's lean runtime and runs with later TensorRT versions of the same major
             version; loading it runs that code.
         plugins: plug-ins of ours in a TensorRT engine.

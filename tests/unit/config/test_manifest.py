@@ -80,6 +80,14 @@ def test_a_stamp_round_trips(folder: Path) -> None:
     assert Stamp.from_json(stamp.to_json()) == stamp
 
 
+def test_engines_of_earlier_versions_with_sparse_kernels_are_read(folder: Path) -> None:
+    document = {**_stamp(folder, GPU).to_json(), "sparse_weights": True}
+    write_stamp(folder, Stamp.from_json(document))
+    (stamp,) = read_stamps(folder)
+    assert stamp.sparse_weights
+    assert stamp.to_json() == document
+
+
 def test_a_machine_has_one_stamp(folder: Path) -> None:
     cpu, gpu = _stamp(folder), _stamp(folder, GPU)
     write_stamp(folder, cpu)

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from headrace_engines import build
-from headrace_engines.build import BuildResult, build_best_engine, build_engine
+from headrace_engines.build import BuildResult, build_best_engine, build_engine, make_stamp
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent
 from headrace_engines.project import Project, read_spec
@@ -53,6 +53,17 @@ def test_noise_has_the_shape_that_the_profile_is_tuned_for(tmp_path: Path) -> No
         assert one.accuracy is not None
         assert one.accuracy.data.startswith("random inputs")
         assert one.refusal == []
+
+
+def test_stored_engines_of_earlier_versions_with_sparse_kernels_are_published(tmp_path: Path) -> None:
+    project = write_project(tmp_path, free(), {"x": pictures(12, 16)}, profiles=[PROFILE])
+    one = built(project, tmp_path)
+    report = {"rows": 4, "dense_us": 100.0, "sparse_us": 80.0, "nodes": ["c"]}
+    entry = Store(tmp_path / "store").find(one.key)
+    assert entry is not None
+    facts = {**entry.facts, "sparse_weights": True, "sparsity_report": report}
+    stamp = make_stamp(one, replace(entry, facts=facts), project, "fp32", False, False)
+    assert stamp.sparse_weights
 
 
 @pytest.mark.slow

@@ -306,8 +306,6 @@ def _configure(
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if order.workspace_bytes is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, order.workspace_bytes)
-    if order.sparse_weights:
-        config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
     level = options.optimization_level if order.optimization_level is None else order.optimization_level
     if level is not None:
         config.builder_optimization_level = level

@@ -16,7 +16,6 @@ import pytest
 from headrace_engines.__main__ import main
 from headrace_engines.importers import environment
 from headrace_engines.onnx_graph import OnnxRunner, read_onnx
-from headrace_engines.optimize.sparsity import sparse_nodes
 from headrace_engines.project import Project, open_project
 from onnx import numpy_helper
 
@@ -74,30 +73,12 @@ def jobs(calls: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in calls.read_text().splitlines()]
 
 
-def test_sparse_model_is_published(project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(tmp_path, "net", "--prune", "2:4", "--target-loss", "100", "--output", str(tmp_path / "out")) == 0
-    sparse = read_onnx(tmp_path / "models/net_sparse/1/model.onnx")
-    assert sparse_nodes(sparse) == ["first", "second"]
-    assert sparse_nodes(read_onnx(project.source)) == []
-    output = capsys.readouterr().out
-    assert "expect at most 1.1 times" in output
-    assert "2 of 2 layers are 2:4 sparse, with 100% of their weights" in output
-    document = json.loads((tmp_path / "out/optimize.json").read_text())
-    assert document == json.loads((tmp_path / "models/net_sparse/1/optimize.json").read_text())
-    before, after = document["models"]
-    assert before["macs"] == after["macs"] == 16 * 32 + 32 * 4
-    assert before["accuracy"] == 1.0
-    assert document["points_lost"] == pytest.approx(100 * (1 - after["accuracy"]))
-    assert before["joules_per_row"] is None
-    assert [timing["rows"] for timing in after["timings"]] == [1, 8]
-    page = (tmp_path / "out/optimize.html").read_text()
-    assert "<td>joules per row</td><td>-</td><td>-</td>" in page
-
-
 def test_measured_engines_of_another_effort_are_built_anew(
-    project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    project: Project, tmp_path: Path, with_program: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("net", "--prune", "2:4", "--target-loss", "100")
+    # A model whose outputs have other signs, so that it is another engine.
+    with_program(pruning(good_from=1.0))
+    words = ("net", "--flops", "0.5", "--target-loss", "100")
     assert call(tmp_path, *words) == 0
     stored = len(list((tmp_path / "cache").rglob("*.onnx")))
     assert stored == 2
@@ -111,41 +92,24 @@ def test_measured_engines_of_another_effort_are_built_anew(
     assert len(list((tmp_path / "cache").rglob("*.onnx"))) == 2 * stored
 
 
-def test_fewer_layers_are_sparse_within_a_smaller_target(project: Project, tmp_path: Path) -> None:
-    assert call(tmp_path, "net", "--prune", "2:4", "--target-loss", "100", "--name", "most") == 0
-    most = json.loads((tmp_path / "models/most/1/optimize.json").read_text())
-    ranked = most["layers"]
-    assert [layer["points_lost"] for layer in ranked] == sorted(layer["points_lost"] for layer in ranked)
-    target = most["points_lost"] - 0.1
-    assert target > 0
-    status = call(tmp_path, "net", "--prune", "2:4", "--target-loss", str(target), "--name", "fewer")
-    if status == 0:
-        fewer = json.loads((tmp_path / "models/fewer/1/optimize.json").read_text())
-        assert sum(layer["sparse"] for layer in fewer["layers"]) == 1
-        assert fewer["points_lost"] <= target
-
-
-def test_nothing_is_published_beyond_the_target(
-    project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # Labels of another network: any change of these outputs is measured by agreement of random classes.
-    assert call(tmp_path, "net", "--prune", "2:4", "--target-loss", "0") == 1
-    assert models(tmp_path) == ["net"]
-    assert "misses the target" in capsys.readouterr().err
-
-
 def test_strongest_pruning_within_the_target_is_published(
     project: Project, tmp_path: Path, with_program: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = with_program(pruning(good_from=0.3))
     words = ["--prune", "channels", "--target-loss", "1", "--epochs", "3", "--devices", "2", "--seed", "9"]
-    assert call(tmp_path, "net", *words) == 0
+    assert call(tmp_path, "net", *words, "--output", str(tmp_path / "out")) == 0
     tried = jobs(calls)
     assert [job["flops_share"] for job in tried] == [0.5, 0.2, 0.3]
     assert all(job["training"]["epochs"] == 3 and job["training"]["seed"] == 9 for job in tried)
     assert all((job["devices"], job["input_name"], job["output_name"]) == (2, "x", "y") for job in tried)
     document = json.loads((tmp_path / "models/net_pruned/1/optimize.json").read_text())
+    assert document == json.loads((tmp_path / "out/optimize.json").read_text())
     assert document["network"]["macs"] == 300
+    before, after = document["models"]
+    assert before["macs"] == after["macs"] == 16 * 32 + 32 * 4
+    assert (before["accuracy"], document["points_lost"], before["joules_per_row"]) == (1.0, 0.0, None)
+    assert [timing["rows"] for timing in after["timings"]] == [1, 8]
+    assert "<td>joules per row</td><td>-</td><td>-</td>" in (tmp_path / "out/optimize.html").read_text()
     assert [bool(trial["refusal"]) for trial in document["trials"]] == [False, True, False]
     output = capsys.readouterr().out
     assert "20.0% of the FLOPs" in output
@@ -193,7 +157,7 @@ def test_fixed_share_is_one_job_and_another_version(
         (["net", "--prune", "channels", "--epochs", "0"], "--epochs is 0"),
         (["net.py:make", "--prune", "channels"], "net.py:make: expected FILE.py:function"),
         (["net.py", "--prune", "channels"], "names no function"),
-        (["net", "--prune", "2:4", "--data", "none.npz"], "no samples none.npz"),
+        (["net", "--data", "none.npz"], "no samples none.npz"),
     ],
 )
 def test_wrong_calls_are_refused(
@@ -210,22 +174,31 @@ def test_wrong_calls_are_refused(
     assert models(tmp_path) == ["net"]
 
 
-def test_model_without_samples_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removed_kind_is_refused(project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--prune", "2:4"], ["--prune=2:4"]):
+        with pytest.raises(SystemExit, match="2"):
+            call(tmp_path, "net", *words)
+        assert "argument --prune: 2:4 is gone" in capsys.readouterr().err
+    assert models(tmp_path) == ["net"]
+
+
+def test_model_without_samples_is_refused(
+    tmp_path: Path, with_program: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_program(pruning())
     project = write_project(tmp_path / "models", classifier(), {"x": np.ones((4, 16), np.float32)})
     (project.folder.path / "config.yaml").write_text("max_batch_size: 8\n")
-    assert call(tmp_path, "net", "--prune", "2:4") == 1
+    assert call(tmp_path, "net") == 1
     assert "has no samples" in capsys.readouterr().err
 
 
-def test_code_needs_data_and_channels(
+def test_code_needs_data(
     tmp_path: Path, with_program: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_program(pruning())
     (tmp_path / "net.py").write_text("def make(): ...\n")
     assert call(tmp_path, f"{tmp_path / 'net.py'}:make", "--prune", "channels") == 2
     assert "--data" in capsys.readouterr().err
-    assert call(tmp_path, f"{tmp_path / 'net.py'}:make", "--prune", "2:4") == 2
-    assert "import the model first" in capsys.readouterr().err
 
 
 NETWORK = """

@@ -1,4 +1,4 @@
-"""Search of the strongest pruning within the loss target."""
+"""Search of the strongest pruning within the loss target, and the loss in points."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import onnx
 import pytest
 from headrace_engines.accuracy import Accuracy
 from headrace_engines.optimize.pruning_program.jobs import PrunedNetwork
-from headrace_engines.optimize.search import LADDER, best_trial, search_strength
+from headrace_engines.optimize.search import LADDER, best_trial, missed_target, points_lost, search_strength
 from headrace_engines.optimize.torch_job import TorchResult
 from headrace_engines.progress import Report, silent
 
@@ -43,3 +43,14 @@ def test_one_step_is_one_trial() -> None:
     (trial,) = search_strength(pruned, held_down_to(0.2), 1.0, silent, [0.35])  # type: ignore[arg-type]
     assert trial.flops_share == 0.35
     assert not trial.refusal
+
+
+def test_loss_is_agreement_without_labels_and_endless_without_classes() -> None:
+    assert points_lost(Accuracy(100, "s", 0.97, 0.9, 0.0)) == pytest.approx(3.0)
+    assert points_lost(Accuracy(100, "s", None, 0.9, 0.0)) == float("inf")
+    assert points_lost(Accuracy(100, "s", 1.0, 1.0, 0.0, problem="other shapes")) == float("inf")
+    assert not missed_target(Accuracy(100, "s", 0.97, 0.1, 0.0), 3.0)
+    (missed,) = missed_target(Accuracy(100, "s", 0.97, 0.1, 0.0), 2.9)
+    assert "97.00%" in missed
+    assert "--target-loss" in missed
+    assert missed_target(Accuracy(100, "s", None, 1.0, 0.0), 50.0)

@@ -136,12 +136,6 @@ def test_workspace_and_level_are_handed_on(trt: Any, tmp_path: Path) -> None:
     assert trt.state.config.builder_optimization_level == 0
 
 
-@pytest.mark.parametrize(("sparse", "flags"), [(True, ["SPARSE_WEIGHTS"]), (False, [])])
-def test_sparse_kernels_are_allowed_by_a_flag(sparse: bool, flags: list[str], trt: Any, tmp_path: Path) -> None:
-    build(tmp_path, order=TargetSpec("fp16", ORDER.profiles, sparse_weights=sparse))
-    assert trt.state.config.flags == flags
-
-
 @ten
 @pytest.mark.parametrize(
     ("profiles", "words"),
