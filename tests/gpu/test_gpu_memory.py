@@ -169,6 +169,24 @@ def test_eviction_frees_all_memory(repository: Path, needs: dict[str, int]) -> N
     assert own[-1] - own[2] < 16 << 20
 
 
+def test_idle_models_free_all_memory(repository: Path, tmp_path: Path) -> None:
+    mine = shutil.copytree(repository, tmp_path / "repository")
+    for name in "abc":
+        (mine / name / "config.yaml").write_text(CONFIG + "unload_after_s: 1\n")
+    models, own = GpuModelCache(), list[int]()
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        for _round in range(4):
+            for seed, name in enumerate("abc", 1):
+                assert same(await infer_values(registry, name), seed)
+            await until_async(lambda: models.ledger.reserved_bytes(0) == 0)
+            own.append(process_gpu_bytes())
+
+    run(mine, check, ALL, gpu_model_cache=models)
+    print("MiB of this process", [size_bytes >> 20 for size_bytes in own], flush=True)
+    assert own[-1] - own[1] < 16 << 20
+
+
 def test_a_gpu_filled_by_others_refuses_loads_and_keeps_serving(repository: Path, tmp_path: Path) -> None:
     mine = shutil.copytree(repository, tmp_path / "repository")
     placed = CONFIG + "instance_group: [{kind: gpu, gpus: [0]}]\n"  # else `b` goes to another GPU, where there is one

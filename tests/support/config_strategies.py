@@ -172,6 +172,8 @@ def config_data(draw: st.DrawFn) -> dict[str, Any]:
             isolation_memory_limit=st.integers(1, 2**63 - 1),
         )
     )
+    if not data.get("keep_loaded") and draw(st.booleans()):
+        data["unload_after_s"] = draw(st.floats(1, 31_536_000))
     if len(inputs) == 1 and draw(st.booleans()):
         data["preprocess"] = {**draw(preprocesses), "input": inputs[0]["name"]}
     feedable = st.sampled_from([tensor["name"] for tensor in inputs]) if inputs else st.nothing()

@@ -500,6 +500,11 @@ class ModelConfig(ConfigPart):
         "The model is never evicted from memory to make room for another. On a CPU with `--host-memory-budget`, it is "
         "loaded at start.",
     )
+    unload_after_s: Annotated[float, Field(strict=True, ge=1, le=31_536_000)] | None = option(
+        None,
+        "Seconds without a request after which the model is evicted from memory; the next request loads it again "
+        "(docs/many-models.md). If absent, it stays. Not with `keep_loaded`.",
+    )
     isolation: Annotated[Literal["none", "process"], OneOf()] = option(
         "none",
         "`process`: the model runs in a child process, so a crash or a hang affects only this model. Costs about 0.1 "
@@ -602,6 +607,8 @@ class ModelConfig(ConfigPart):
             yield Problem(
                 ("instance_group",), message, "lower count: more instances than processors make no model faster"
             )
+        if self.keep_loaded and self.unload_after_s is not None:
+            yield Problem(("unload_after_s",), "unload_after_s does not go with keep_loaded", "remove one of them")
         yield from _duplicates("input", self.input)
         yield from _duplicates("output", self.output)
         batch = self.max_batch_size if "max_batch_size" in self.model_fields_set else None

@@ -8,6 +8,7 @@ way. Each loaded version stays for a minimum time while it is in use, so that tw
 instead of evicting each other at once. Versions that wait for memory are served first come, first served.
 
     loaded --(make_room: least recently used)--> evicted --(requested, and memory is or can be freed)--> loaded
+    loaded --(evict_idle: no request for `idle_ns`)--> evicted
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ _DRAIN_S = 2.0
 _MAX_BACKOFF_S = 30
 # A load that waits for others looks so often, in seconds, whether it is cancelled.
 _LOOK_S = 0.2
+# Looks at a version within its `idle_ns`, for requests in flight.
+_IDLE_LOOKS = 8
 # Minimum time between two attempts to load a version that waits for evictions.
 _MIN_WAIT_NS = NS_PER_S // 100
 
@@ -65,8 +68,10 @@ class CachedModel:
         reopen: loads the version again and returns the account of its memory.
         on_change: called with the handle, on the thread of a load, when the version was evicted or loaded again, or could not be
             loaded.
+        idle_ns: time without a request after which it is evicted; 0 for never.
         memory_bytes: bytes that it holds while loaded, by GPU, or of `CPU`; expected bytes before its first load.
         loaded_ns: time of the last load.
+        busy_ns: time of the last `evict_idle` that found it in use.
         protected_until_ns: end of its minimum time in memory while it is in use.
         retry_eviction_ns: no eviction is attempted before this time.
         failures: failed loads on demand since the last successful load.
@@ -74,14 +79,17 @@ class CachedModel:
         is_broken: that error is none of lacking memory, so that requests are refused until the next attempt.
         retry_load_ns: no load is attempted before this time.
         is_loading: a load on demand of it waits or runs.
+        is_evicting: an eviction after `idle_ns` waits or runs.
     """
 
     handle: VersionHandle
     is_pinned: bool
     reopen: Callable[[], MemoryAccount]
     on_change: OnChange
+    idle_ns: int = 0
     memory_bytes: dict[int, int] = field(default_factory=dict)
     loaded_ns: int = 0
+    busy_ns: int = 0
     protected_until_ns: int = 0
     retry_eviction_ns: int = 0
     failures: int = 0
@@ -89,6 +97,7 @@ class CachedModel:
     is_broken: bool = False
     retry_load_ns: int = 0
     is_loading: bool = False
+    is_evicting: bool = False
 
     @property
     def name(self) -> str:
@@ -104,6 +113,16 @@ class CachedModel:
     def last_used_ns(self) -> int:
         """Time of its last request or load, in monotonic nanoseconds."""
         return max(self.handle.used_ns, self.loaded_ns)
+
+    @property
+    def is_in_use(self) -> bool:
+        """True while it has requests, a pipeline that runs has a lease, or a sequence is live."""
+        return bool(self.handle.in_flight or self.handle.depth or self.handle.live_sequences)
+
+    @property
+    def idle_end_ns(self) -> int:
+        """Time from which it is evicted without another request, in monotonic nanoseconds."""
+        return max(self.last_used_ns, self.busy_ns) + self.idle_ns
 
     def evictable_ns(self) -> int:
         """Time from which it may be evicted for a version that waits, in monotonic nanoseconds."""
@@ -181,6 +200,7 @@ class GpuModelCache:
         reopen: Callable[[], MemoryAccount],
         begun_ns: int,
         on_change: OnChange = ignore_change,
+        idle_ns: int = 0,
     ) -> None:
         """Add a version that has been loaded.
 
@@ -190,9 +210,9 @@ class GpuModelCache:
             is_pinned: never evict it.
             reopen: loads it again after an eviction.
             begun_ns: start of the load, monotonic nanoseconds.
-            on_change: see `CachedModel`.
+            on_change, idle_ns: see `CachedModel`.
         """
-        model = CachedModel(handle, is_pinned, reopen, on_change)
+        model = CachedModel(handle, is_pinned, reopen, on_change, idle_ns)
         self._add(model)
         self._record_load(model, account, begun_ns)
 
@@ -202,6 +222,7 @@ class GpuModelCache:
         expected_bytes: dict[int, int],
         reopen: Callable[[], MemoryAccount],
         on_change: OnChange = ignore_change,
+        idle_ns: int = 0,
     ) -> None:
         """Add a version that its first request loads.
 
@@ -209,9 +230,9 @@ class GpuModelCache:
             handle: handle of the version, which is evicted.
             expected_bytes: memory that it will need, by GPU or of `CPU`.
             reopen: loads it.
-            on_change: see `CachedModel`.
+            on_change, idle_ns: see `CachedModel`.
         """
-        self._add(CachedModel(handle, False, reopen, on_change, expected_bytes))
+        self._add(CachedModel(handle, False, reopen, on_change, idle_ns, expected_bytes))
 
     def make_room(self, error: NoRoom, name: str) -> bool:
         """Evict other versions for a version that is loaded now; versions in use only if there are no others.
@@ -300,6 +321,28 @@ class GpuModelCache:
         with self._lock:
             self._requests = {**dict.fromkeys(waiting), **self._requests}
         return due_ns
+
+    def evict_idle(self, start: Callable[[VersionHandle, Callable[[], None]], None]) -> int | None:
+        """Start the evictions of the versions that had no request for their `idle_ns`.
+
+        Args:
+            start: runs an eviction on another thread, as a load in `load_requested`.
+
+        Returns:
+            Time of the next call, in monotonic nanoseconds; None if no loaded version has an `idle_ns`.
+        """
+        now_ns, looks_ns = self.clock(), list[int]()
+        for model in list(self._models.values()):
+            if not model.idle_ns or not model.is_serving or model.is_loading or model.is_evicting:
+                continue
+            if model.is_in_use:
+                model.busy_ns = now_ns
+            elif now_ns >= model.idle_end_ns and now_ns >= model.retry_eviction_ns:
+                model.is_evicting = True
+                start(model.handle, partial(self._evict_idle, model))
+            look_ns = now_ns + model.idle_ns // _IDLE_LOOKS
+            looks_ns.append(min(look_ns, model.idle_end_ns) if model.idle_end_ns > now_ns else look_ns)
+        return min(looks_ns, default=None)
 
     def stop(self, error: HeadraceError) -> None:
         """Stop loading on demand: queued and future requests to evicted versions fail with `error`."""
@@ -492,7 +535,7 @@ class GpuModelCache:
         wait_s = min(1 << min(model.failures, 5), _MAX_BACKOFF_S)
         model.failures += 1
         model.problem = str(error)
-        model.is_broken = CPU in model.memory_bytes and not isinstance(error, NoRoom)
+        model.is_broken = model.memory_bytes.keys() <= {CPU} and not isinstance(error, NoRoom)
         model.retry_load_ns = self.clock() + wait_s * NS_PER_S
         logger.error("model %s could not be loaded for a request: %s", model.name, error)
         model.on_change(model.handle)
@@ -525,20 +568,33 @@ class GpuModelCache:
         for victim in victims:
             if freed_bytes and freed_bytes >= lacking_bytes:
                 break
-            if not victim.handle.evict(_EVICT_TIMEOUT_S):
-                logger.warning(
-                    "model %s cannot be evicted for %s: its requests did not end in time", victim.name, requester
-                )
-                victim.retry_eviction_ns = self.clock() + _RETRY_EVICTION_NS
-                continue
-            freed_bytes += victim.memory_bytes[gpu]
             freed = format_bytes(victim.memory_bytes[gpu])
-            level, memory = (logging.DEBUG, "host memory") if gpu == CPU else (logging.INFO, f"GPU {gpu}")
-            logger.log(level, "model %s is evicted for %s: frees %s of %s", victim.name, requester, freed, memory)
-            with self._lock:
-                self._loads[_key(victim.handle)].evictions += 1
-            victim.on_change(victim.handle)
+            memory = "host memory" if gpu == CPU else f"GPU {gpu}"
+            if self._evict_one(victim, f"for {requester}: frees {freed} of {memory}"):
+                freed_bytes += victim.memory_bytes[gpu]
         return freed_bytes > 0
+
+    def _evict_idle(self, model: CachedModel) -> None:
+        """Evict a version, unless it was used since `evict_idle`; a request that comes now loads it again."""
+        try:
+            with self._eviction_lock:
+                if model.is_serving and not model.is_in_use and self.clock() >= model.idle_end_ns:
+                    self._evict_one(model, f"after {model.idle_ns / NS_PER_S:g} s without a request")
+        finally:
+            model.is_evicting = False
+
+    def _evict_one(self, victim: CachedModel, reason: str) -> bool:
+        if not victim.handle.evict(_EVICT_TIMEOUT_S):
+            logger.warning("model %s cannot be evicted %s: its requests did not end in time", victim.name, reason)
+            victim.retry_eviction_ns = self.clock() + _RETRY_EVICTION_NS
+            return False
+        level = logging.DEBUG if CPU in victim.memory_bytes else logging.INFO  # thousands of models, many times
+        logger.log(level, "model %s is evicted %s", victim.name, reason)
+        with self._lock:
+            if (loads := self._loads.get(_key(victim.handle))) is not None:  # not removed meanwhile
+                loads.evictions += 1
+        victim.on_change(victim.handle)
+        return True
 
     def _wait_for_closing(self, gpu: int) -> bool:
         """Wait for a version that is being closed to free its GPU memory; False if none does in time."""

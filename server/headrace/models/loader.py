@@ -373,10 +373,12 @@ class Loader:
         if plan.runtime in PYTHON_RUNTIMES and self.calls is not None:
             handle.callee_revision = partial(self.calls.revision, f"{config.name}/{version}")
         self.open_cache(handle, folder, lambda: f"{plan.runtime} {digest()}")
+        idle_ns = int((config.unload_after_s or 0) * NS_PER_S)
         if model is None:
-            self.gpu_model_cache.add_evicted(handle, {CPU: original[0]}, loads.reopen, on_change)
+            self.gpu_model_cache.add_evicted(handle, {CPU: original[0]}, loads.reopen, on_change, idle_ns)
         else:
-            self.gpu_model_cache.add(handle, model.account, config.keep_loaded, loads.reopen, begun_ns, on_change)
+            is_pinned, account = config.keep_loaded, model.account
+            self.gpu_model_cache.add(handle, account, is_pinned, loads.reopen, begun_ns, on_change, idle_ns)
         return handle
 
     def _create_handle(

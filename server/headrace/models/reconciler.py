@@ -120,6 +120,7 @@ class Reconciler:
         self._has_started = self._is_complete = False  # the initial loads are queued; they have ended
         self._is_draining = False
         self._memory_ns: int | None = None  # next `load_requested` of the GPU model cache
+        self._evict_ns: int | None = None  # next `evict_idle` of it
         self._idle_ns: int | None = None  # next `look` for tasks of idle models
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name="control", daemon=True)
@@ -318,6 +319,7 @@ class Reconciler:
         self._start_load(name, partial(self._deployments.retry, name), lambda _error: self._retry(others, on_end))
 
     def _start_load_on_demand(self, handle: VersionHandle, load: Callable[[], None]) -> None:
+        """Run a load of a version, or its eviction, after those of it that wait or run."""
         key = f"{handle.spec.name}{_ON_DEMAND}{handle.spec.version}"  # beside the loads of other versions
 
         def ended(error: BaseException | None) -> None:
@@ -347,6 +349,7 @@ class Reconciler:
                 for name in self._gpu_model_cache.take_lost():  # on other GPUs or the CPU, as its configuration allows
                     self._start_load(name, partial(self._deployments.reload, name), partial(_log_failure, name))
                 self._memory_ns = self._gpu_model_cache.load_requested(self._start_load_on_demand)
+                self._evict_ns = self._gpu_model_cache.evict_idle(self._start_load_on_demand)
                 self._idle_ns = self.loader.idle_tasks.look(self.registry, self._is_at_work)
         except BaseException as error:  # reported to the caller: no model is loaded after this
             self._refuse_commands()
@@ -574,7 +577,7 @@ class Reconciler:
 
     def _wait_s(self) -> float | None:
         """Return the seconds until the next scan or the next start of a load; None waits for a command only."""
-        times = (self._memory_ns, self._idle_ns, self._loads.next_start_ns())
+        times = (self._memory_ns, self._evict_ns, self._idle_ns, self._loads.next_start_ns())
         times_ns = [time_ns for time_ns in times if time_ns is not None]
         if self._control.mode == "poll":
             times_ns.append(self._next_scan_ns)

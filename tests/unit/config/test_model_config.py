@@ -120,6 +120,7 @@ def test_words_of_enumerations_may_be_short() -> None:
         ),
         ({"preprocess": {}, "input": [{"name": "x"}, {"name": "y"}]}, ("preprocess",), "preprocess.input is missing"),
         ({"model_warmup": [{"inputs": {"x": {}}}]}, ("model_warmup", 0, "inputs", "x"), "has no data"),
+        ({"keep_loaded": True, "unload_after_s": 60}, ("unload_after_s",), "does not go with keep_loaded"),
         (
             {"input": [{"name": "x"}], "model_warmup": [{"inputs": {"y": {"zero_data": True}}}]},
             ("model_warmup", 0, "inputs", "y"),
@@ -150,6 +151,10 @@ def test_a_problem_has_its_place_and_message(fields: dict[str, Any], loc: tuple[
         {"gpu_memory_budget": "-1GiB"},
         {"gpu_memory_budget": "9999999999GiB"},
         {"keep_loaded": 1},
+        {"unload_after_s": 0},
+        {"unload_after_s": -1},
+        {"unload_after_s": "60"},
+        {"unload_after_s": 1e9},
         {"name": 3},
         {"slo": {"p99_ms": 0}},
         {"slo": {"p99_ms": 1.1e9}},

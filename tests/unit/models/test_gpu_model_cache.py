@@ -21,20 +21,20 @@ MS = NS_PER_S // 1000
 class FakeVersion:
     """Stands for a `ModelHandle` and for what loads it: books `needs` while it is not parked."""
 
-    def __init__(self, world: World, name: str, needs: dict[int, int], load_ns: int, keep: bool) -> None:
+    def __init__(self, world: World, name: str, needs: dict[int, int], load_ns: int, keep: bool, idle_ns: int) -> None:
         self.world = world
         self.spec = SimpleNamespace(name=name, version="1")
         self.needs = needs
         self.load_ns = load_ns
         self.alive = 1
         self.evicted = self.closing = False
-        self.in_flight = self.depth = self.used_ns = 0
+        self.in_flight = self.depth = self.used_ns = self.live_sequences = 0
         self.stuck = False
         self.refused: list[str] = []
         self.failure: Exception | None = None
         self.account = self.open()
         begun_ns, on_change = world.now_ns - load_ns, world.changes.append
-        world.gpu_model_cache.add(self, self.account, keep, self.reopen, begun_ns, on_change)  # type: ignore[arg-type]
+        world.gpu_model_cache.add(self, self.account, keep, self.reopen, begun_ns, on_change, idle_ns)  # type: ignore[arg-type]
 
     def open(self) -> MemoryAccount:
         account = self.world.gpu_model_cache.ledger.account(self.spec.name, "1")
@@ -96,12 +96,26 @@ class World:
     def load_requested(self) -> int | None:
         return self.gpu_model_cache.load_requested(lambda _handle, load: self.started.append(load))
 
-    def load(self, name: str, size: int | dict[int, int] = 10, load_ns: int = 0, keep: bool = False) -> FakeVersion:
+    def evict_idle(self) -> int | None:
+        """As the control thread does it; evictions run at once."""
+        due_ns = self.gpu_model_cache.evict_idle(lambda _handle, evict: self.started.append(evict))
+        while self.started:
+            self.started.pop(0)()
+        return due_ns
+
+    def load(
+        self,
+        name: str,
+        size: int | dict[int, int] = 10,
+        load_ns: int = 0,
+        keep: bool = False,
+        idle_ns: int = 0,
+    ) -> FakeVersion:
         """As the loader does it."""
         needs = {0: size} if isinstance(size, int) else size
         while True:
             try:
-                return FakeVersion(self, name, needs, load_ns, keep)
+                return FakeVersion(self, name, needs, load_ns, keep, idle_ns)
             except NoRoom as error:
                 if not self.gpu_model_cache.make_room(error, f"{name}/1"):
                     raise
@@ -389,3 +403,79 @@ def test_every_request_is_served_within_the_memory_limit(
     for gpu in (0, 1):
         held = sum(version.needs.get(gpu, 0) for version in versions if not version.evicted)
         assert held == world.gpu_model_cache.ledger.reserved_bytes(gpu) <= 20
+
+
+HOUR_NS = 3600 * NS_PER_S
+
+
+def until_evicted(world: World, version: FakeVersion) -> int:
+    """Look when the cache says so; return the time without a request until the eviction, in nanoseconds."""
+    begun_ns = world.now_ns
+    for _ in range(100):
+        due_ns = world.evict_idle()
+        if version.evicted:
+            return world.now_ns - begun_ns
+        assert due_ns is not None
+        world.now_ns = due_ns
+    raise AssertionError("it is not evicted")
+
+
+@pytest.mark.parametrize("size", [{}, {0: 10}, {0: 10, 1: 10}], ids=["Python or no budget", "GPU", "two GPUs"])
+def test_a_version_without_requests_is_evicted_and_loaded_by_the_next_one(size: dict[int, int]) -> None:
+    world = World(gpu0=30, gpu1=30)
+    a, b = world.load("a", size, idle_ns=HOUR_NS), world.load("b", size)
+    world.now_ns += HOUR_NS // 2
+    a.used_ns = world.now_ns
+    assert until_evicted(world, a) == HOUR_NS
+    world.now_ns += 10 * HOUR_NS
+    assert world.evict_idle() is None
+    assert (world.log, world.changes) == (["park a"], [a]), "b has no limit"
+    assert world.gpu_model_cache.describe(a) == "evicted: loaded on demand"  # type: ignore[arg-type]
+    a.add_request()
+    world.serve()
+    a.depth = 0
+    assert (a.evicted, b.evicted) == (False, False)
+    assert until_evicted(world, a) == HOUR_NS
+    loads = {name: (each.on_demand, each.evictions) for name, _, each in world.gpu_model_cache.loads()}
+    assert loads == {"a": (1, 2), "b": (0, 0)}
+
+
+@pytest.mark.parametrize("use", ["in_flight", "depth", "live_sequences"])
+def test_a_version_in_use_is_not_idle(use: str) -> None:
+    """A request, or a lease of a pipeline, or a sequence, that lasts for longer than the limit."""
+    world = World(gpu0=30)
+    a = world.load("a", idle_ns=HOUR_NS)
+    setattr(a, use, 1)
+    end_ns = world.now_ns + 5 * HOUR_NS
+    while world.now_ns < end_ns:
+        due_ns = world.evict_idle()
+        assert due_ns is not None
+        assert due_ns > world.now_ns
+        world.now_ns = due_ns
+    assert not a.evicted
+    setattr(a, use, 0)
+    assert HOUR_NS * 7 // 8 <= until_evicted(world, a) <= HOUR_NS, "it counts from the end"
+
+
+def test_a_request_before_the_eviction_begins_keeps_the_version() -> None:
+    world = World(gpu0=30)
+    a = world.load("a", idle_ns=HOUR_NS)
+    world.now_ns += HOUR_NS
+    world.gpu_model_cache.evict_idle(lambda _handle, evict: world.started.append(evict))
+    assert len(world.started) == 1
+    assert world.gpu_model_cache.evict_idle(lambda *_: pytest.fail("two evictions at once")) is None
+    a.add_request()
+    a.depth = 0  # it has its response
+    world.started.pop()()
+    assert not a.evicted
+    assert until_evicted(world, a) == HOUR_NS
+
+
+def test_an_eviction_that_fails_is_tried_again_later() -> None:
+    world = World(gpu0=30)
+    a = world.load("a", idle_ns=30 * NS_PER_S)
+    world.now_ns += 30 * NS_PER_S
+    a.stuck = True
+    world.evict_idle()
+    a.stuck = False
+    assert 60 * NS_PER_S <= until_evicted(world, a) < 64 * NS_PER_S

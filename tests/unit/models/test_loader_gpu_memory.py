@@ -11,8 +11,10 @@ import pytest
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import ConfigError, DeadlineExceeded, Unavailable
 from headrace.core.request import InferRequest
+from headrace.models.command_queue import CommandQueue
 from headrace.models.control_policy import ControlPolicy
 from headrace.models.gpu_model_cache import GpuModelCache
+from headrace.models.idle_tasks import IdleTasks
 from headrace.models.registry import Registry
 from headrace.observability.metrics_server import MemoryCollector
 from prometheus_client import CollectorRegistry, generate_latest
@@ -62,6 +64,26 @@ def room(size_bytes: float) -> float:
 
 async def infer_value(registry: Registry, name: str, seed: int) -> None:
     assert same(await infer_values(registry, name), seed)
+
+
+async def test_an_idle_model_gives_its_memory_back(repository: Path) -> None:
+    (repository / "a" / "config.yaml").write_text(TENSORRT + "unload_after_s: 60\n")
+    models, commands = GpuModelCache(), CommandQueue()
+
+    async with running(repository, ALL, frozenset("a"), gpu_model_cache=models, idle_tasks=IdleTasks(commands)) as (
+        _,
+        registry,
+    ):
+        size = models.ledger.reserved_bytes(0)
+        for _round in range(2):
+            models.clock = lambda: time.monotonic_ns() + 60 * NS_PER_S
+            commands.wake()
+            await until_async(lambda: index(registry) == {("a", "1"): EVICTED})
+            assert models.ledger.reserved_bytes(0) == 0
+            models.clock = time.monotonic_ns
+            await infer_value(registry, "a", 1)
+            await until_async(lambda: index(registry) == {("a", "1"): READY})
+            assert models.ledger.reserved_bytes(0) == size
 
 
 async def test_a_separate_budget_does_not_affect_others(repository: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from headrace.core.errors import DeadlineExceeded, Unavailable
 from headrace.core.ledger import CPU
 from headrace.core.request import InferRequest
 from headrace.models import accounted_model
+from headrace.models.command_queue import CommandQueue
 from headrace.models.control_policy import ControlPolicy
 from headrace.models.gpu_model_cache import GpuModelCache
+from headrace.models.idle_tasks import IdleTasks
 from headrace.models.registry import Registry
 from headrace.observability.metrics_server import MemoryCollector
 from headrace.runtimes.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeModel
@@ -129,6 +133,38 @@ async def test_a_pinned_model_is_loaded_at_start_and_stays(repository: Path, loa
         await infer_value(registry, "c", 3)
         await infer_value(registry, "b", 2)
         assert loads == ["b", "a", "c"]
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 30], ids=["no budget", "budget"])
+async def test_requests_around_evictions_of_idle_models_do_not_fail(
+    repository: Path, loads: list[str], budget: int | None
+) -> None:
+    """Each look of the control thread finds all of them idle: an hour has passed for the cache."""
+    (repository / "a" / "config.yaml").write_text("unload_after_s: 60\n")
+    models = GpuModelCache() if budget is None else cache(budget)
+    models.clock, commands = partial(next, count(10**18, 3600 * NS_PER_S)), CommandQueue()
+
+    async with running(repository, ALL, gpu_model_cache=models, idle_tasks=IdleTasks(commands)) as (_, registry):
+        await infer_value(registry, "b", 2)
+        await infer_value(registry, "a", 1)
+        handle = registry.serving("a", "")
+        assert handle is not None
+        for _round in range(20):  # requests come while an eviction runs, or has just ended
+            while not handle.evicted:
+                commands.wake()
+                await asyncio.sleep(0)
+            await asyncio.gather(*[infer_value(registry, "a", 1) for _ in range(3)])
+        commands.wake()
+        first = budget is None  # without a budget the first load is that of the start
+
+        def loads_of(name: str) -> tuple[int, int]:
+            return next((each.on_demand, each.evictions) for model, _, each in models.loads() if model == name)
+
+        await until_async(lambda: handle.evicted and loads_of("a")[0] + first == loads_of("a")[1])
+        assert loads_of("a")[1] > 5  # a round may see the eviction of the one before
+        assert loads_of("b") == (not first, 0)
+        assert models.ledger.reserved_bytes(CPU) == (0 if first else need(repository))
+        await until_async(lambda: index(registry)["a", "1"] == EVICTED)
 
 
 async def test_a_broken_model_is_refused_until_the_next_attempt(repository: Path, loads: list[str]) -> None:

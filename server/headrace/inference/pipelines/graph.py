@@ -200,7 +200,8 @@ def join_steps(
 _FORBIDDEN = (
     "instance_group", "optimization", "model_warmup", "dynamic_batching", "sequence_batching",
     "preprocess", "postprocess", "batch_input", "batch_output", "pad", "runtime", "build_on_load", "fallback",
-    "cpu_max_batch_size", "gpu_memory_budget", "keep_loaded", "isolation", "oversize", "fair_sharing",
+    "cpu_max_batch_size", "gpu_memory_budget", "keep_loaded", "unload_after_s", "isolation", "oversize",
+    "fair_sharing",
 )  # fmt: skip
 
 

@@ -238,13 +238,13 @@ def _ms(time_ns: float) -> str:
 def _state_rules(load: LoadSnapshot) -> Iterator[Bottleneck]:
     """The model is evicted, instances have failed, or no request came."""
     if load.evicted:
-        explanation = "the model is not in memory: other models use it, or no request came yet"
-        cure = "keep it loaded, or raise the budget of GPU or host memory"
+        explanation = "the model is not in memory: other models use it, or no request came yet or for a while"
+        cure = "keep it loaded, or raise the budget of GPU or host memory, or `unload_after_s`"
         yield Bottleneck(
             "parked",
             f"{explanation}. A request waits until it is loaded",
             cure,
-            "keep_loaded, gpu_memory_budget, --host-memory-budget",
+            "keep_loaded, unload_after_s, gpu_memory_budget, --host-memory-budget",
         )
     elif load.instances < load.policy.instances:
         running = f"{load.instances} of {load.policy.instances} instances are running"
