@@ -479,3 +479,20 @@ def test_an_eviction_that_fails_is_tried_again_later() -> None:
     world.evict_idle()
     a.stuck = False
     assert 60 * NS_PER_S <= until_evicted(world, a) < 64 * NS_PER_S
+
+
+def test_a_version_without_memory_of_its_own_is_refused_until_the_next_attempt() -> None:
+    world = World()
+    a = world.load("a", {}, idle_ns=HOUR_NS)
+    until_evicted(world, a)
+    a.failure = ConfigError([Finding("a", None, "is gone")])
+    for count in (1, 2):  # the second one is refused without a load
+        a.add_request()
+        assert world.serve() is None
+        assert len(a.refused) == count
+    assert world.log == ["park a", "load a"]
+    a.failure = None
+    world.now_ns += NS_PER_S
+    a.add_request()
+    world.serve()
+    assert not a.evicted
