@@ -84,6 +84,7 @@ class InferRequest(msgspec.Struct, eq=False, kw_only=True):  # made in C: a quar
         responses: takes the responses of a decoupled model; None: the caller takes exactly one response, the outcome. The
             response of any other model is the outcome, and the stream stays empty.
         sequence: sequence of the request; None without one. Models without sequences ignore it.
+        has_headers: True if some of `parameters` are request headers: they are part of no key of a response cache.
     """
 
     inputs: dict[str, Array]
@@ -106,6 +107,7 @@ class InferRequest(msgspec.Struct, eq=False, kw_only=True):  # made in C: a quar
     internal: bool = False
     responses: Responses | None = None
     sequence: SequenceFields | None = None
+    has_headers: bool = False
 
     def replace(self, **changes: object) -> InferRequest:
         """Return a copy with other values of some attributes."""

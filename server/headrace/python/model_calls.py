@@ -557,6 +557,7 @@ class CallConnection(CallingProcess):
             call=call,
             internal=True,
             sequence=None if message.get("sequence") is None else SequenceFields(*message["sequence"]),
+            has_headers=parameters != {} and any(parent.has_headers for parent in parents),
         )
 
     def _shapes(self, spec: ModelSpec) -> CheckedShapes:

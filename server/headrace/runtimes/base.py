@@ -222,6 +222,7 @@ class BatchMember(NamedTuple):
         responses: stream of a request of a decoupled model; None for any other.
         sink: takes the responses of a request of a decoupled model; None for any other.
         open: the open request of which this is a later step; None for any other.
+        has_headers: as in `InferRequest`.
     """
 
     rows: int
@@ -238,6 +239,7 @@ class BatchMember(NamedTuple):
     responses: Responses | None = None
     sink: ResponseSink | None = None
     open: OpenStep | None = None
+    has_headers: bool = False
 
 
 class MemberOutputs(dict[str, Array]):

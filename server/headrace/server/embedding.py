@@ -33,7 +33,7 @@ from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.folders import open_paths
 from headrace.models.stores.cache import open_mirrors
 from headrace.server.data_plane import DataPlane
-from headrace.server.settings import Settings, ensure_home, expandable_path, repository_cache
+from headrace.server.settings import Settings, ensure_home, expandable_path, header_matcher, repository_cache
 from headrace.wire.requests.load_report import COUNT_CELLS, LoadMeter
 
 if TYPE_CHECKING:
@@ -77,6 +77,11 @@ class Server:
             evicted by use; 0 loads all and keeps them.
         model_keys_file: file with minisign public keys: only models signed with one of them are served; "" for none.
         drain_timeout_s: maximum wait in seconds for requests in flight when the context ends.
+        http_header_forward_pattern: regular expression of the headers that models get as parameters; "" for none.
+        grpc_header_forward_pattern: the same for gRPC metadata.
+
+    Raises:
+        ValueError: no repository, or an invalid pattern.
 
     Example:
         >>> with headrace.Server("model_repository") as server:
@@ -94,11 +99,16 @@ class Server:
         host_memory_budget: int = 0,
         model_keys_file: str | os.PathLike[str] = "",
         drain_timeout_s: float = 30.0,
+        http_header_forward_pattern: str = "",
+        grpc_header_forward_pattern: str = "",
     ) -> None:
         if not repositories:
             raise ValueError(
                 "no repository is given: name a folder of models, the folder of one model, or an ONNX file"
             )
+        patterns = http_header_forward_pattern, grpc_header_forward_pattern
+        for pattern in filter(None, patterns):
+            header_matcher(pattern)
         if warning := ensure_home():
             logger.warning("%s", warning)
         self._urls = [parse_store_url(path) for path in map(str, repositories) if is_store_url(path)]
@@ -114,6 +124,8 @@ class Server:
             host_memory_budget=host_memory_budget,
             model_keys_file=_expanded(model_keys_file),
             drain_timeout_s=drain_timeout_s,
+            http_header_forward_pattern=http_header_forward_pattern,
+            grpc_header_forward_pattern=grpc_header_forward_pattern,
         )
         self._resources = ExitStack()
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from headrace_reports.command_line import number_parser, path_or_url
 
@@ -120,6 +120,8 @@ class Settings:
     telemetry: Telemetry = field(default_factory=Telemetry)
     log_format: str = "text"
     client_header: str = CLIENT_HEADER
+    http_header_forward_pattern: str = ""
+    grpc_header_forward_pattern: str = ""
     orca: Literal["always", "on-request", "never"] = "on-request"
     limits: Limits = field(default_factory=Limits)
     gpu_memory_fraction: float = 0.9
@@ -222,6 +224,39 @@ def _header(text: str) -> str:
             f"{text!r} cannot name the client: write a header of letters, digits, '_', '-' and '.' that HTTP and gRPC do not use"
         )
     return name
+
+
+def header_matcher(pattern: str) -> tuple[Callable[[str], bool], frozenset[str]]:
+    """Compile a pattern of the names of headers, in lower case.
+
+    Returns:
+        A function that returns True if the pattern matches a whole name, and the names that the pattern spells out.
+
+    Raises:
+        ValueError: the pattern is invalid.
+    """
+    from pydantic import StringConstraints, TypeAdapter  # its engine is Rust's: linear time, as RE2, which Triton uses
+
+    try:
+        # The first alone refuses a pattern that closes the group.
+        adapters = [
+            TypeAdapter(Annotated[str, StringConstraints(pattern=text)]) for text in (pattern, f"(?i)^(?:{pattern})$")
+        ]
+    except Exception as error:  # SchemaError, which is no ValueError
+        reason = str(error).strip().splitlines()[-1].strip().removeprefix("error: ")
+        cure = "write one of RE2's syntax, e.g. x-tenant-.*"
+        raise ValueError(f"{pattern[:80]!r} is no regular expression of header names ({reason}): {cure}") from None
+    names = pattern[1:-1] if re.fullmatch(r"\([^()]*\)", pattern) else pattern
+    literals = frozenset(re.split(r"\|(?![^(]*\))", names.lower()))  # at each | outside of groups
+    return adapters[-1].validator.isinstance_python, literals
+
+
+def _header_pattern(text: str) -> str:
+    try:
+        header_matcher(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _metrics_setting(text: str) -> tuple[str, bool | str | tuple[float, ...]]:
@@ -399,6 +434,15 @@ OPTIONS: tuple[_Option, ...] = (
         "header (and gRPC metadata) that names the client, for quotas and fair shares (%(default)s)",
         _header,
         "NAME",
+    ),
+    *(
+        _Option(
+            f"{protocol}_header_forward_pattern",
+            f"forward {protocol} headers whose whole name matches the regular expression to models, as parameters (none)",
+            _header_pattern,
+            "REGEX",
+        )
+        for protocol in ("http", "grpc")
     ),
     _Option(
         "orca",

@@ -59,11 +59,12 @@ from headrace.server.listen import (
     metrics_application,
     origin_policy,
 )
-from headrace.server.settings import Settings
+from headrace.server.settings import Settings, header_matcher
 from headrace.wire.access.access_control import KeyAccess
 from headrace.wire.access.tokens import TokenVerifier
 from headrace.wire.http.application import HttpApplication
 from headrace.wire.http.origins import OriginPolicy
+from headrace.wire.requests.forwarded_headers import ForwardedHeaders
 from headrace.wire.requests.load_report import COUNT_CELLS, LoadMeter, LoadReports
 from headrace.wire.requests.request_options import RequestOptionsReader
 from headrace.wire.requests.services import ControlServices
@@ -117,7 +118,9 @@ def open_keys(settings: Settings, bucket: type[QuotaBucket] = QuotaBucket) -> Ke
 
 def options_reader(settings: Settings, access: AccessControl) -> RequestOptionsReader:
     """Create the parser of request options."""
-    return RequestOptionsReader(settings.client_header, access, settings.orca != "never")
+    patterns = settings.http_header_forward_pattern, settings.grpc_header_forward_pattern
+    forwarded = [ForwardedHeaders(*header_matcher(pattern)) if pattern else None for pattern in patterns]
+    return RequestOptionsReader(settings.client_header, access, settings.orca != "never", *forwarded)
 
 
 def open_access(settings: Settings) -> OpenAccess:

@@ -54,6 +54,8 @@ VALUES = {
     "trace_file": ("t.json", "t.json"),
     "log_format": ("json", "json"),
     "client_header": ("X-Api-Key", "x-api-key"),
+    "http_header_forward_pattern": ("x-.*", "x-.*"),
+    "grpc_header_forward_pattern": ("y", "y"),
     "gpu_memory_fraction": ("0.25", 0.25),
     "host_memory_budget": ("2MiB", 2 << 20),
     "profile_s": ("0", 0.0),

@@ -49,6 +49,8 @@ TRITON_SAME = (
     "--model-load-thread-count",
     "--http-port",
     "--grpc-port",
+    "--http-header-forward-pattern",
+    "--grpc-header-forward-pattern",
     "--metrics-port",
     "--trace-file",
     "--trace-rate",

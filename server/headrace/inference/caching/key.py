@@ -43,13 +43,15 @@ class KeyFactory:
         self._heads: dict[object, bytes] = {}
 
     def key(self, request: InferRequest, state: bytes = b"", reads_ids: bool = False) -> bytes | None:
-        """Return the 32 bytes that identify the response; None if the inputs are not in host memory.
+        """Return the 32 bytes that identify the response; None if the inputs are not in host memory, or the model reads headers.
 
         Args:
             request: the request.
             state: digest of the versions that compute a pipeline's steps; of the same size in all calls.
             reads_ids: the model reads ids of requests; others do not count.
         """
+        if request.has_headers and self._reads_parameters:
+            return None
         inputs = request.inputs
         shapes: list[object] = []
         parts: list[bytes | memoryview] = [b""]

@@ -403,6 +403,7 @@ class PipelineRun:
                     resident_outputs=self._resident_outputs(index, member, bound) if bound.resident else _NONE,
                     internal=True,
                     sequence=request.sequence,
+                    has_headers=request.has_headers,
                 )
             )
         except Exception as error:

@@ -155,6 +155,7 @@ def member_of(request: InferRequest, completion: Completion, decoupled: bool = F
         request.client,
         request.call,
         responses=request.responses if decoupled else None,
+        has_headers=request.has_headers,
     )
 
 

@@ -132,6 +132,7 @@ class RequestExtras(msgspec.Struct, array_like=True, frozen=True, eq=True):
     client: str = ""
     outputs: tuple[str, ...] = ()
     parameters: dict[str, str | int | float | bool] = {}
+    has_headers: bool = False
 
 
 class AnswerExtras(msgspec.Struct, array_like=True, frozen=True, eq=True):
@@ -435,6 +436,7 @@ def extras_of(request: InferRequest, has_details: bool) -> RequestExtras | None:
         request.client,
         details[1],
         dict(request.parameters),
+        request.has_headers,
     )
 
 

@@ -125,7 +125,7 @@ class FrontEndProcess:
     def _create_grpc(self, answer: EngineProcessFacts) -> FrontEndGrpcServer:
         """Create the gRPC server, which is not open yet."""
         settings = self._settings
-        proxy = GrpcProxy(self._link, self._reader)
+        proxy = GrpcProxy(self._link, self._reader.grpc)
         methods = proxy.methods(answer, self._threads)
         path, stream_path = (f"/inference.GRPCInferenceService/{name}" for name in ("ModelInfer", "ModelStreamInfer"))
         max_bytes = settings.limits.max_body_bytes

@@ -218,6 +218,7 @@ def _with_extras(request: InferRequest, extras: RequestExtras) -> InferRequest:
     request.id, request.priority, request.deadline_ns = extras.id, extras.priority, extras.deadline_ns
     request.queue_timeout_ns, request.client = extras.queue_timeout_ns, extras.client
     request.outputs, request.parameters = extras.outputs, extras.parameters or NO_PARAMETERS
+    request.has_headers = extras.has_headers
     return request
 
 

@@ -188,7 +188,7 @@ class ProxyConnection(Http2Connection):
         super().connection_made(transport)
         self._link.add(self.transport)
 
-    def open_call(self, path: str, call: ServerCall, reader: RequestOptionsReader) -> ProxyCall:
+    def open_call(self, path: str, call: ServerCall) -> ProxyCall:
         """Open a call of the method, with the options and the deadline of a client's call; raises Unavailable."""
         if self.closing:
             raise engine_gone()
@@ -198,10 +198,8 @@ class ProxyConnection(Http2Connection):
         fields += [(b"te", b"trailers"), (b"content-type", b"application/grpc")]
         if call.deadline_ns:
             fields.append((b"grpc-timeout", _timeout(call.deadline_ns - monotonic_ns())))
-        options = call.option_headers
-        fields += [
-            (wire, options[name].encode("latin-1")) for wire, name in reader.wire_names.items() if name in options
-        ]
+        options = call.option_headers.items()
+        fields += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in options]
         block = encode(fields)
         self.write_buffer.write_control(
             FRAME_HEADER.pack(len(block) << 8 | HEADERS, END_HEADERS, stream.stream_id) + block
@@ -248,7 +246,7 @@ class GrpcProxy:
 
     Args:
         link: to the engine.
-        reader: names of the metadata that are passed on.
+        reader: reads the metadata that are passed on.
     """
 
     def __init__(self, link: EngineProcessLink, reader: RequestOptionsReader) -> None:
@@ -328,7 +326,7 @@ class GrpcProxy:
                 opening.add_done_callback(_close)
             else:
                 self._connections[key] = opening
-        return (await asyncio.shield(opening)).open_call(path, client_call, self._reader)
+        return (await asyncio.shield(opening)).open_call(path, client_call)
 
     async def _connect(self, call: ServerCall) -> ProxyConnection:
         address = call.connection.transport.get_extra_info("peername")

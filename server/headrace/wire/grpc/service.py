@@ -442,4 +442,4 @@ def grpc_methods(services: ControlServices, max_message_bytes: int) -> Methods:
         streams[LOAD_METHOD] = load.stream
     open_paths = [path for path in (*unary, *streams) if grpc_operation(path).scope is None]
     direct = {f"/{SERVICE}/ModelInfer": infer}
-    return Methods(unary, streams, services.options_reader, frozenset(open_paths), direct, services.codec_threads)
+    return Methods(unary, streams, services.options_reader.grpc, frozenset(open_paths), direct, services.codec_threads)

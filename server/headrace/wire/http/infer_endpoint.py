@@ -164,7 +164,9 @@ class InferHeaders:
     @property
     def is_repeatable(self) -> bool:
         """True if equal heads of later requests need no parsing."""
-        return not self.content_encoding and self.options.trace is None and self.options.routing is None
+        options = self.options
+        has_own = options.trace or options.routing or options.forwarded
+        return not (self.content_encoding or has_own)
 
 
 class ParsedHead(msgspec.Struct, frozen=True, eq=False):  # its attributes are read faster than those of a tuple

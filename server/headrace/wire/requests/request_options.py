@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from headrace.core.errors import BadRequest
 from headrace.core.limits import CLIENT_HEADER, CLIENT_PATTERN
 from headrace.core.request import NO_PARAMETERS, ParameterValue, SequenceFields
 from headrace.core.telemetry import TRACEPARENT_HEADER, TRACESTATE_HEADER, TraceContext, trace_context
+from headrace.wire.requests.forwarded_headers import ForwardedHeaders, WireNames
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 TIMING_HEADER = "headrace-timing"
@@ -51,6 +52,7 @@ class RequestOptions:
         ends_stream: True if the first error of a gRPC stream ends it.
         principal: of the credentials; None if the server has no keys.
         routing: values of the sticky headers by name; None without any.
+        forwarded: values of the headers that models get as parameters, by name; None without any.
     """
 
     client: str = ""
@@ -61,6 +63,7 @@ class RequestOptions:
     ends_stream: bool = False
     principal: Principal | None = None
     routing: Mapping[str, str] | None = None
+    forwarded: Mapping[str, str] | None = field(default=None, repr=False)
 
     def deadline_ns(self, start_ns: int, transport_ns: int = 0) -> int:
         """Return the earlier of the option's deadline, counted from `start_ns`, and the transport's; monotonic, 0 for none."""
@@ -77,11 +80,14 @@ class RequestOptionsReader:
         client_header: header with the name of the client, in lower case. Ignored if the server has keys.
         access: resolves credentials; None for a server without keys.
         reads_load_format: False to ignore requests for a load report.
+        forwarded: selects the headers that models get as parameters; None for none.
+        grpc_forwarded: the same for gRPC metadata.
 
     Attributes:
         access: see Args.
+        grpc: reader of gRPC metadata; this object if it forwards the same.
         names: of all option headers, and with keys of the headers with credentials.
-        wire_names: the same names by their bytes on the wire.
+        wire_names: the same names by their bytes on the wire; contains the forwarded ones too.
         no_options: options of a request without any of these headers.
         routing_headers: names of the sticky headers, see `set_routing_headers`.
     """
@@ -91,8 +97,10 @@ class RequestOptionsReader:
         client_header: str = CLIENT_HEADER,
         access: AccessControl | None = None,
         reads_load_format: bool = True,
+        forwarded: ForwardedHeaders | None = None,
+        grpc_forwarded: ForwardedHeaders | None = None,
     ) -> None:
-        self._client_header = client_header
+        self._client_header, self._forwarded = client_header, forwarded
         self.access = access or OpenAccess()
         has_keys = self.access.has_keys
         source = (AUTHORIZATION_HEADER, API_KEY_HEADER) if has_keys else (client_header,)
@@ -102,16 +110,23 @@ class RequestOptionsReader:
         self._callbacks: list[Callable[[], None]] = []
         self._name_headers()
         self.no_options = RequestOptions(principal=self.access.anonymous) if has_keys else NO_OPTIONS
+        self.grpc = self
+        if grpc_forwarded is not forwarded:
+            self.grpc = RequestOptionsReader(
+                client_header, self.access, reads_load_format, grpc_forwarded, grpc_forwarded
+            )
 
     def _name_headers(self) -> None:
         self.names = self._names | self.routing_headers
-        self.wire_names = {name.encode(): name for name in self.names}
+        wire_names = {name.encode(): name for name in self.names}
+        self.wire_names = wire_names if self._forwarded is None else WireNames(self.names, self._forwarded)
 
     def set_routing_headers(self, names: frozenset[str]) -> None:
         """Read other headers too, in lower case, into `RequestOptions.routing`; called on the event loop."""
         if names != self.routing_headers:
             self.routing_headers = names
             self._name_headers()
+            self.grpc.set_routing_headers(names)
             for callback in self._callbacks:
                 callback()
 
@@ -123,10 +138,10 @@ class RequestOptionsReader:
         """Add the value of a header in `wire_names`.
 
         Raises:
-            BadRequest: it names the caller a second time: a proxy may have checked the other value.
+            BadRequest: it names the caller, or is forwarded, a second time: a proxy may have checked the other value.
         """
         text = self.wire_names[name]
-        if text in values and text in self._caller_names:
+        if text in values and (text in self._caller_names or text not in self.names):
             raise BadRequest(f"the header {text} came twice: send it once")
         values[text] = value.decode("latin-1")
 
@@ -176,6 +191,7 @@ class RequestOptionsReader:
             {name: headers[name] for name in self.routing_headers if name in headers} or None
             if self.routing_headers
             else None,
+            None if self._forwarded is None else self._forwarded.values(headers),
         )
 
 

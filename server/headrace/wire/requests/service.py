@@ -25,6 +25,7 @@ from headrace.core.response_stream import ResponseStream
 from headrace.core.tensor import ModelSpec
 from headrace.observability.access_log import OK, AccessRecord
 from headrace.observability.tracing import SamplingDecision
+from headrace.wire.requests.forwarded_headers import add_headers
 from headrace.wire.requests.load_report import ENDED, FAILED, load_parameters
 from headrace.wire.requests.request_options import NO_OPTIONS, RequestOptions
 from headrace.wire.requests.request_template import (
@@ -309,6 +310,8 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             content, layout, pending.received_ns, pending.deadline_ns, options.client, parts
         )
         pending.codec, pending.template, pending.id, pending.rows = codec, template, request.id, request.rows
+        if options.forwarded is not None:
+            add_headers(request, options.forwarded)
         if self._observer.active:
             pending.sampling = self._observer.sample(handle.spec.name, options.trace)
         if request.resident_outputs and handle.has_cache:  # which stores arrays
