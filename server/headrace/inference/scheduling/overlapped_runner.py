@@ -429,7 +429,8 @@ class OverlappedRunner:
             self.scheduler.interrupt(self._sleeper)
 
     def _report_death(self, error: BaseException) -> None:
-        """Report a failure of the finisher."""
+        """Report a failure of the finisher; no batch is pulled after it."""
+        self._inline_error = error
         try:
             self.on_death(error)
         finally:

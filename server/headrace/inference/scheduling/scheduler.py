@@ -433,7 +433,7 @@ class Scheduler:
 
         Args:
             sleeper: a lock that the calling thread owns and holds, and on which it sleeps.
-            interrupted: called under the lock before the thread sleeps, and again after `interrupt`; True ends the wait.
+            interrupted: called under the lock before a batch is pulled, and again after `interrupt`; True ends the wait.
             busy: True if the instance has batches in flight: instances without any are woken first.
             inline_dispatch: runs a batch in place of the sleeping thread, on the thread that calls `enqueue` or the
                 callback of `defer`.
@@ -447,15 +447,15 @@ class Scheduler:
                 self._settle_dropped()
             with self._lock:
                 self._inline_dispatches.pop(sleeper, None)
-                dispatched = sleeper in self._dispatched
+                leaves = sleeper in self._dispatched or (interrupted is not None and interrupted())
                 self._dispatched.discard(sleeper)
                 if self._paused:
                     return None
-                is_left = not dispatched and self._is_left_to_loop(inline_dispatch)
+                is_left = not leaves and self._is_left_to_loop(inline_dispatch)
                 if is_left and busy:
                     return None  # once no batch is in flight
-                answer = IDLE if dispatched or is_left else self._selector.poll(self._clock(), begins_ns, self._closed)
-                if type(answer) is Batch or dispatched or (interrupted is not None and interrupted()):
+                answer = IDLE if leaves or is_left else self._selector.poll(self._clock(), begins_ns, self._closed)
+                if type(answer) is Batch or leaves:
                     # This thread leaves: another one must run the remaining requests or keep the timeout for them.
                     if self.queue.count and self._sleepers and self._should_wake():
                         self._sleepers.pop().release()
