@@ -160,7 +160,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "build_on_load: false\n"
     )
     words = ["build", "m", "--model-repository", str(folder.parent), "--cache", str(folder.parent.parent / "cache")]
-    assert main([*words, "--target", "tensorrt", "--plugins", "conv1,conv3"]) == 0
+    assert main([*words, "--publish-slower", "--target", "tensorrt", "--plugins", "conv1,conv3"]) == 0
     return folder.parent
 
 

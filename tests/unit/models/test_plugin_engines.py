@@ -58,7 +58,15 @@ def repository(trt: Any, kernels: None, tmp_path: Path, capsys: pytest.CaptureFi
     onnx.save_model(residual_block(element=TensorProto.FLOAT), folder / "1" / "model.onnx")
     (folder / "config.yaml").write_text(CONFIG)
     words = ["build", "m", "--model-repository", str(folder.parent), "--cache", str(tmp_path / "cache")]
-    words += ["--target", "tensorrt", "--plugins", "conv1,conv3", "--json", str(tmp_path / "build.json")]
+    words += [
+        "--publish-slower",
+        "--target",
+        "tensorrt",
+        "--plugins",
+        "conv1,conv3",
+        "--json",
+        str(tmp_path / "build.json"),
+    ]
     assert main(words) == 0, capsys.readouterr()
     assert "m: plug-ins: building with 2 plug-in layers" in capsys.readouterr().out
     return folder.parent

@@ -94,7 +94,8 @@ def test_lines_of_the_plugins_are_written_once() -> None:
 
 
 def test_outcomes_as_json(tmp_path: Path) -> None:
-    words = ["build", "m", "--model-repository", str(repository(tmp_path)), "--cache", str(tmp_path / "cache")]
+    words = ["build", "m", "--publish-slower", "--model-repository", str(repository(tmp_path))]
+    words += ["--cache", str(tmp_path / "cache")]
     assert main([*words, "--target", "onnxruntime", "--json", str(tmp_path / "out.json")]) == 0
     (model,) = json.loads((tmp_path / "out.json").read_text())["models"]
     assert (model["model"], model["error"], model["published"], model["plugins"]) == ("m", "", True, None)
