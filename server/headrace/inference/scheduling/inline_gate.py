@@ -35,7 +35,7 @@ INLINE_DEVICE_BOUND_NS = 2 * NS_PER_MS
 class InlineGate:
     """Decides whether a lone request runs on the event loop; see docs/decisions/0008-inline-runs.md.
 
-    Ownership: the event loop. Only `support` is called by an instance's thread, before it serves.
+    Ownership: the event loop. An instance's thread calls `support` before it serves, and `is_open`, which only reads.
 
     Attributes:
         name: name of the version, for log lines.
