@@ -163,7 +163,7 @@ def speed_text(outcome: BuildOutcome) -> str:
     parts = []
     current, current_rows_per_s = _serving_before(outcome)
     if current_rows_per_s:
-        parts.append(_beside_serving(built, current, current_rows_per_s))
+        parts.append(_beside_serving(built.rows_per_s, current, current_rows_per_s))
     elif current:
         parts.append(f"{rate(built.rows_per_s)} rows/s; {current} serves now")
     if built.spec.precision != "fp32":
@@ -177,21 +177,27 @@ def speed_text(outcome: BuildOutcome) -> str:
     return "; ".join(parts)
 
 
-def _beside_serving(built: BuildResult, current: str, current_rows_per_s: float) -> str:
-    times = _times(built.rows_per_s, current_rows_per_s)
+def _beside_serving(rows_per_s: float, current: str, current_rows_per_s: float) -> str:
+    times = _times(rows_per_s, current_rows_per_s)
     return f"{times} as fast as what serves now ({current}, {rate(current_rows_per_s)} rows/s)"
 
 
-def slower_text(outcome: BuildOutcome) -> str:
-    """Return how much slower the engine is than what serves now; "" if it is not, or if a server would use no other file."""
+def slower_text(outcome: BuildOutcome, in_turns: tuple[float, float] | None = None) -> str:
+    """Return how much slower the engine is than what serves now; "" if it is not, or if a server would use no other file.
+
+    Args:
+        outcome: the build.
+        in_turns: rows/s of the engine and of what serves, if they were timed in turns; else the figures of their builds count.
+    """
     current, current_rows_per_s = _serving_before(outcome)
     if outcome.request is None or outcome.built is None or outcome.not_served:
         return ""
     if requests_tensorrt(outcome.request.project.config):
         return ""
-    if outcome.built.rows_per_s >= _SLOWER * current_rows_per_s:
+    rows_per_s, current_rows_per_s = in_turns or (outcome.built.rows_per_s, current_rows_per_s)
+    if rows_per_s >= _SLOWER * current_rows_per_s:
         return ""
-    beside = _beside_serving(outcome.built, current, current_rows_per_s)
+    beside = _beside_serving(rows_per_s, current, current_rows_per_s)
     return f"it is {beside}: `headrace build {outcome.name} --publish-slower` publishes it"
 
 
