@@ -247,6 +247,7 @@ class ResultWriter:
         self.declared: Declared = {name: (index, code) for index, (name, code) in enumerate(outputs)}
         self._names = [name for name, _code in outputs]
         self._codes = [code for _name, code in outputs]
+        self._dtypes = [DTYPES[code] for code in self._codes]
 
     def done_batch(self, batch: ReceivedBatch, outputs: Any) -> tuple[bytes, int]:
         """Encode outputs of the whole batch.
@@ -268,7 +269,8 @@ class ResultWriter:
         for name, array in outputs.items():
             if name in self.declared:
                 index = self.declared[name][0]
-                writer.add(ALL_MEMBERS, index, self._code(name, array), _as_array(name, array))
+                array = self._fit(index, _as_array(name, array))
+                writer.add(ALL_MEMBERS, index, self._code(name, array), array)
         return self._finish(batch, bytes(len(batch.members)), writer)
 
     def done_members(
@@ -306,6 +308,8 @@ class ResultWriter:
                 texts.append(LENGTH.pack(len(text)) + text)
                 continue
             for index, array in result.items():
+                if type(array) is np.ndarray and array.dtype is not self._dtypes[index]:
+                    array = self._fit(index, array)
                 entries = by_output.get(index)
                 if entries is None:
                     by_output[index] = [(member, array)]
@@ -346,8 +350,16 @@ class ResultWriter:
 
     def checked(self, name: str, array: Any) -> tuple[_Array, int]:
         """Return an output as an array, and its datatype code; raises WrongResultError if it has none."""
-        array = _as_array(name, array)
+        array = self._fit(self.declared[name][0], _as_array(name, array))
         return array, self._code(name, array)
+
+    def _fit(self, index: int, array: _Array) -> _Array:
+        """Return an output of integers in the declared datatype if all fit, as Triton's users have NumPy's int64 for INT32."""
+        dtype = self._dtypes[index]
+        if self._codes[index] == BF16 or dtype.kind not in "iu" or array.dtype.kind not in "iu" or array.dtype == dtype:
+            return array
+        fitted = array.astype(dtype)
+        return fitted if np.array_equal(fitted, array) else array
 
     def _code(self, name: str, array: _Array) -> int:
         """Return the datatype code of an output."""
