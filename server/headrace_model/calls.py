@@ -10,6 +10,10 @@ JSON:
     REPLY  {"outputs": [[name, datatype code, dims, offset, size]], "parameters": {...} if there are any}, {"ready": bool}, {}, or
            {"error": [code, text]}
 
+An "infer" with "stream": true has any number of REPLY with the flag MORE, each of which is read before CREDIT lets the next one
+take its place in the slot; the last REPLY has no flag, and no outputs if the model is decoupled.
+
+    CREDIT (no body): the response of this call in the slot has been read
     CANCEL (no body): nothing waits for the reply to the call any more; it comes all the same, and frees the slot
     CLOSE  (no body): no call runs, and the slots so far are not used any more
 
@@ -64,6 +68,7 @@ class Calls:
         self._free: deque[int] = deque()  # any thread appends, when a lease ends
         self._waiting: deque[Callable[[], None]] = deque()  # calls of `async_exec` above the limit; on the event loop
         self._async_calls = 0  # on the event loop
+        self._dropped: deque[tuple[int, SlotLease]] = deque()  # any thread appends
         self._sending = threading.Lock()  # guards the next attributes
         self._slots: list[Slot] = []
         self._number = 0
@@ -77,6 +82,48 @@ class Calls:
         """Call the model of a request and wait for its response, which has an error if the call fails."""
         number, lease = self._send_infer(request, None)
         return self._response(lease, self._wait(number, lease))
+
+    def stream(self, request: python_backend.InferenceRequest) -> python_backend.ResponseIterator:
+        """Call the model of a request; the responses are waited for one by one."""
+        number, lease = self._send_infer(request, None, stream=True)
+        return python_backend.ResponseIterator(self, number, lease)
+
+    def next_response(self, number: int, lease: SlotLease) -> tuple[python_backend.InferenceResponse | None, bool]:
+        """Wait for the next response of a `stream`.
+
+        Returns:
+            The response, or None at the end; and whether others may follow.
+        """
+        frame = self._wait(number, lease)
+        may_follow = _has_followers(frame)
+        response = self._response(lease, frame, copies=True)
+        if may_follow:
+            with self._sending, suppress(OSError):  # closed: the next call says so
+                self._frames.send(protocol.CREDIT, 0, number, 0, b"")
+        elif not response.has_error() and not response.output_tensors():
+            return None, False
+        return response, may_follow
+
+    def drop(self, number: int, lease: SlotLease) -> None:
+        """Cancel a `stream` before its end; does not wait, so that a finalizer may call it from any line of code."""
+        self._dropped.append((number, lease))
+        if self._sending.acquire(blocking=False):
+            try:
+                self._cancel_dropped()
+            finally:
+                self._sending.release()
+
+    def _cancel_dropped(self) -> None:
+        """Let the server cancel the dropped streams; the caller holds `_sending`."""
+        while self._dropped:
+            number, lease = self._dropped.popleft()
+            with self._changed:
+                frame = self._replies.pop(number, None)
+                if frame is not None and not _has_followers(frame):
+                    continue
+                self._receivers[number] = lambda _frame, _lease=lease: None  # type: ignore[misc]
+            with suppress(OSError):
+                self._frames.send(protocol.CANCEL, 0, number, 0, b"")
 
     def infer_async(self, request: python_backend.InferenceRequest) -> asyncio.Future[python_backend.InferenceResponse]:
         """Call the model of a request; the result is awaited on the running event loop."""
@@ -162,7 +209,7 @@ class Calls:
     # Sending
 
     def _send_infer(
-        self, request: python_backend.InferenceRequest, receiver: Callable[[bytes], None] | None
+        self, request: python_backend.InferenceRequest, receiver: Callable[[bytes], None] | None, stream: bool = False
     ) -> tuple[int, SlotLease]:
         """Send a call; return its number and its slot."""
         trace = request._trace
@@ -182,6 +229,8 @@ class Calls:
             is_start = bool(flags & python_backend.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
             is_end = bool(flags & python_backend.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
             message["sequence"] = [request._correlation_id, is_start, is_end]
+        if stream:
+            message["stream"] = True
         with self._sending:
             lease = self._take_slot()
             end, message["inputs"] = self._write(lease.slot, request._inputs)
@@ -241,6 +290,7 @@ class Calls:
     def _send(
         self, lease: SlotLease, end: int, message: dict[str, Any], receiver: Callable[[bytes], None] | None
     ) -> int:
+        self._cancel_dropped()
         self._number = number = self._number + 1
         body, flags = lease.slot.spill(_encode(message).encode(), end)
         if receiver is not None:
@@ -322,7 +372,7 @@ class Calls:
                 receiver(b"")
             return
         number: int = HEADER.unpack_from(frame)[4]
-        receiver_of_call = self._receivers.pop(number, None)
+        receiver_of_call = (self._receivers.get if _has_followers(frame) else self._receivers.pop)(number, None)
         if receiver_of_call is None:
             self._replies[number] = frame
         else:
@@ -340,14 +390,16 @@ class Calls:
         message: dict[str, Any] = _decode(body.decode())
         return message
 
-    def _response(self, lease: SlotLease, frame: bytes) -> python_backend.InferenceResponse:
-        """Return the response of a call; its arrays hold the slot."""
+    def _response(self, lease: SlotLease, frame: bytes, copies: bool = False) -> python_backend.InferenceResponse:
+        """Return the response of a call; its arrays hold the slot, unless they are copies."""
         message = self._message(lease, frame)
         error = message.get("error")
         if error:
-            return python_backend.InferenceResponse([], python_tensors.TritonError(error[1], error[0]))
+            return python_backend.InferenceResponse(
+                [], python_tensors.TritonError(error[1], error[0] - protocol.UNKNOWN)
+            )
         slot, base, tensors = lease.slot, None, []
-        copies = len(self._slots) - len(self._free) > _MAX_HELD_SLOTS
+        copies = copies or len(self._slots) - len(self._free) > _MAX_HELD_SLOTS
         for name, code, dims, offset, size in message["outputs"]:
             if code == BYTES:
                 array = protocol.unpack_texts(slot.read(offset, size), dims)
@@ -361,3 +413,7 @@ class Calls:
                 array = np.ndarray(dims, DTYPES[code], base, offset)
             tensors.append(python_tensors.Tensor(name, array))
         return python_backend.InferenceResponse(tensors, None, message.get("parameters"))
+
+
+def _has_followers(frame: bytes) -> bool:
+    return bool(HEADER.unpack_from(frame)[2] & protocol.MORE)

@@ -42,8 +42,8 @@ VERSION = 1
 PROBE_THREAD = "is_ready"
 
 RUN, DONE, FAILED, SHARE, CALL, REPLY, CANCEL, CLOSE, RESPONSE, WANT, CREDIT = range(1, 12)
-# Flags of frames. OPEN_MEMBERS: of a DONE that has requests without a result yet.
-SPILLED, FINAL, EMPTY, DROPPED, OPEN_MEMBERS = 1, 2, 4, 8, 16
+# Flags of frames. OPEN_MEMBERS: of a DONE that has requests without a result yet. MORE: of a REPLY after which others follow.
+SPILLED, FINAL, EMPTY, DROPPED, OPEN_MEMBERS, MORE = 1, 2, 4, 8, 16, 32
 
 HEADER = struct.Struct("<BBHIQII")
 # Index of the input, datatype code, number of dims, flags, member (`SEPARATE`), offset in the slot or region, size in bytes.
@@ -83,7 +83,7 @@ MAX_MASKED_OUTPUTS = 64
 # Flags of a tensor in RUN; SEPARATE: of one member, DEVICE: in a region of GPU memory (of one member, too).
 RAGGED, TEXT, SEPARATE, DEVICE = 1, 2, 4, 8
 
-# Codes of a member's result; 1 to 8 are the codes of Triton's TritonError, less one for OK.
+# Codes of a member's result; from 1 on the codes of Triton's TritonError, plus 1.
 OK, UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(9)
 # Code of a member in DONE that is answered by a RESPONSE.
 OPEN = 9

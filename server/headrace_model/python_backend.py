@@ -219,22 +219,28 @@ class InferenceRequest:
         """Return True once the caller waits no longer: it has disconnected, or its deadline has passed."""
         return self._slot is not None and self._slot.is_cancelled(self._member)
 
-    def exec(self, decoupled: bool = False) -> InferenceResponse:
+    def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
         """Call the model of this request and wait for its response.
 
         Args:
-            decoupled: must be False: a call has one response.
+            decoupled: return an iterator over any number of responses at once; it waits for each of them.
         """
-        return self._calls(decoupled).infer(self)  # type: ignore[no-any-return]
+        calls = self._calls()
+        return calls.stream(self) if decoupled else calls.infer(self)  # type: ignore[no-any-return]
 
-    def async_exec(self, decoupled: bool = False) -> asyncio.Future[InferenceResponse]:
-        """Call the model of this request from `async def execute`; the result is awaited."""
-        return self._calls(decoupled).infer_async(self)  # type: ignore[no-any-return]
+    def async_exec(self, decoupled: bool = False) -> asyncio.Future[Any]:
+        """Call the model of this request from `async def execute`; the result of `exec` is awaited."""
+        calls = self._calls()
+        if not decoupled:
+            return calls.infer_async(self)  # type: ignore[no-any-return]
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(calls.stream(self))
+        return future
 
-    def _calls(self, decoupled: bool) -> Any:
+    def _calls(self) -> Any:
         if not self._model_name:
             raise TritonModelException("a call needs the name of a model: InferenceRequest(model_name=...)")
-        return _calls(decoupled)
+        return _calls()
 
     def get_response_sender(self) -> InferenceResponseSender:
         """Return a sender for the responses of this request, which any thread may use after `execute` has returned None for it.
@@ -281,6 +287,38 @@ class InferenceRequest:
                 "sequence_batching { iterative_sequence: true } in its configuration"
             )
         self._release_flags = flags
+
+
+class ResponseIterator:
+    """Responses of `exec(decoupled=True)` in the order in which the model sent them; one thread iterates over them, once.
+
+    The call is cancelled if the iterator is dropped before its end.
+    """
+
+    def __init__(self, calls: Any, number: int, lease: Any) -> None:
+        self._calls, self._number, self._lease = calls, number, lease
+
+    def __iter__(self) -> ResponseIterator:
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        if self._lease is None:
+            raise StopIteration
+        response, may_follow = self._calls.next_response(self._number, self._lease)
+        if not may_follow:
+            self._lease = None
+        if response is None:
+            raise StopIteration
+        return response  # type: ignore[no-any-return]
+
+    def cancel(self) -> None:
+        """Cancel the call: no further response comes."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._calls.drop(self._number, lease)
+
+    def __del__(self) -> None:
+        self.cancel()
 
 
 class InferenceResponseSender:
@@ -361,12 +399,7 @@ def _is_parameter(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _calls(decoupled: bool) -> Any:
-    if decoupled:
-        raise TritonModelException(
-            "exec(decoupled=True) is not served: a call has one response, and a decoupled model returns any number. Call models "
-            "with one response by exec(), and let the client call the decoupled one"
-        )
+def _calls() -> Any:
     if runtime.calls is None:
         raise TritonModelException("other models can only be called while the model is served")
     return runtime.calls
@@ -485,7 +518,7 @@ def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bo
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
     """Return True if a model of the server is ready."""
-    return bool(_calls(False).control("ready", protocol.text(model_name), str(protocol.text(model_version))))
+    return bool(_calls().control("ready", protocol.text(model_name), str(protocol.text(model_version))))
 
 
 def load_model(model_name: str, files: dict[str, Any] | None = None, config: str = "") -> None:
@@ -494,12 +527,12 @@ def load_model(model_name: str, files: dict[str, Any] | None = None, config: str
         raise TritonModelException(
             "load_model with files or config is not served here: put the model into the repository"
         )
-    _calls(False).control("load", protocol.text(model_name), "")
+    _calls().control("load", protocol.text(model_name), "")
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Unload a model; the server needs `--model-control-mode explicit`."""
-    _calls(False).control("unload_dependents" if unload_dependents else "unload", protocol.text(model_name), "")
+    _calls().control("unload_dependents" if unload_dependents else "unload", protocol.text(model_name), "")
 
 
 def get_model_dir() -> str:
@@ -508,7 +541,6 @@ def get_model_dir() -> str:
 
 
 _REFUSED = {
-    "ResponseIterator": "a call has one response, decoupled models cannot be called by models",
     "RawData": "inputs are NumPy arrays, read them with as_numpy()",
 }
 

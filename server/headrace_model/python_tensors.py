@@ -41,26 +41,19 @@ class TritonError:
         code: one of the codes of this class; it decides the HTTP status and the gRPC code.
     """
 
-    UNKNOWN = protocol.UNKNOWN
-    INTERNAL = protocol.INTERNAL
-    NOT_FOUND = protocol.NOT_FOUND
-    INVALID_ARG = protocol.INVALID_ARG
-    UNAVAILABLE = protocol.UNAVAILABLE
-    UNSUPPORTED = protocol.UNSUPPORTED
-    ALREADY_EXISTS = protocol.ALREADY_EXISTS
-    CANCELLED = protocol.CANCELLED
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
 
     __slots__ = ("_code", "_message")
 
-    def __init__(self, message: str, code: int = protocol.INTERNAL) -> None:
-        if type(code) is not int or not protocol.OK < code <= protocol.CANCELLED:
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        if type(code) is not int or not self.UNKNOWN <= code <= self.CANCELLED:
             raise TritonModelException(f"the code of a TritonError is one of its constants, not {code!r}")
         self._message = str(protocol.text(message))
-        self._code = code
+        self._code = code + protocol.UNKNOWN  # of the protocol, where 0 is no error
 
     def code(self) -> int:
         """Return the code."""
-        return self._code
+        return self._code - protocol.UNKNOWN
 
     def message(self) -> str:
         """Return the text."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,8 +19,9 @@ from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException
 
 from loadtest.onnx_models import onnx_model
-from tests.support import python_models
+from tests.support import decoupled_models, python_models
 from tests.support.attacks import UNBOUNDED_WAITS
+from tests.support.decoupled_models import HEAD
 from tests.support.models import add_model
 from tests.support.python_models import add_python_model
 from tests.support.serving import Server, serving
@@ -296,9 +298,102 @@ def test_arguments_and_errors_of_a_call(relays: Server) -> None:
         tensor = triton_http.InferInput("X", [1], "FP32").set_data_from_numpy(np.zeros(1, np.float32))
         facts = [fact.decode() for fact in client.infer("options", [tensor]).as_numpy("FACTS")]
     assert facts[:3] == ["an id", '{"k": "v", "n": 3}', "FACTS"]
-    version, output, missing, decoupled, nameless = facts[3:]
-    assert re.match(r"3 .*version.*7", version), version
-    assert re.match(r"4 .*no output 'NONE': \['FACTS'\]", output), output
-    assert re.match(r"3 .*missing", missing), missing
-    assert "exec(decoupled=True) is not served" in decoupled
+    version, output, missing, nameless = facts[3:]
+    assert re.match(r"2 .*version.*7", version), version
+    assert re.match(r"3 .*no output 'NONE': \['FACTS'\]", output), output
+    assert re.match(r"2 .*missing", missing), missing
     assert "needs the name of a model" in nameless
+
+
+# Calls of decoupled models
+
+
+@pytest.fixture(scope="module")
+def streams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("streams") / "repository"
+    add_python_model(repository, "square", decoupled_models.SQUARE, decoupled_models.SQUARE_CONFIG)
+    add_python_model(repository, "actions", HEAD + decoupled_models.ACTIONS, decoupled_models.ACTIONS_CONFIG)
+    add_python_model(repository, "plain", PLAIN, PLAIN_CONFIG)
+    add_python_model(repository, "caller", decoupled_models.CALLER, decoupled_models.CALLER_CONFIG)
+    with serving(repository, repository.parent, "--profile-s", "0") as running:
+        yield running
+
+
+PLAIN = (
+    HEAD
+    + """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [answer(*value(request, "IN") + 1) for request in requests]
+"""
+)
+PLAIN_CONFIG = """
+backend: "python"
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ -1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ -1 ] } ]
+"""
+
+
+def stream(
+    server: Server, model: str, *values: int, count: int = 1, take: int = -1, **options: Any
+) -> tuple[list[int], list[str]]:
+    """Return the elements of all responses of `model` to its caller, and the texts of the errors."""
+    with triton_http.InferenceServerClient(server.address, network_timeout=60) as client:
+        arrays = {
+            "MODEL": np.array([model], dtype=object),
+            "IN": np.array(values, np.int32),
+            "COUNT_TAKE": np.array([count, take], np.int32),
+        }
+        result = infer(client, "caller", arrays, **options)
+        return result.as_numpy("OUT").tolist(), [text.decode() for text in result.as_numpy("ERRORS")]
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "expected"),
+    [
+        ("square", [0], []),
+        ("square", [3], [3] * 3),
+        ("square", [300], [300] * 300),  # more than wait in the server
+        ("actions", [2, 100], list(range(100))),  # the final flag comes with the last response
+        ("plain", [4, 5], [5, 6]),
+    ],
+)
+def test_a_model_calls_a_decoupled_one(streams: Server, model: str, values: list[int], expected: list[int]) -> None:
+    assert stream(streams, model, *values, count=2) == (expected * 2, [])
+
+
+def test_large_responses_arrive_whole(streams: Server) -> None:
+    elements, errors = stream(streams, "actions", 12, 1_000_000)
+    assert errors == []
+    np.testing.assert_array_equal(elements, np.repeat(np.arange(4), 1_000_000))
+
+
+def test_errors_of_decoupled_models_are_responses(streams: Server) -> None:
+    elements, errors = stream(streams, "actions", 3, 2)
+    assert (elements[:2], errors[0]) == ([0, 1], "3 after 2")
+    elements, errors = stream(streams, "missing", 1, count=2)
+    assert (elements, [error[:2] for error in errors]) == ([], ["2 ", "2 "])
+
+
+def test_dropped_iterators_cancel_their_calls(streams: Server) -> None:
+    # More than a process has slots, and each of them more responses than wait in the server.
+    assert stream(streams, "square", 1000, count=1100, take=1) == ([1000] * 1100, [])
+    before = stream(streams, "actions", 7, 0)[0][1]
+    assert stream(streams, "actions", 6, 3, count=2, take=3)[0] == [0, 1, 2] * 2
+    until(lambda: stream(streams, "actions", 7, 0)[0][1] == before + 2)
+
+
+def test_the_end_of_a_request_ends_its_streams(streams: Server) -> None:
+    before = stream(streams, "actions", 7, 0)[0][1]
+    with pytest.raises(InferenceServerException, match="deadline"):
+        stream(streams, "actions", 6, 1, headers={"X-Request-Timeout-Ms": "300"})
+    until(lambda: stream(streams, "actions", 7, 0)[0][1] == before + 1)
+
+
+def test_one_response_of_a_decoupled_model_is_refused(streams: Server) -> None:
+    with (
+        triton_http.InferenceServerClient(streams.address) as client,
+        pytest.raises(InferenceServerException) as raised,
+    ):
+        infer(client, "square", {"IN": np.ones(1, np.int32)})
+    assert "exec(decoupled=True)" in str(raised.value)

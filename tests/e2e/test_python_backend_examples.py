@@ -37,6 +37,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     add_python_model(repository, "words", python_models.OWN_CLASS, python_models.OWN_CLASS_CONFIG)
     add_python_model(repository, "decoupled", python_models.DECOUPLED, 'backend: "python"')
     add_python_model(repository, "square", decoupled_models.SQUARE, decoupled_models.SQUARE_CONFIG)
+    add_python_model(repository, "sum_once", decoupled_models.SUM_ONCE, decoupled_models.SUM_CONFIG)
+    add_python_model(repository, "sum_twice", decoupled_models.SUM_TWICE, decoupled_models.SUM_CONFIG)
+    add_python_model(repository, "codes", python_models.CODES, python_models.CODES_CONFIG)
     add_python_model(repository, "repeat", decoupled_models.REPEAT, decoupled_models.REPEAT_CONFIG)
     add_python_model(repository, "nothing", "x = 1\n")
     add_python_model(repository, "metrics", python_models.CUSTOM_METRICS, python_models.CUSTOM_METRICS_CONFIG)
@@ -78,12 +81,12 @@ def test_each_request_of_a_batch_has_its_own_error(server: Server) -> None:
             return f"ok {result.as_numpy('ECHO')[0, 0]}"
 
     with ThreadPoolExecutor(8) as threads:
-        outcomes = list(threads.map(outcome, [0, 3, 0, 4, 5, 6, 7, 0]))
-    codes = {3: 404, 4: 400, 5: 503, 6: 400, 7: 409}
+        outcomes = list(threads.map(outcome, [-1, 2, -1, 3, 4, 5, 6, -1]))
+    codes = {2: 404, 3: 400, 4: 503, 5: 400, 6: 409}
     assert outcomes == [
-        f"{codes[number]} error number {number}" if number else "ok 0" for number in (0, 3, 0, 4, 5, 6, 7, 0)
+        f"{codes[number]} error number {number}" if number >= 0 else "ok -1" for number in (-1, 2, -1, 3, 4, 5, 6, -1)
     ]
-    assert outcome(2) == "500 error number 2"
+    assert [outcome(number) for number in (0, 1)] == ["500 error number 0", "500 error number 1"]
 
 
 def test_a_model_reads_its_instance_and_its_request(client: triton_http.InferenceServerClient) -> None:
@@ -171,6 +174,28 @@ def test_a_stream_of_many_responses_arrives_whole(server: Server) -> None:
             assert answers.get(timeout=60).as_numpy("OUT").tolist() == [3000]
         assert answers.get(timeout=60).get_response().parameters["triton_final_response"].bool_param
         client.stop_stream()
+
+
+@pytest.mark.parametrize(("model", "times"), [("sum_once", 1), ("sum_twice", 2)])
+def test_a_model_sums_the_responses_of_a_decoupled_one(
+    client: triton_http.InferenceServerClient, model: str, times: int
+) -> None:
+    for number in (4, 2, 0, 1):
+        result = infer(client, model, {"IN": np.array([number], np.int32)})
+        assert result.as_numpy("SUM").tolist() == [times * number * number]
+
+
+def test_integers_that_do_not_fit_the_configured_datatype_are_refused(
+    client: triton_http.InferenceServerClient,
+) -> None:
+    with pytest.raises(InferenceServerException, match=r"SUM.*INT64.*INT32"):
+        infer(client, "sum_once", {"IN": np.array([50_000], np.int32)})
+
+
+def test_codes_of_errors_reach_the_caller(client: triton_http.InferenceServerClient) -> None:
+    for code in range(1, 8):
+        result = infer(client, "codes", {"CODE": np.array([[code]], np.int32)})
+        assert result.as_numpy("RECEIVED").tolist() == [code]
 
 
 def test_custom_metrics_are_on_the_metrics_page(server: Server, client: triton_http.InferenceServerClient) -> None:

@@ -213,7 +213,7 @@ class TritonPythonModel:
             sender.send(answer(number - 1, last=True), flags=FINAL)
         elif action == 3:  # an error in the middle
             self.count(sender, number)
-            sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("after %d" % number, 4)))
+            sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("after %d" % number, 3)))
             sender.send(answer(99), flags=FINAL)
         elif action == 4:  # no final flag
             self.count(sender, number)
@@ -276,4 +276,91 @@ class TritonPythonModel:
         for element in range(number):
             sender.send(answer(element))
             self.sent += 1
+"""
+
+ACTIONS_CONFIG = """
+backend: "python"
+max_batch_size: 0
+model_transaction_policy { decoupled: True }
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ -1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ -1 ] } ]
+"""
+
+# Sum of the responses of `square`: called once and waited for, or twice at once. Sums are INT64, NumPy's default, where the
+# configuration has INT32.
+SUM_CONFIG = """
+backend: "python"
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "SUM" data_type: TYPE_INT32 dims: [ 1 ] } ]
+"""
+SUM_ONCE = (
+    HEAD
+    + """
+def square(number):
+    number = pb_utils.Tensor("IN", number)
+    return pb_utils.InferenceRequest(model_name="square", inputs=[number], requested_output_names=["OUT"])
+
+def total(responses):
+    total = np.array([0])
+    for response in responses:
+        if response.has_error():
+            raise pb_utils.TritonModelException(response.error().message())
+        total += pb_utils.get_output_tensor_by_name(response, "OUT").as_numpy()
+    return total
+
+class TritonPythonModel:
+    def execute(self, requests):
+        sums = [total(square(value(request, "IN")).exec(decoupled=True)) for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("SUM", sum)]) for sum in sums]
+"""
+)
+SUM_TWICE = (
+    SUM_ONCE.partition("class ")[0]
+    + """
+import asyncio
+
+class TritonPythonModel:
+    async def execute(self, requests):
+        (request,) = requests
+        calls = [square(value(request, "IN")).async_exec(decoupled=True) for _ in range(2)]
+        sums = [total(responses) for responses in await asyncio.gather(*calls)]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("SUM", sum(sums))])]
+"""
+)
+
+# Calls MODEL with IN, COUNT times, and drops each iterator after TAKE responses; returns their elements, and the errors' texts.
+CALLER = (
+    HEAD
+    + """
+class TritonPythonModel:
+    async def execute(self, requests):
+        return [await self.call(request) for request in requests]
+
+    async def call(self, request):
+        name, (count, take) = value(request, "MODEL")[0].decode(), value(request, "COUNT_TAKE")
+        found, errors = [], []
+        for number in range(count):
+            call = pb_utils.InferenceRequest(
+                model_name=name, inputs=[pb_utils.Tensor("IN", value(request, "IN"))], requested_output_names=["OUT"]
+            )
+            responses = await call.async_exec(decoupled=True) if number % 2 else call.exec(decoupled=True)
+            assert isinstance(responses, pb_utils.ResponseIterator)
+            for index, response in enumerate(responses):
+                if response.has_error():
+                    errors.append(f"{response.error().code()} {response.error().message()}")
+                else:
+                    found.append(response.output_tensors()[0].as_numpy())
+                if index + 1 == take:
+                    break
+        out = np.concatenate([np.zeros(0, np.int32), *found])
+        texts = np.array(errors, dtype=object)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", out), pb_utils.Tensor("ERRORS", texts)])
+"""
+)
+CALLER_CONFIG = """
+backend: "python"
+max_batch_size: 0
+input [ { name: "MODEL" data_type: TYPE_STRING dims: [ 1 ] }, { name: "IN" data_type: TYPE_INT32 dims: [ -1 ] },
+        { name: "COUNT_TAKE" data_type: TYPE_INT32 dims: [ 2 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ -1 ] }, { name: "ERRORS" data_type: TYPE_STRING dims: [ -1 ] } ]
 """

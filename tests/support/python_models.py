@@ -101,9 +101,26 @@ class TritonPythonModel:
             number = int(code[0, 0])
             if number == 99:
                 raise RuntimeError("a secret of the model")
-            error = pb_utils.TritonError("error number %d" % number, number) if number else None
+            error = pb_utils.TritonError("error number %d" % number, number) if number >= 0 else None
             responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("ECHO", code)], error))
         return responses
+"""
+
+# Returns the code of the error that a call of `errors` has.
+CODES_CONFIG = """
+backend: "python"
+input [ { name: "CODE" data_type: TYPE_INT32 dims: [ 1, 1 ] } ]
+output [ { name: "RECEIVED" data_type: TYPE_INT32 dims: [ 1 ] } ]
+"""
+CODES = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        calls = [pb_utils.InferenceRequest(model_name="errors", inputs=request.inputs()) for request in requests]
+        codes = [call.exec().error().code() for call in calls]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("RECEIVED", np.array([int(code)]))]) for code in codes]
 """
 
 INSTANCE_KIND_CONFIG = """
@@ -354,7 +371,7 @@ class TritonPythonModel:
         while not all(request.is_cancelled() for request in requests) and time.monotonic() - begun < 20:
             time.sleep(0.01)
         print("waiter: cancelled after %.2f s" % (time.monotonic() - begun))
-        return [pb_utils.InferenceResponse(error=pb_utils.TritonError("nothing came", 5)) for _ in requests]
+        return [pb_utils.InferenceResponse(error=pb_utils.TritonError("nothing came", 4)) for _ in requests]
 """
 
 # Makes as many calls as INPUT0 says, all at once, some of them in threads, and keeps all results until the end.
@@ -408,11 +425,10 @@ class TritonPythonModel:
             for options in ({"model_version": 7}, {"requested_output_names": ["NONE"]}, {"model_name": "missing"}):
                 error = pb_utils.InferenceRequest(**{"model_name": "instance_kind", "inputs": [x], **options}).exec().error()
                 errors.append("%d %s" % (error.code(), error.message()))
-            for options, decoupled in (({"model_name": "instance_kind"}, True), ({}, False)):
-                try:
-                    pb_utils.InferenceRequest(inputs=[x], **options).exec(decoupled=decoupled)
-                except pb_utils.TritonModelException as error:
-                    errors.append(str(error))
+            try:
+                pb_utils.InferenceRequest(inputs=[x]).exec()
+            except pb_utils.TritonModelException as error:
+                errors.append(str(error))
             responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("FACTS", np.array(facts + errors, dtype=object))]))
         return responses
 """

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headrace_model.protocol import ProtocolError
 from headrace_model.slots import START
 
-from headrace.core.completion import LoopCompletion
+from headrace.core.completion import LoopCompletion, Mailbox
+from headrace.core.errors import HeadraceError
+from headrace.core.request import InferResponse
+from headrace.core.response_stream import ResponseStream
 from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.python.process import RunningBatch
 from headrace.runtimes.base import BatchMember
@@ -26,6 +30,7 @@ class ModelCall:
         handle: the called version, leased.
         completion: of the call.
         end: first offset behind its inputs in the slot.
+        replies: of a decoupled model; None for a call with one reply.
     """
 
     caller: CallingProcess
@@ -36,6 +41,59 @@ class ModelCall:
     handle: VersionHandle
     completion: LoopCompletion | None = None
     end: int = START
+    replies: CallReplies | None = None
+
+
+class CallReplies:
+    """Sends the responses of a decoupled model to the process that calls it. On the event loop only.
+
+    One response at a time is in the slot of the call, until the process has taken it; the model's `send` has the bounds of any
+    other request.
+
+    Args:
+        mailbox: of the event loop.
+        write: sends a response, or an error in place of one; raises nothing.
+
+    Attributes:
+        stream: the responses on their way.
+    """
+
+    def __init__(self, mailbox: Mailbox, write: Callable[[InferResponse | HeadraceError], None]) -> None:
+        self.stream = ResponseStream(mailbox)
+        self._write = write
+        self._is_in_slot = False
+        self._on_end: Callable[[], None] | None = None
+        self.stream.then(self._advance)
+
+    def take(self) -> None:
+        """The process has taken the response in the slot; raises ProtocolError if there is none."""
+        if not self._is_in_slot:
+            raise ProtocolError("a response is taken that was not sent")
+        self._is_in_slot = False
+        self.stream.consumed()
+        self._advance()
+
+    def drop(self) -> None:
+        """Send no more: the process waits for the end alone."""
+        self._is_in_slot = False
+        self.stream.close()
+        if self._on_end is not None:
+            self._on_end()
+
+    def end(self, on_end: Callable[[], None]) -> bool:
+        """Return True if all responses are taken, else call `on_end` once they are."""
+        self._on_end = on_end
+        return not self._is_in_slot and self.stream.is_empty
+
+    def _advance(self) -> None:
+        if self._is_in_slot:
+            return
+        response = self.stream.take()
+        if response is not None:
+            self._is_in_slot = True
+            self._write(response)
+        elif self._on_end is not None:
+            self._on_end()
 
 
 class CallingProcess:

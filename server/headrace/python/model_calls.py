@@ -17,6 +17,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,7 +27,7 @@ from headrace_model.protocol import BYTES, DATATYPES, DTYPES, HEADER, SPILL, SPI
 from headrace_model.slots import START, Slot, aligned
 
 from headrace.core.clock import NS_PER_US, monotonic_ns
-from headrace.core.completion import probe_answer
+from headrace.core.completion import Mailbox, probe_answer
 from headrace.core.errors import (
     Aborted,
     BadRequest,
@@ -47,7 +48,7 @@ from headrace.core.shapes import CheckedShapes
 from headrace.core.tensor import Array, ModelSpec
 from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.registry import Registry
-from headrace.python.call_cycles import CallingProcess, ModelCall, find_cycle
+from headrace.python.call_cycles import CallingProcess, CallReplies, ModelCall, find_cycle
 from headrace.python.process import CallSocket, RunningBatch
 from headrace.runtimes.base import BatchMember
 
@@ -104,6 +105,7 @@ class ModelCalls:
 
     Attributes:
         loop: as in the argument.
+        mailbox: brings responses of decoupled models to the loop.
         control: loads and unloads models; set once it exists.
         connections: connections of all processes; on the event loop.
         callers: names and versions of the models that have called others; added on the event loop.
@@ -115,7 +117,7 @@ class ModelCalls:
         self.callers: set[str] = set()
         self.probe_waits: dict[asyncio.Task[None], tuple[str, frozenset[str]]] = {}
         self.connections: list[CallConnection] = []
-        self.loop = loop
+        self.loop, self.mailbox = loop, Mailbox(loop)
         self._versions = versions
         self._tasks: set[asyncio.Future[None]] = set()
 
@@ -327,6 +329,8 @@ class CallConnection(CallingProcess):
         loop.remove_writer(descriptor)
         self._frames.close()
         for call in list(self.calls.values()):
+            if call.replies is not None:
+                call.replies.drop()
             if call.completion is not None:
                 call.completion.abandon()
         self._slots = []
@@ -370,6 +374,13 @@ class CallConnection(CallingProcess):
             call = self.calls.get(number)
             if call is not None and call.completion is not None:
                 call.completion.settle(Cancelled("the model has cancelled its call"))
+                if call.replies is not None:
+                    call.replies.drop()
+            return
+        if kind == protocol.CREDIT:
+            call = self.calls.get(number)
+            if call is not None and call.replies is not None:
+                call.replies.take()
             return
         if kind != protocol.CALL or slot_index >= len(self._slots) or number in self.calls:
             raise ProtocolError(f"a frame of the kind {kind}")
@@ -472,6 +483,10 @@ class CallConnection(CallingProcess):
                     f"models wait for each other ({' -> '.join(cycle)}) and all their instances are busy: raise "
                     "instance_group.count, or send fewer requests at once"
                 )
+            if message.get("stream") is True and handle.spec.decoupled:
+                write = partial(self._reply_part, slot_index, number, call, request.outputs)
+                call.replies = CallReplies(self._calls.mailbox, write)
+                request.responses = call.replies.stream
             completion = call.completion = handle.infer(request)
         except HeadraceError as error:
             handle.record_failure(error, now_ns)
@@ -483,6 +498,8 @@ class CallConnection(CallingProcess):
         self.calls[number] = call
 
         def finish() -> None:
+            if call.replies is not None and not call.replies.end(finish):
+                return
             del self.calls[number]
             outcome = completion.outcome
             try:
@@ -499,6 +516,8 @@ class CallConnection(CallingProcess):
                 self._close()
             finally:
                 handle.release()
+                if call.replies is not None:
+                    call.replies.stream.close()
 
         completion.then(finish)
 
@@ -572,6 +591,24 @@ class CallConnection(CallingProcess):
 
     # Replies
 
+    def _reply_part(
+        self,
+        slot_index: int,
+        number: int,
+        call: ModelCall,
+        requested: tuple[str, ...],
+        part: InferResponse | HeadraceError,
+    ) -> None:
+        """Send one of several responses; raises nothing."""
+        try:
+            if isinstance(part, InferResponse):
+                self._reply_outputs(slot_index, number, call, requested, part, protocol.MORE)
+            else:
+                self._reply_error(slot_index, number, part, protocol.MORE)
+        except Exception as error:
+            logger.error("a response to model %s cannot be written: %.500r", self.caller, error)
+            self._close()
+
     def _reply_outputs(
         self,
         slot_index: int,
@@ -579,6 +616,7 @@ class CallConnection(CallingProcess):
         call: ModelCall,
         requested: tuple[str, ...],
         response: InferResponse,
+        flags: int = 0,
     ) -> None:
         if self._is_closed:
             return
@@ -594,17 +632,19 @@ class CallConnection(CallingProcess):
         message: dict[str, Any] = {"outputs": described}
         if response.parameters:
             message["parameters"] = dict(response.parameters)
-        self._reply(slot_index, number, message, end)
+        self._reply(slot_index, number, message, end, flags)
 
-    def _reply_error(self, slot_index: int, number: int, error: HeadraceError) -> None:
+    def _reply_error(self, slot_index: int, number: int, error: HeadraceError, flags: int = 0) -> None:
         code = next((code for kind, code in _CODES if isinstance(error, kind)), protocol.INTERNAL)
-        self._reply(slot_index, number, {"error": [code, str(error)[:_MAX_TEXT]]})
+        self._reply(slot_index, number, {"error": [code, str(error)[:_MAX_TEXT]]}, flags=flags)
 
-    def _reply(self, slot_index: int, number: int, message: Mapping[str, Any], end: int = START) -> None:
+    def _reply(
+        self, slot_index: int, number: int, message: Mapping[str, Any], end: int = START, flags: int = 0
+    ) -> None:
         if self._is_closed:
             return
-        body, flags = self._slots[slot_index].spill(_encode(message).encode(), end)
-        frame = HEADER.pack(protocol.VERSION, protocol.REPLY, flags, slot_index, number, 1, len(body)) + body
+        body, spilled = self._slots[slot_index].spill(_encode(message).encode(), end)
+        frame = HEADER.pack(protocol.VERSION, protocol.REPLY, flags | spilled, slot_index, number, 1, len(body)) + body
         if not self._unsent:
             try:
                 self._end.send(frame)

@@ -75,10 +75,10 @@ class TritonPythonModel:
             if action == 13:
                 while not request.is_cancelled():
                     time.sleep(0.01)
-                responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError("stopped", 8)))
+                responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError("stopped", 7)))
                 continue
             if action == 14:
-                responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError("not this one", 4)))
+                responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError("not this one", 3)))
                 continue
             if action == 15:
                 x = np.array([[float(os.getpid())] * 4], np.float32)

@@ -67,7 +67,7 @@ class TritonPythonModel:
             self.cancelled = True
             sender.send(answer(1), flags=FINAL)
         elif action == 6:
-            sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("late", 4)), flags=FINAL)
+            sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("late", 3)), flags=FINAL)
 """
 
 

@@ -33,7 +33,7 @@ from headrace.core.errors import (
 )
 from headrace.core.request import InferRequest, InferResponse, Probe
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
-from headrace.python.call_cycles import ModelCall, find_cycle
+from headrace.python.call_cycles import CallReplies, ModelCall, find_cycle
 from headrace.python.model_calls import ModelCalls
 from headrace.python.process import RunningBatch
 from headrace.runtimes.base import BatchMember
@@ -339,6 +339,12 @@ async def test_several_calls_that_are_sent_at_once_are_all_read() -> None:
             completion.settle(Unavailable("text"))
         for _ in range(50):
             assert (await caller.reply())["error"] == [protocol.UNAVAILABLE, "text"]
+
+
+async def test_a_response_that_was_not_sent_cannot_be_taken() -> None:
+    replies = CallReplies(Mailbox(asyncio.get_running_loop()), lambda _part: None)
+    with pytest.raises(protocol.ProtocolError):
+        replies.take()
 
 
 async def test_wrong_parameters_are_refused() -> None:

@@ -47,7 +47,7 @@ def decoupled_error(name: str) -> Unsupported:
     """Return the error of a request for a decoupled version whose caller takes exactly one response; `name` is the model's."""
     return Unsupported(
         f"model '{name}' is decoupled: it returns any number of responses, the request takes exactly one. Send it to "
-        "/generate_stream over HTTP, or in a stream over gRPC (ModelStreamInfer)"
+        "/generate_stream over HTTP, in a stream over gRPC (ModelStreamInfer), or from a model by exec(decoupled=True)"
     )
 
 
