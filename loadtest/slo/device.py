@@ -31,7 +31,7 @@ from headrace.inference.simulation.replay import (
     replay,
 )
 from headrace.inference.simulation.traces import Trace, Workload, make_trace
-from headrace.runtimes.base import Execution
+from headrace.runtimes.base import Execution, LoadedModel
 
 from loadtest.bench.results import (
     CaseResult,
@@ -202,7 +202,7 @@ def _device_ns(rows: int) -> int:
     return round((BATCH_MS + ROW_MS * rows) * NS_PER_MS)
 
 
-class _Sleeping(Execution):
+class _Sleeping(Execution, LoadedModel):
     """A model (and its execution) that takes one batch after the other, for as long as the device would."""
 
     def execution(self, index: int) -> Execution:
@@ -212,9 +212,6 @@ class _Sleeping(Execution):
         rows = len(inputs["x"])
         _sleep_until(monotonic_ns() + _device_ns(rows))
         return {"scores": np.zeros((rows, 1), np.float32)}
-
-    def close(self) -> None:
-        """Holds nothing."""
 
 
 _precise = threading.local()

@@ -583,9 +583,9 @@ def private_names(source: str) -> int:
 
 
 def probes(source: str) -> int:
-    """The number of calls of `find_inner`, `hasattr` and `getattr` with a default: abilities are declared, not looked for."""
+    """The number of calls of `hasattr` and `getattr` with a default: abilities are declared, not looked for."""
     return sum(
-        node.func.id in ("find_inner", "hasattr") or (node.func.id == "getattr" and len(node.args) == 3)
+        node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3)
         for node in _nodes(source)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     )

@@ -75,7 +75,7 @@ def test_tests_start_no_server_on_the_default_ports() -> None:
 
 
 # Both numbers may only fall. Where the names come from a library, a probe says whether this release has it.
-PRIVATE_NAMES, PROBES = 298, 45
+PRIVATE_NAMES, PROBES = 298, 20
 
 
 def test_unit_tests_read_few_private_names() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from headrace.core.tensor import NOWHERE, Array, is_resident
-from headrace.runtimes.base import Execution, ExecutionLost, InFlightBatch
+from headrace.runtimes.base import Execution, ExecutionLost, InFlightBatch, LoadedModel
 
 from tests.support.fakes import InstanceKilledError
 from tests.support.resident_rows import read
@@ -31,7 +31,7 @@ class _Batch:
 
 
 @dataclass
-class FakeOverlapped(Execution):
+class FakeOverlapped(Execution, LoadedModel):
     """One execution (and its model).
 
     Attributes:

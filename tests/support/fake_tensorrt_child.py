@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from headrace.core.ledger import MemoryAccount
+from headrace.runtimes import base
 from headrace.runtimes.tensorrt.backend import TensorRtBackend, TensorRtModel
 
 from tests.support.fake_gpu import install_gpu
@@ -14,7 +15,7 @@ from tests.support.fake_gpu import install_gpu
 FACTORY = "tests.support.fake_tensorrt_child:Backend"
 
 
-class Backend:
+class Backend(base.Backend):
     """TensorRT backend on the fake GPU."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
 from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
-from headrace.runtimes.base import Execution
+from headrace.runtimes.base import Execution, LoadedModel
 
 POISON = -1.0  # the model raises on a batch that holds this value
 DEATH = -2.0  # the instance dies of it
@@ -24,7 +24,7 @@ class InstanceKilledError(BaseException):
     """Not an Exception: nothing in an instance may survive it."""
 
 
-class FakeModel(Execution):
+class FakeModel(Execution, LoadedModel):
     """Doubles its input; every batch waits for `gate` and is written down in `batches`.
 
     A batch that begins releases `started` once; `handles` are those that `handle` has made.

@@ -21,7 +21,15 @@ import numpy as np
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.ledger import HOST, Kind, MemoryAccount
 from headrace.core.tensor import Array
-from headrace.runtimes.base import Execution, ExecutionLost, InFlightBatch, InputRefused, OverlappedExecution
+from headrace.runtimes.base import (
+    Backend,
+    Execution,
+    ExecutionLost,
+    InFlightBatch,
+    InputRefused,
+    LoadedModel,
+    OverlappedExecution,
+)
 
 FACTORY = "tests.support.fragile_backend:FragileBackend"
 ABORT, SEGFAULT, HANG, RAISE, REFUSE, LOST, EXIT, BIG, UNKNOWN = -1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0, -9.0
@@ -29,7 +37,7 @@ ABORT, SEGFAULT, HANG, RAISE, REFUSE, LOST, EXIT, BIG, UNKNOWN = -1.0, -2.0, -3.
 logger = logging.getLogger("headrace.fragile")
 
 
-class FragileBackend:
+class FragileBackend(Backend):
     """Backend whose models fail by the words of their file and by values of requests."""
 
     def load(
@@ -52,7 +60,7 @@ class FragileBackend:
         return FragileModel(words, file.parent / "go")
 
 
-class FragileModel:
+class FragileModel(LoadedModel):
     """Loaded model that fails by the words of its file and by values of requests."""
 
     def __init__(self, words: list[str], go: Path) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import pytest
 from headrace.core.request import InferRequest, InferResponse, SequenceFields
-from headrace.inference.scheduling.sequences.state import find_slot_states
 from headrace.models.batch_proofs import BatchProofs
 from headrace.models.control_policy import ControlPolicy
 from headrace.models.explanation import explain
@@ -342,7 +341,7 @@ async def check_sequences(folder: Path, strategy: str, fault: str, source: str |
         batches = explain(registry, "m")["batches"]
         outputs = await run_sequences(registry, steps)
         execution = handle._instance_group._model.execution(0)
-        on_gpu = find_slot_states(execution) is not None
+        on_gpu = execution.slot_states is not None
         execution.close()
     np.testing.assert_allclose(outputs, steps.cumsum(axis=0), atol=ATOL)
     state = "proven" if not fault else "limited" if source == "" else "alone"

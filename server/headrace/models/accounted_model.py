@@ -19,7 +19,7 @@ from headrace.inference.scheduling.reshaping import ReshapingExecution
 from headrace.inference.scheduling.row_sampler import RowSampler
 from headrace.inference.scheduling.sequences.controls import ControlledExecution
 from headrace.models.sequence_policy import sequence_policy
-from headrace.runtimes.base import Execution, LoadedModel
+from headrace.runtimes.base import Execution, HasProcessStatus, LoadedModel
 
 logger = logging.getLogger("headrace.model")
 
@@ -89,8 +89,8 @@ class HostMemory:
             self._reservation.resize(growth_bytes)
 
 
-@dataclass(slots=True, eq=False)
-class AccountedModel:
+@dataclass(eq=False)
+class AccountedModel(LoadedModel):
     """A model, the steps around its executions, and the account of its memory, which is closed with it.
 
     Attributes:
@@ -113,8 +113,8 @@ class AccountedModel:
     inner: LoadedModel
     account: MemoryAccount
     instances: int
-    resident_devices: frozenset[int]
-    devices: tuple[int, ...]
+    resident_devices: frozenset[int] = field()
+    devices: tuple[int, ...] = field()
     config: ModelConfig
     steps: Steps
     verdict: BatchVerdict = field(default_factory=BatchVerdict)
@@ -123,6 +123,17 @@ class AccountedModel:
     sampler: RowSampler | None = None
     row_differences: int = 0
     on_closed: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        inner = self.inner
+        self.inputs, self.outputs, self.shape_ranges = inner.inputs, inner.outputs, inner.shape_ranges
+        self.buckets_us, self.run_rows, self.probes = inner.buckets_us, inner.run_rows, inner.probes
+        self.run_unpadded, self.detach_states = inner.run_unpadded, inner.detach_states
+
+    @property
+    def process(self) -> HasProcessStatus | None:
+        """That of the model."""
+        return self.inner.process
 
     def execution(self, index: int) -> Execution:
         """Create instance `index` with the steps around it; see `headrace.runtimes.base.LoadedModel`."""

@@ -47,7 +47,7 @@ from headrace.inference.scheduling.row_sampler import MAX_SAMPLES, RowSample, Ro
 from headrace.models.accounted_model import AccountedModel
 from headrace.models.proof_run import NOT_TESTED, ProofRun, untestable
 from headrace.models.warmup import CONFIG_FIELDS, machine_of
-from headrace.runtimes.base import Execution, find_inner
+from headrace.runtimes.base import Execution
 
 logger = logging.getLogger("headrace.proof")
 
@@ -330,15 +330,10 @@ def _serve(plan: ServingPlan, model: AccountedModel, record: _Record) -> bool:
         verdict = BatchVerdict(verdict.verified, verdict.faults, reason=verdict.reason)
     if model.config.sequence_batching is not None:
         verdict = replace(verdict, allowed=(1,) if verdict.alone else verdict.allowed)  # each row is a request
-        engine = find_inner(model, "attach_states")
-        if verdict.allowed and engine is not None:
-            engine.attach_states()  # in host memory they are cut with their rows
-    elif verdict.alone and plan.runtime == "tensorrt" and not is_ragged(model.config):
-        engine = find_inner(model, "run_unpadded")
-        if engine is not None:
-            engine.run_unpadded()
-        else:  # in a process, which pads its batches
-            verdict = replace(verdict, allowed=(1,))
+        if verdict.allowed:
+            model.detach_states()  # in host memory they are cut with their rows
+    elif verdict.alone and plan.runtime == "tensorrt" and not is_ragged(model.config) and not model.run_unpadded():
+        verdict = replace(verdict, allowed=(1,))  # in a process, which pads its batches
     model.verdict = verdict
     return (before.alone, bool(before.allowed)) != (verdict.alone, bool(verdict.allowed))
 

@@ -18,10 +18,10 @@ from headrace.core.errors import ConfigError, Finding
 from headrace.core.tensor import BY_CONFIG_NAME
 from headrace.inference.pipelines.execution import Steps
 from headrace.models.sequence_policy import sequence_policy, state_tensors
+from headrace.runtimes.base import LoadedModel
 from headrace.runtimes.cuda import devices as gpus
 from headrace.runtimes.cuda.driver import lost_gpus
 from headrace.runtimes.cuda.kernels.launching import ClassStage, PictureStage
-from headrace.runtimes.isolated.backend import IsolatedModel
 from headrace.runtimes.tensorrt.backend import GPUS, HOST_CODE, JOINED, MAX_BATCH_SIZE, TensorRtModel
 from headrace.runtimes.tensorrt.plan import PlanTensor, installed
 from headrace.runtimes.tensorrt.states import PlanStates
@@ -112,7 +112,7 @@ def backend_parameters(config: ModelConfig, devices: Sequence[int], *, host_code
     return {**({} if accelerator is None else accelerator.parameters), **config.parameters, **added}
 
 
-def check_tensors(model: TensorRtModel | IsolatedModel, config: ModelConfig, file: str) -> None:
+def check_tensors(model: LoadedModel, config: ModelConfig, file: str) -> None:
     """Compare the tensors of a TensorRT plan with the configuration.
 
     Raises:

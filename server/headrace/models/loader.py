@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeGuard
+from typing import cast
 
 from headrace_model.protocol import MAX_MEMBERS
 
@@ -69,10 +69,10 @@ from headrace.python.decoder_pool import DecoderPool
 from headrace.python.environments import Environments
 from headrace.python.model_calls import ModelCalls
 from headrace.python.python_models import folder_digest, open_python_model
-from headrace.runtimes.base import Backend, LoadedModel, find_inner
+from headrace.runtimes.base import Backend, LoadedModel
 from headrace.runtimes.cuda import devices as gpus
 from headrace.runtimes.cuda.driver import lost_gpus
-from headrace.runtimes.isolated.backend import IsolatedBackend, IsolatedModel
+from headrace.runtimes.isolated.backend import IsolatedBackend
 from headrace.runtimes.isolated.child import AccountedBackend, create_backend
 
 # Names of accuracy figures in a stamp -> labels in the log.
@@ -418,9 +418,8 @@ class Loader:
             on_back=lambda alive: self.on_restart(config.name, str(version), alive),
             bodies=self.bodies,
         )
-        bounded = None if model is None else find_inner(model, "shape_ranges")
-        if isinstance(handle.layout, RaggedLayout) and bounded is not None:
-            handle.layout.ranges = bounded.shape_ranges
+        if isinstance(handle.layout, RaggedLayout) and model is not None:
+            handle.layout.ranges = model.shape_ranges
         return handle
 
     def _instance_died(self, name: str, number: str, devices: Collection[int], remaining: int) -> None:
@@ -500,7 +499,7 @@ class Loader:
                 devices, model, steps = self._on_gpus(plan, folder, steps, account, try_file)
                 instances = len(devices)
                 # Images that the CPU prepares must be in host memory.
-                residents = getattr(model, "resident_devices", residents) if steps.pixels is None else residents
+                residents = model.resident_devices if steps.pixels is None else residents
             elif plan.runtime in PYTHON_RUNTIMES:
                 instances = handle_policy(config).instances
                 model = open_python_model(folder, version, plan, instances, self.interpreters, self.calls, self.metrics)
@@ -576,15 +575,15 @@ class Loader:
         host_code = plan.stamp is not None and plan.stamp.version_compatible
         backend = self._create_backend(plan.runtime, config)
         parameters = backend_parameters(config, devices, host_code=host_code)
-        if not _books_memory(backend):
+        if not backend.books_memory:
             try_file(len(devices), parameters, None)
             return devices, backend.load(plan.file, len(devices), parameters), steps
         for device in set(devices).intersection(range(gpus.count())):  # the backend reports missing GPUs
             self.gpu_model_cache.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
         try_file(len(devices), parameters, account)
-        model = backend.load(plan.file, len(devices), parameters, account)
+        model = cast(AccountedBackend, backend).load(plan.file, len(devices), parameters, account)
         try:
-            if isinstance(model, TensorRtModel | IsolatedModel) and plan.runtime == "tensorrt":
+            if plan.runtime == "tensorrt":
                 check_tensors(model, config, plan.file.name)
             if isinstance(model, TensorRtModel):
                 keep_states(model, config, folder.path)
@@ -631,10 +630,6 @@ def _plugin_problem(name: str, version: str, digest: str, layers: Mapping[str, s
     from headrace.runtimes.tensorrt.plan import plugin_problem
 
     return plugin_problem(name, version, digest, layers)
-
-
-def _books_memory(backend: object) -> TypeGuard[AccountedBackend]:
-    return getattr(backend, "books_memory", False) is True
 
 
 def _artefact_digest(folder: ModelFolder, version: int, plan: ServingPlan) -> str:

@@ -35,11 +35,11 @@ from headrace.inference.scheduling.joining import RaggedLayout
 from headrace.inference.scheduling.policy import SequencePolicy
 from headrace.inference.scheduling.proven_sizes import size_at
 from headrace.inference.scheduling.row_sampler import RowSample
-from headrace.inference.scheduling.sequences.state import HostStates, find_slot_states, run_new_sequences
+from headrace.inference.scheduling.sequences.state import HostStates, run_new_sequences
 from headrace.models.accounted_model import AccountedModel, served_execution
 from headrace.models.sequence_policy import sequence_policy, state_tensors
 from headrace.models.warmup import Warmup, make_warmups, random_values
-from headrace.runtimes.base import Execution, ExecutionLost, OverlappedExecution, find_inner, is_overlapped
+from headrace.runtimes.base import Execution, ExecutionLost, OverlappedExecution, is_overlapped
 
 logger = logging.getLogger("headrace.proof")
 
@@ -110,6 +110,7 @@ class ProofRun:
         self._ranges = {name: (0.0, rows - 1.0) for name, rows in tables.items()}
         self._ranges |= _ranges(make_warmups(folder.config, folder.path))
         self._clock, self._layout, self._end_ns = clock, layout, clock()
+        self._find_rows = model.run_rows if layout is None else int  # from the rows of a batch to those that run
         self._is_busy: Callable[[], bool] = lambda: False
         # Every second batch has its tensors in the memory of a GPU before and after its run: of a size the first or the second.
         self._stays = self._first_stays = False
@@ -158,13 +159,13 @@ class ProofRun:
             logger.debug("model %s ran tests of its batches for %d ms", self._config.name, took_ms)
 
     def _run(self, execution: Execution, end_ns: int, earlier: BatchVerdict | None) -> tuple[BatchVerdict, bool]:
-        if find_slot_states(execution) is not None:
+        if execution.slot_states is not None:
             self._states = ()
         try:
             tests = self._all_tests(execution)
         except ProofError as error:
             return BatchVerdict(reason=f"random inputs prove nothing: {error}"), True
-        find_rows = self._find_rows()
+        find_rows = self._find_rows
         sizes = self._sizes(find_rows)
         if self._layout is not None:
             sizes = [size for size in sizes if self._fits(tests[0], size)]
@@ -224,7 +225,7 @@ class ProofRun:
         faults = {**verdict.faults, size: str(fault)}
         if is_model:
             return BatchVerdict((1,), faults, alone=True, reason=str(fault))
-        find_rows = self._find_rows()
+        find_rows = self._find_rows
         sizes = sorted({*self._sizes(find_rows), *faults})
         verified = [each for each in verdict.verified if each != size and each > 1]
         return self._verdict(sizes, verified, faults, find_rows, is_complete)
@@ -236,13 +237,6 @@ class ProofRun:
         rows = [{name: values[index : index + 1] for name, values in batch.items()} for index in indices]
         self._stays = not sample.is_shared  # the next batch is of the other kind
         return self.run_batch(execution)(rows)[sample.place - first]
-
-    def _find_rows(self) -> Callable[[int], int]:
-        """Return the function from the rows of a batch to those that run."""
-        find_rows: Callable[[int], int] = int
-        if self._layout is None:
-            find_rows = getattr(find_inner(self._model, "run_rows"), "run_rows", int)
-        return find_rows
 
     def _sizes(self, find_rows: Callable[[int], int]) -> list[int]:
         is_padded = self._plan.runtime == "tensorrt" and self._layout is None
@@ -278,7 +272,7 @@ class ProofRun:
     def _fits(self, tests: BatchTests, size: int) -> bool:
         """Return True if an engine supports the joined rows of a batch of the tests."""
         assert self._layout is not None
-        self._layout.ranges = getattr(find_inner(self._model, "shape_ranges"), "shape_ranges", ())
+        self._layout.ranges = self._model.shape_ranges
         entries: Any = [SimpleNamespace(inputs=row) for row in tests.largest(size)]
         return len(self._layout.divide(entries).groups) == 1
 
@@ -337,7 +331,7 @@ class ProofRun:
 
     def _dims(self) -> list[Mapping[str, Sequence[int]]]:
         """Return the smallest shapes of each profile of an engine by input; an empty mapping for other models."""
-        ranges = getattr(find_inner(self._model, "shape_ranges"), "shape_ranges", None)
+        ranges = self._model.shape_ranges
         if not ranges or self._layout is not None:
             return [{}]
         shapes = [{name: low[1:] for name, (low, _high) in profile.items()} for profile in ranges]
@@ -421,7 +415,7 @@ class ProofRun:
             return self._run_resident(execution, inputs, served) if self._stays else execution.run(inputs)
 
         outputs = list(dict.fromkeys([*served, *(state.output_name for state in self._states)]))
-        states = find_slot_states(execution)
+        states = execution.slot_states
         if states is None and self._sequences is not None and self._states != self._sequences.states:
             # The reference of an engine that keeps the states.
             tensors = state_tensors(self._config, self._folder.path)

@@ -39,7 +39,7 @@ from headrace.core.tensor import BF16, BY_CONFIG_NAME, BYTES, Array, Datatype
 from headrace.inference.scheduling.assembly import BatchLayout, Staging
 from headrace.inference.scheduling.latency_table import LatencyTable, MeasuredTimes
 from headrace.models.data_files import read_values, zeros
-from headrace.runtimes.base import Execution, ExecutionLost, LoadedModel, find_inner
+from headrace.runtimes.base import Execution, ExecutionLost, LoadedModel
 
 logger = logging.getLogger("headrace.warmup")
 
@@ -448,7 +448,7 @@ class LatencyMeasurement:
         if position < 0 or self.latency_table.entries():  # restarted, or loaded again after an eviction
             return
         # Compute times that the backend has measured itself; complete once the last instance is open.
-        buckets_us = getattr(find_inner(self.model, "buckets_us"), "buckets_us", {})
+        buckets_us = self.model.buckets_us()
         if self._problem or buckets_us or not self.limit_ns:
             if position == 0:
                 self._skip_runs(buckets_us)

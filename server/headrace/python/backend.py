@@ -34,9 +34,11 @@ from headrace.python.outputs import (
 )
 from headrace.python.process import InstanceProcess, ProcessConnection, ProcessOptions, RunningBatch
 from headrace.runtimes.base import (
+    Backend,
     BatchMember,
     Execution,
     LateResult,
+    LoadedModel,
     MemberResult,
     NextWaiting,
     ProcessStatus,
@@ -56,7 +58,7 @@ _CLOSED_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class PythonBackend:
+class PythonBackend(Backend):
     """Loads a Python model; see `headrace.runtimes.base.Backend`.
 
     Attributes:
@@ -101,7 +103,7 @@ class PythonBackend:
         return model
 
 
-class PythonModel:
+class PythonModel(LoadedModel):
     """A loaded Python model; see `headrace.runtimes.base.LoadedModel`.
 
     Args:
@@ -141,8 +143,13 @@ class PythonModel:
         reads_device_rows = self._reads_device_rows and has_requests and not self._tensors.decoupled
         return PythonExecution(self._tensors, process, lambda: self.process_status.refusal, reads_device_rows)
 
+    @property
+    def process(self) -> PythonModel:
+        """The model itself."""
+        return self
+
     def probes(self) -> list[Probe]:
-        """Start the readiness check of every serving instance; see `headrace.runtimes.base.HasProbes`."""
+        """Start the readiness check of every serving instance; see `headrace.runtimes.base.LoadedModel`."""
         connections = [process.connection for process in self._processes]
         return [connection.probes.start() for connection in connections if connection is not None and connection.probes]
 

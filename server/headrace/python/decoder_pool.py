@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.config.machine import usable_cores
 from headrace.core.tensor import Array
-from headrace.runtimes.base import Execution, ProcessStatus
+from headrace.runtimes.base import Execution, LoadedModel, ProcessStatus
 from headrace.runtimes.isolated.backend import IsolatedBackend, IsolatedExecution, IsolatedModel
 
 # 50 megapixels take 550 MB while they are decoded, converted and resized.
@@ -139,7 +139,7 @@ def _start(count: int) -> list[_Decoder]:
     return [_Decoder(model) for model in models]
 
 
-class PooledDecoder:
+class PooledDecoder(LoadedModel):
     """The `decode_image` step of one pipeline; see `headrace.runtimes.base.LoadedModel`.
 
     Args:
@@ -165,9 +165,9 @@ class PooledDecoder:
         return _PooledExecution(self._pool, self._options, self._batched, self._limit_s)
 
     @property
-    def process_status(self) -> ProcessStatus:
-        """Status of the pool."""
-        return self._pool.process_status
+    def process(self) -> DecoderPool:
+        """The pool."""
+        return self._pool
 
     def close(self) -> None:
         """Leave the pool, which ends its processes with the last step."""
@@ -184,6 +184,3 @@ class _PooledExecution(Execution):
         """Decode the images of one request."""
         outputs = self._pool.run({"image": inputs["image"], "options": self._options}, self._limit_s)
         return outputs if self._batched else {name: array[0] for name, array in outputs.items()}
-
-    def close(self) -> None:
-        """Do nothing: the processes belong to the pool."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 
@@ -29,7 +29,11 @@ from headrace.core.completion import Completion
 from headrace.core.errors import BadRequest, HeadraceError
 from headrace.core.request import ParameterValue, Probe, Responses
 from headrace.core.scattered_rows import ScatteredRows
+from headrace.core.sequence_state import SlotStates
 from headrace.core.tensor import Array, ResidentRows
+
+if TYPE_CHECKING:
+    from headrace.runtimes.tensorrt.plan import PlanTensor, Shape
 
 
 class InputRefused(BadRequest):
@@ -51,6 +55,9 @@ class Execution(Protocol):
         by_member: it is a `MemberExecution`.
         reads_device_rows: see `MemberExecution`.
         has_batch_memory: it is a `HasBatchMemory`.
+        slot_states: states of sequences that it keeps where it runs; None if it keeps none.
+        renew_state: for an execution whose process keeps the state of sequences: accepts its present process for those
+            that follow, and returns True if an earlier one has ended with the state. None for any other.
     """
 
     any_thread: bool = False
@@ -60,6 +67,8 @@ class Execution(Protocol):
     by_member: bool = False
     reads_device_rows: bool = False
     has_batch_memory: bool = False
+    slot_states: SlotStates | None = None
+    renew_state: Callable[[], bool] | None = None
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Run the model on checked inputs and return all outputs by name.
@@ -71,7 +80,8 @@ class Execution(Protocol):
         """
 
     def close(self) -> None:
-        """Release all resources; called once, from the instance's thread."""
+        """Release all resources; called once, from the instance's thread. By default nothing."""
+        return
 
 
 # (input name, first row in the batch, rows); `ScatteredRows` are pinned
@@ -392,12 +402,13 @@ class WrappedExecution(Execution):
 
     Attributes:
         inner: as in the argument.
-        depth, prompt, any_thread: those of the wrapped execution; a depth of 1 if it is not overlapped.
+        depth, prompt, any_thread, slot_states, renew_state: those of the wrapped execution.
     """
 
     def __init__(self, inner: Execution) -> None:
         self.inner = inner
         self.depth, self.prompt, self.any_thread = inner.depth, inner.prompt, inner.any_thread
+        self.slot_states, self.renew_state = inner.slot_states, inner.renew_state
 
     def wait_ready(self, stopped: Callable[[], bool], next_waiting: NextWaiting) -> None:
         """Wait as the wrapped execution does."""
@@ -435,16 +446,6 @@ class WrappedExecution(Execution):
         return batch.state
 
 
-class LoadedModel(Protocol):
-    """One version of a model in memory."""
-
-    def execution(self, index: int) -> Execution:
-        """Create the execution of instance `index`."""
-
-    def close(self) -> None:
-        """Release everything; called once, after all executions are closed."""
-
-
 class ProcessStatus(NamedTuple):
     """Status of a model that runs in a child process.
 
@@ -467,23 +468,54 @@ class HasProcessStatus(Protocol):
         """Status of the process; readable from any thread."""
 
 
-class HasProbes(Protocol):
-    """A model whose code has a readiness check."""
+class LoadedModel(Protocol):
+    """One version of a model in memory. An implementation inherits the defaults of the abilities, and declares its own.
 
-    def probes(self) -> Sequence[Probe]:
-        """Start a check in every instance, without waiting; empty if the code has none."""
+    Attributes:
+        devices: GPU number of each instance; empty on the CPU.
+        resident_devices: numbers of the GPUs whose batches take resident rows.
+        inputs, outputs: tensors that the backend has read from the file; empty if it does not.
+        shape_ranges: smallest and largest shape by input, for each optimisation profile; empty without bounds.
+        buckets_us: returns the microseconds that a batch keeps the device busy, by rows; empty if they are not measured.
+        run_rows: returns the rows that run for a batch, padding included; called once an execution was opened.
+        probes: starts the readiness check of every instance, without waiting; empty if the code has none.
+        run_unpadded: runs each batch of later executions with its own number of rows; returns False if it cannot.
+        detach_states: keeps the states of sequences in host memory, in later executions.
+    """
 
+    devices: Sequence[int] = ()
+    resident_devices: frozenset[int] = frozenset()
+    inputs: Sequence[PlanTensor] = ()
+    outputs: Sequence[PlanTensor] = ()
+    shape_ranges: Sequence[Mapping[str, tuple[Shape, Shape]]] = ()
+    # Attributes, so that a wrapper passes them on without a call.
+    buckets_us: Callable[[], Mapping[int, float]] = dict
+    run_rows: Callable[[int], int] = int
+    probes: Callable[[], Sequence[Probe]] = tuple
+    run_unpadded: Callable[[], bool] = bool
+    detach_states: Callable[[], object] = bool
 
-def find_inner(outer: LoadedModel | Execution, attribute: str) -> Any:
-    """Return the model or execution, or the one that it wraps as `inner`, that has an attribute; None if none has it."""
-    inner: Any = outer
-    while inner is not None and not hasattr(inner, attribute):
-        inner = getattr(inner, "inner", None)
-    return inner
+    @property
+    def process(self) -> HasProcessStatus | None:
+        """The model, or its pool, if it runs in child processes."""
+        return None
+
+    def execution(self, index: int) -> Execution:
+        """Create the execution of instance `index`."""
+
+    def close(self) -> None:
+        """Release everything; called once, after all executions are closed. By default nothing."""
+        return
 
 
 class Backend(Protocol):
-    """A library that runs models."""
+    """A library that runs models.
+
+    Attributes:
+        books_memory: it is an `AccountedBackend`.
+    """
+
+    books_memory: bool = False
 
     def load(self, file: Path, instances: int, parameters: dict[str, str]) -> LoadedModel:
         """Load a model file.

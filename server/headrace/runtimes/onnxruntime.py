@@ -29,7 +29,7 @@ from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.heap import trim_heap
 from headrace.core.tensor import BF16, BY_ORT_NAME, BYTES, Array, Datatype
-from headrace.runtimes.base import Execution, InputRefused
+from headrace.runtimes.base import Backend, Execution, InputRefused, LoadedModel
 
 logger = logging.getLogger("headrace.onnxruntime")
 
@@ -83,7 +83,7 @@ _LOAD_PREFIX = re.compile(
 )
 
 
-class OnnxRuntimeBackend:
+class OnnxRuntimeBackend(Backend):
     """Loads ONNX files; see `headrace.runtimes.base.Backend`."""
 
     def load(self, file: Path, instances: int, parameters: dict[str, str]) -> OnnxRuntimeModel:
@@ -108,7 +108,7 @@ class OnnxRuntimeBackend:
         return OnnxRuntimeModel([(session, _ArenaTrimmer(session)) for session in sessions])
 
 
-class OnnxRuntimeModel:
+class OnnxRuntimeModel(LoadedModel):
     """The sessions of one version; see `headrace.runtimes.base.LoadedModel`."""
 
     def __init__(self, sessions: list[tuple[ort.InferenceSession, _ArenaTrimmer]]) -> None:

@@ -38,7 +38,15 @@ import onnxruntime as ort
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom
 from headrace.core.tensor import BY_ORT_NAME, BYTES, Array, Datatype, is_resident
-from headrace.runtimes.base import Execution, ExecutionLost, InFlightBatch, ResidentInput, run_one_batch
+from headrace.runtimes.base import (
+    Backend,
+    Execution,
+    ExecutionLost,
+    InFlightBatch,
+    LoadedModel,
+    ResidentInput,
+    run_one_batch,
+)
 from headrace.runtimes.cuda.devices import describe
 from headrace.runtimes.cuda.driver import (
     CompletionEvent,
@@ -150,7 +158,7 @@ def _fits_build(name: str, file: str) -> bool:
     return file.rpartition(".so.")[2] in _suffixes(name)
 
 
-class OnnxRuntimeCudaBackend:
+class OnnxRuntimeCudaBackend(Backend):
     """Loads ONNX files onto GPUs; see `headrace.runtimes.base.Backend`.
 
     Raises:
@@ -238,16 +246,13 @@ class SessionPlan(NamedTuple):
     depth: int
 
 
-class CudaModel:
+class CudaModel(LoadedModel):
     """One version on its GPUs; see `headrace.runtimes.base.LoadedModel`.
 
     Args:
         session: settings of the sessions.
         devices: GPU number of each instance.
         account: account for the memory; None: not booked.
-
-    Attributes:
-        resident_devices: numbers of the GPUs whose batches take resident rows.
     """
 
     def __init__(self, session: SessionPlan, devices: Sequence[int], account: MemoryAccount | None) -> None:
@@ -255,6 +260,7 @@ class CudaModel:
         self._devices = devices
         self._account = account
         self._gathers = RowGathers(sorted(set(devices)), session.file.name)
+        self.resident_devices = frozenset(self._gathers)  # all, or none if the kernel is not available
 
     def execution(self, index: int) -> CudaExecution:
         """Open the session of instance `index` on its GPU.
@@ -275,11 +281,6 @@ class CudaModel:
             message = f"cannot be loaded on GPU {device} by ONNX Runtime's CUDA provider: {error}"
             cure = "name GPUs that are there in instance_group, or close what else uses them"
             raise ConfigError([Finding(name, None, message, cure)]) from error
-
-    @property
-    def resident_devices(self) -> frozenset[int]:
-        """Numbers of the GPUs whose batches take resident rows: all, or none if the kernel is not available."""
-        return frozenset(self._gathers)
 
     def close(self) -> None:
         """Unload the kernels; the instances have closed their sessions."""

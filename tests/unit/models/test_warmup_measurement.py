@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import onnx
@@ -18,13 +17,13 @@ from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.tensor import Array
 from headrace.inference.scheduling.latency_table import LatencyTable
 from headrace.models.warmup import LatencyMeasurement, StoredLatencies, sizes
-from headrace.runtimes.base import Execution, ExecutionLost
+from headrace.runtimes.base import Execution, ExecutionLost, LoadedModel
 
 from tests.support.models import add_model, identity, sum_difference, unbatched
 from tests.support.waiting import on_threads
 
 
-class Model(Execution):
+class Model(Execution, LoadedModel):
     """Takes 1 ms, and as much for each row, on a clock of its own; `before` is called with the rows of each run."""
 
     def __init__(self, before: Callable[[int], None] = lambda _rows: None) -> None:
@@ -143,7 +142,7 @@ def test_models_that_cannot_be_measured_give_the_reason(
     assert why in caplog.text
 
 
-class Shared:
+class Shared(LoadedModel):
     """Instances that write down who was at work as each batch began."""
 
     def __init__(self, broken: int | None = None) -> None:
@@ -274,7 +273,8 @@ def test_a_saved_table_is_compared_with_the_table_of_the_backend(
     config: ModelConfig, then_us: int, source: str
 ) -> None:
     class Measured(Model):
-        buckets_us: ClassVar = {1: 100.0, 8: 200.5}
+        def buckets_us(self) -> dict[int, float]:
+            return {1: 100.0, 8: 200.5}
 
     profile, _ = measure_with_stored(Measured(), config, StoredLatencies({1: {1: [400_000]}}, then_us * 1000))
     assert [(entry.rows, entry.source) for entry in profile.entries()] == [(1, source), (2, "load"), (8, "load")]
@@ -302,12 +302,10 @@ def test_a_model_that_fails_on_made_up_inputs_serves_all_the_same(
 
 def test_the_table_of_the_backend_is_used_without_a_run(config: ModelConfig) -> None:
     class Measured(Model):
-        buckets_us: ClassVar = {1: 100.0, 4: 150.0, 8: 200.5}
+        def buckets_us(self) -> dict[int, float]:
+            return {1: 100.0, 4: 150.0, 8: 200.5}
 
-    class Wrapped(Model):
-        inner = Measured()
-
-    model = Wrapped()
+    model = Measured()
     profile = measured(config, model, 0)
     assert model.rows == []
     # A batch of 5 rows is padded to 8, and takes as long.

@@ -30,11 +30,9 @@ from headrace.inference.scheduling.scheduler import Scheduler
 from headrace.runtimes.base import (
     Execution,
     ExecutionLost,
-    HasProbes,
     HasProcessStatus,
     LoadedModel,
     ProcessStatus,
-    find_inner,
 )
 
 logger = logging.getLogger("headrace.instance")
@@ -209,7 +207,7 @@ class ModelInstances:
         alive: number of live instances.
         restarts: number of restarted instances.
         evicted: True while the model is closed until `restore`.
-        isolated: the model if it runs in a child process, else None.
+        isolated: `LoadedModel.process` of the model.
     """
 
     name: str
@@ -224,8 +222,7 @@ class ModelInstances:
 
     def __post_init__(self, model: LoadedModel | None) -> None:
         self._model: LoadedModel | None = model
-        self.isolated: HasProcessStatus | None = None if model is None else find_inner(model, "process_status")
-        self._probed: HasProbes | None = None if model is None else find_inner(model, "probes")
+        self.isolated: HasProcessStatus | None = None if model is None else model.process
         self._restarts = RestartTimers(self._restart)
         self._warm_up: WarmUp | None = None
         self._lifecycle_lock = threading.Lock()
@@ -294,9 +291,8 @@ class ModelInstances:
             if self._closed or not self.evicted:
                 model.close()
                 return False
-            self._model, self.isolated = model, find_inner(model, "process_status")
-            self._probed = find_inner(model, "probes")
-            self.size = len(_devices_of(model)) or self.size  # fewer, if a GPU has failed meanwhile
+            self._model, self.isolated = model, model.process
+            self.size = len(model.devices) or self.size  # fewer, if a GPU has failed meanwhile
             self.scheduler.resume()
             self._start(warm_up)
             self.evicted = False
@@ -326,7 +322,7 @@ class ModelInstances:
     def end_on(self, gpus: Collection[int]) -> None:
         """End the instances on GPUs that have failed; the others take the queue. Any thread may call."""
         model = self._model
-        devices = () if model is None else _devices_of(model)
+        devices = () if model is None else model.devices
         for instance, gpu in zip(list(self.instances), devices, strict=False):
             if gpu in gpus:
                 instance.end(ExecutionLost(f"GPU {gpu} has failed"))
@@ -339,8 +335,8 @@ class ModelInstances:
 
     def probes(self) -> Sequence[Probe]:
         """Start the readiness checks of the model's code; empty if it has none."""
-        probed = self._probed
-        return () if probed is None else probed.probes()
+        model = self._model
+        return () if model is None else model.probes()
 
     def admit(self) -> None:
         """Reject requests while the child process of the model does not run.
@@ -430,7 +426,7 @@ class ModelInstances:
             self._live_indices = set()
         self.instances.clear()  # breaks a reference cycle, so that the memory is freed at once
         self._warm_up = None
-        model, self._model, self.isolated, self._probed = self._model, None, None, None
+        model, self._model, self.isolated = self._model, None, None
         if model is not None:
             model.close()
 
@@ -553,12 +549,6 @@ class ModelInstances:
         cure = "see the server log for the cause"
         message = f"an instance could not be started ({type(cause).__name__})"
         return ConfigError([Finding(self.name, None, message, cure)])
-
-
-def _devices_of(model: LoadedModel) -> Sequence[int]:
-    """Return the GPU number of each instance; empty on the CPU."""
-    placed = find_inner(model, "devices")
-    return () if placed is None else placed.devices
 
 
 FIRST_PAUSE_S = 1.0

@@ -10,10 +10,10 @@ import numpy as np
 from headrace.core.errors import ModelFailed
 from headrace.core.tensor import Array
 from headrace.inference.scheduling.batch_proof import BatchVerdict
-from headrace.runtimes.base import Execution
+from headrace.runtimes.base import Execution, WrappedExecution
 
 
-class ProvenSizes(Execution):
+class ProvenSizes(WrappedExecution):
     """Runs one batch at a time; see `headrace.runtimes.base.Execution`. Only models with a batch dimension.
 
     Args:
@@ -27,7 +27,9 @@ class ProvenSizes(Execution):
     """
 
     def __init__(self, inner: Execution, verdict: Callable[[], BatchVerdict], by_row: bool = False) -> None:
-        self.inner, self._verdict, self._by_row = inner, verdict, by_row
+        super().__init__(inner)
+        self.depth, self.prompt, self.any_thread = 1, False, False
+        self._verdict, self._by_row = verdict, by_row
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Return all outputs; see `headrace.runtimes.base.Execution.run`.
@@ -44,10 +46,6 @@ class ProvenSizes(Execution):
             )
         parts = [self._run_part(inputs, start, used, size) for start, used, size in _parts(rows, verdict.allowed)]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-    def close(self) -> None:
-        """Close the wrapped execution."""
-        self.inner.close()
 
     def _run_part(self, inputs: dict[str, Array], start: int, used: int, size: int) -> dict[str, Array]:
         part = {name: values[start : start + used] for name, values in inputs.items()}

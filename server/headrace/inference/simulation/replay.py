@@ -48,7 +48,7 @@ from headrace.inference.simulation.pipelines import (
 from headrace.inference.simulation.traces import Trace
 from headrace.inference.simulation.virtual_time import VirtualLoop
 from headrace.observability.counters import BatchRecord, Recorder
-from headrace.runtimes.base import Execution
+from headrace.runtimes.base import Execution, LoadedModel
 
 # Durations of batches
 
@@ -467,14 +467,11 @@ class BatchRecorder(Recorder):
         batches.reasons[batch.reason] += 1
 
 
-class _NoModel:
+class _NoModel(LoadedModel):
     """Placeholder for a loaded model; its executions are simulated."""
 
     def execution(self, index: int) -> Execution:
         raise AssertionError("a simulated handle is never started")
-
-    def close(self) -> None:
-        pass
 
 
 class _Handle(ModelHandle):

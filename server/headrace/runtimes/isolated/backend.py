@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from headrace_model.channel import Frames
@@ -37,7 +37,15 @@ from headrace.core.errors import (
 )
 from headrace.core.ledger import Holding, Kind, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
-from headrace.runtimes.base import Execution, ExecutionLost, InFlightBatch, InputRefused, ProcessStatus
+from headrace.runtimes.base import (
+    Backend,
+    Execution,
+    ExecutionLost,
+    InFlightBatch,
+    InputRefused,
+    LoadedModel,
+    ProcessStatus,
+)
 from headrace.runtimes.isolated.admission import BatchAdmission
 from headrace.runtimes.isolated.child import LAUNCH
 from headrace.runtimes.isolated.tensors import (
@@ -67,7 +75,7 @@ class FailedInChildError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class IsolatedBackend:
+class IsolatedBackend(Backend):
     """Loads models into child processes; see `headrace.runtimes.base.Backend`.
 
     Attributes:
@@ -85,7 +93,7 @@ class IsolatedBackend:
     slot_bytes: int = 0
     memory_bytes: int = 0
     lent_batches: int = 0
-    books_memory: ClassVar[bool] = True
+    books_memory = True
 
     def load(
         self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount | None = None
@@ -162,7 +170,7 @@ class IsolatedProcess:
                 end.shutdown(directions)
 
 
-class IsolatedModel(ProcessSupervisor[IsolatedProcess]):
+class IsolatedModel(ProcessSupervisor[IsolatedProcess], LoadedModel):
     """One version in its child process, which is replaced when it dies; see `headrace.runtimes.base.LoadedModel`.
 
     Args:
@@ -204,6 +212,11 @@ class IsolatedModel(ProcessSupervisor[IsolatedProcess]):
     def execution(self, index: int) -> IsolatedExecution:
         """Create instance `index`; the process has opened it already."""
         return IsolatedExecution(self, index)
+
+    @property
+    def process(self) -> IsolatedModel:
+        """The model itself."""
+        return self
 
     @property
     def process_status(self) -> ProcessStatus:

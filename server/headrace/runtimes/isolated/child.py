@@ -75,13 +75,7 @@ class ComputesInPlace(Protocol):
 
 
 class AccountedBackend(Protocol):
-    """A backend that books GPU memory.
-
-    Attributes:
-        books_memory: True.
-    """
-
-    books_memory: bool
+    """A backend that books GPU memory: its `books_memory` is True."""
 
     def load(self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount) -> LoadedModel:
         """Load a model file."""
@@ -280,12 +274,9 @@ def run(control: Messages, instances: list[Frames]) -> None:
     except Exception as error:
         control.send(load_failure(error, order["file"]))
         return
-    tensors = {  # that the backend reads from the file; empty if it does not
-        side: [(tensor.name, tensor.dtype.str, tensor.shape) for tensor in getattr(model, side, ())]
-        for side in ("inputs", "outputs")
-    }
-    ranges = getattr(model, "shape_ranges", [])
-    control.send({"loaded": depths, **tensors, "ranges": ranges, "held": account.holdings()})
+    sides = {"inputs": model.inputs, "outputs": model.outputs}
+    tensors = {side: [(tensor.name, tensor.dtype.str, tensor.shape) for tensor in sides[side]] for side in sides}
+    control.send({"loaded": depths, **tensors, "ranges": model.shape_ranges, "held": account.holdings()})
     try:
         while True:
             control.receive()

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom, Reservation
 from headrace.core.tensor import Array, ResidentRows, as_input
-from headrace.runtimes.base import Execution, InFlightBatch, InputRefused, run_one_batch
+from headrace.runtimes.base import Backend, InFlightBatch, InputRefused, LoadedModel, OverlappedExecution, run_one_batch
 from headrace.runtimes.cuda.driver import DeviceError, OutOfDeviceMemory, current
 from headrace.runtimes.cuda.kernels.launching import GpuStage, RowGather
 from headrace.runtimes.cuda.memory import Allocator, booked
@@ -42,7 +42,6 @@ from headrace.runtimes.tensorrt.contexts import (
 from headrace.runtimes.tensorrt.plan import (
     OpenStage,
     PlanBindings,
-    PlanTensor,
     ProfileRange,
     Shape,
     TensorRtPlan,
@@ -72,7 +71,7 @@ _WAITS: dict[str, bool | None] = {"auto": None, "spin": True, "sleep": False}
 logger = logging.getLogger("headrace.tensorrt")
 
 
-class TensorRtBackend:
+class TensorRtBackend(Backend):
     """Loads plans; see `headrace.runtimes.base.Backend`.
 
     Raises:
@@ -142,7 +141,7 @@ def _placement(file: str, device: int, parameters: dict[str, str]) -> InstancePl
     )
 
 
-class TensorRtModel:
+class TensorRtModel(LoadedModel):
     """The engines of one version; see `headrace.runtimes.base.LoadedModel`.
 
     Args:
@@ -186,6 +185,10 @@ class TensorRtModel:
         except BaseException:
             self.close()
             raise
+        self.resident_devices = frozenset(self._gathers)  # all, or none if the kernel is not available
+        plan = next(iter(self._plans.values()))
+        self.inputs, self.outputs = plan.inputs, plan.outputs
+        self.shape_ranges = [{name: (k.min_shape, k.max_shape) for name, k in each.items()} for each in plan.profiles]
 
     def attach_stages(self, stages: Sequence[GpuStage]) -> str:
         """Run stages on the GPUs before and after the plan; called once, before the first execution is created.
@@ -203,8 +206,8 @@ class TensorRtModel:
             return str(error)
         return ""
 
-    def attach_states(self, states: PlanStates = NO_STATES) -> str:
-        """Keep states of sequences on the GPUs, in the executions that are created from now on; by default none.
+    def attach_states(self, states: PlanStates) -> str:
+        """Keep states of sequences on the GPUs, in the executions that are created from now on.
 
         Returns:
             "" on success, else the reason; the model then runs as if this had not been called.
@@ -236,46 +239,27 @@ class TensorRtModel:
             cure = "serve fewer models or instances, or lower max_batch_size"
             raise plan_error(self._name, f"cannot be run: {error}", cure) from error
 
-    @property
-    def resident_devices(self) -> frozenset[int]:
-        """Numbers of the GPUs whose batches take resident rows: all, or none if the kernel is not available."""
-        return frozenset(self._gathers)
-
-    @property
     def buckets_us(self) -> dict[int, float]:
-        """Microseconds that a batch of each bucket keeps a GPU busy, by rows; empty before an instance is open."""
+        """Return the microseconds of each bucket; empty before an instance is open."""
         tuning_result = next(iter(self._plans.values())).tuning_result
-        return (
-            {}
-            if tuning_result is None
-            else {n: t.replay_us for n, t in tuning_result.timings.items() if n in tuning_result.buckets}
-        )
+        if tuning_result is None:
+            return {}
+        return {n: t.replay_us for n, t in tuning_result.timings.items() if n in tuning_result.buckets}
 
     def run_rows(self, rows: int) -> int:
-        """Return the number of rows that run for a batch of `rows`, padding included; call it once an execution was opened."""
+        """Return the rows of the bucket; see `LoadedModel`."""
         plan, placement = next(iter(self._plans.values())), self._placements[0]
         tuning_result = plan.tuning_result or TuningResult(buckets(plan.profiles, placement.max_rows))
         return tuning_result.padded(rows)
 
-    def run_unpadded(self) -> None:
-        """Run each batch with its own number of rows; called once, before the executions that serve are created."""
+    def run_unpadded(self) -> bool:
+        """Do not pad batches; called once, before the executions that serve are created."""
         self._placements = [placement._replace(padded=False) for placement in self._placements]
+        return True
 
-    @property
-    def inputs(self) -> Sequence[PlanTensor]:
-        """Input tensors of the plan."""
-        return next(iter(self._plans.values())).inputs
-
-    @property
-    def outputs(self) -> Sequence[PlanTensor]:
-        """Output tensors of the plan."""
-        return next(iter(self._plans.values())).outputs
-
-    @property
-    def shape_ranges(self) -> list[dict[str, tuple[Shape, Shape]]]:
-        """Smallest and largest shape of each input, for each optimisation profile of the plan."""
-        profiles = next(iter(self._plans.values())).profiles
-        return [{name: (k.min_shape, k.max_shape) for name, k in profile.items()} for profile in profiles]
+    def detach_states(self) -> None:
+        """Keep the states of sequences in host memory; see `LoadedModel`."""
+        self._states = NO_STATES
 
     def close(self) -> None:
         """Free the GPUs' memory."""
@@ -331,7 +315,7 @@ class _BatchState(NamedTuple):
     views: BatchViews
 
 
-class TensorRtExecution(Execution):
+class TensorRtExecution(OverlappedExecution):
     """One instance; see `headrace.runtimes.base.OverlappedExecution`. Opened and closed on the instance's thread.
 
     Ownership: slots move from `_free` to a batch and back (a deque: both threads use its ends); everything else
@@ -373,8 +357,9 @@ class TensorRtExecution(Execution):
         self._joined, self._padded = placement.joined, placement.padded
         self._device = None if kernel is None else placement.device
         self._on_device = CurrentDevice(placement.device, plan.name)
-        self.slot_states = DeviceStates(states, plan.allocator, self._on_device) if states.tensors else None
-        self._resources = DeviceResources(plan, self._ports, placement, kernel, warn, self.slot_states)
+        device_states = DeviceStates(states, plan.allocator, self._on_device) if states.tensors else None
+        self.slot_states = device_states
+        self._resources = DeviceResources(plan, self._ports, placement, kernel, warn, device_states)
         self._free: deque[BufferSlot] = deque()
         self._run_shapes: dict[InputShapes, InputShapes] = {}
         self._views: dict[tuple[int, InputShapes], BatchViews] = {}
@@ -410,7 +395,7 @@ class TensorRtExecution(Execution):
         padded = self._run_shapes.get(requested)
         if padded is None:
             padded = self._cached_run_shapes(requested, rows)
-        states = self.slot_states
+        states = self._resources.states
         while states is not None and self._free[0].index != states.buffer_slot:
             self._free.rotate()
         slot = self._free.popleft()

@@ -11,7 +11,7 @@ from headrace.core.tensor import Array
 from headrace.inference.pipelines.execution import PictureExecution, softmax, steps_of, top_k
 from headrace.inference.pipelines.image import PixelSteps, prepare, to_pixels
 from headrace.inference.pipelines.recipe import ImageRecipe, Resampling, axis
-from headrace.runtimes.base import Execution, InFlightBatch, is_overlapped
+from headrace.runtimes.base import Execution, InFlightBatch, LoadedModel, is_overlapped
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -137,7 +137,7 @@ def test_infinite_scores_rank_first_and_last() -> None:
     assert top_k(table, 4).tolist() == [[2, 3, 0, 1]]
 
 
-class Model(Execution):
+class Model(Execution, LoadedModel):
     """y = the mean of each picture's channels, then 0, 1, ... for the classes behind them."""
 
     def __init__(self) -> None:

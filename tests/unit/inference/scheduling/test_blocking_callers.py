@@ -21,6 +21,7 @@ from headrace.inference.scheduling.overlapped_runner import _SHORT_BYTES, Overla
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy
 from headrace.inference.scheduling.scheduler import Scheduler
 from headrace.observability.counters import Recorder
+from headrace.runtimes.base import LoadedModel
 
 from tests.support.fake_overlapped import DIES, LOST, RAISES, FakeOverlapped
 from tests.support.fakes import SPEC, FakeModel, infer_request
@@ -40,7 +41,7 @@ class Watched(FakeOverlapped):
         super().launch(in_flight)  # type: ignore[arg-type]
 
 
-class Several:
+class Several(LoadedModel):
     """A model of several executions."""
 
     def __init__(self, *executions: FakeOverlapped) -> None:

@@ -15,6 +15,7 @@ from headrace.core.tensor import Array
 from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.observability.counters import Recorder
+from headrace.runtimes.base import LoadedModel
 
 from tests.support.fake_overlapped import FakeOverlapped
 from tests.support.fakes import SPEC, FakeModel
@@ -51,7 +52,7 @@ class Meeting(FakeModel):
         return super().run(inputs)
 
 
-class Overlapping:
+class Overlapping(LoadedModel):
     """Each instance has an overlapped execution of its own."""
 
     def __init__(self, prompt: bool) -> None:

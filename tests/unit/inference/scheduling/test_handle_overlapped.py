@@ -20,7 +20,7 @@ from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.inference.scheduling.reshaping import ReshapingExecution
 from headrace.observability.counters import Recorder
-from headrace.runtimes.base import Execution
+from headrace.runtimes.base import Execution, LoadedModel
 
 from tests.support.fake_overlapped import DIES, RAISES, FakeOverlapped
 from tests.support.fakes import SPEC, error_of, infer_request
@@ -80,7 +80,7 @@ async def test_requests_of_a_model_without_a_batch_dimension_overlap(
 ) -> None:
     inner = FakeOverlapped(manual=True)
 
-    class Model:
+    class Model(LoadedModel):
         def execution(self, index: int) -> Execution:
             requested = {"x": (*shape, 1)}, {"y": shape}
             return ReshapingExecution(inner, *requested, batched=False) if reshaped else inner
@@ -173,7 +173,7 @@ async def test_closing_times_out_on_a_hanging_backend(call: str, mailbox: Mailbo
 async def test_behind_reshape_rows_are_written_into_the_model_s_own_memory(mailbox: Mailbox) -> None:
     inner = FakeOverlapped(manual=True)
 
-    class Model:
+    class Model(LoadedModel):
         def execution(self, index: int) -> ReshapingExecution:
             return ReshapingExecution(inner, {"x": (2,)}, {"y": (2, 1)}, batched=True)
 

@@ -21,7 +21,7 @@ from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, PaddingPolicy
 from headrace.inference.scheduling.ragged import PaddedLayout
 from headrace.observability.counters import Recorder
-from headrace.runtimes.base import Execution, InFlightBatch
+from headrace.runtimes.base import Execution, InFlightBatch, LoadedModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +43,7 @@ def texts_model(inputs: Mapping[str, Array]) -> dict[str, Array]:
     }
 
 
-class SerialTexts(Execution):
+class SerialTexts(Execution, LoadedModel):
     """Execution and model; counts the rows and lengths of its batches.
 
     Args:

@@ -16,6 +16,7 @@ from headrace.core.request import InferRequest
 from headrace.core.tensor import NOWHERE, PINNED, Array, ResidentRows, as_input
 from headrace.inference.scheduling.policy import BatchPolicy
 from headrace.inference.scheduling.reshaping import ReshapingExecution
+from headrace.runtimes.base import LoadedModel
 
 from tests.support.fake_overlapped import RAISES, FakeOverlapped
 from tests.support.fakes import FakeModel, error_of, infer_request
@@ -75,7 +76,7 @@ async def test_a_model_without_resident_inputs_gets_copies(model: Any, mailbox: 
 async def test_behind_a_reshape_they_are_read_by_the_gpu_too(mailbox: Mailbox) -> None:
     inner = FakeOverlapped(device=0)
 
-    class Model:
+    class Model(LoadedModel):
         def execution(self, index: int) -> ReshapingExecution:
             return ReshapingExecution(inner, {"x": (2,)}, {}, batched=True)
 

@@ -11,7 +11,7 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import HOST, Kind, Ledger, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
-from headrace.runtimes.base import InputRefused, find_inner, is_overlapped
+from headrace.runtimes.base import InputRefused, is_overlapped
 from headrace.runtimes.isolated.backend import FailedInChildError, IsolatedBackend, IsolatedModel
 from headrace.runtimes.isolated.tensors import array_at, read_tensors, write_tensors
 from headrace.runtimes.processes import supervisor
@@ -54,7 +54,7 @@ def test_all_instances_run_in_one_child_process(load: Load) -> None:
     executions = [model.execution(index) for index in range(3)]
     result = {pid(execution.run(x_of(1))) for execution in executions}
     assert result == set(isolated_children_of_this_process())
-    assert find_inner(model, "process_status") is model
+    assert model.process is model
     assert model.process_status == (True, "", 0)
     assert not is_overlapped(executions[0])
 

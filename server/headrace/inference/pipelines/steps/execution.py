@@ -23,13 +23,13 @@ from headrace.inference.pipelines.steps.decode_image import Allocate, ImageDecod
 from headrace.inference.pipelines.steps.nms import suppress
 from headrace.inference.pipelines.steps.options import RESIZE, NmsOptions, RankOptions, read_options
 from headrace.inference.pipelines.steps.tokenize import Tokenizer
-from headrace.runtimes.base import Execution
+from headrace.runtimes.base import Backend, Execution, LoadedModel
 
 Compute = Callable[[Mapping[str, Array]], dict[str, Array]]
 """Computes a step on inputs with a batch dimension of at least one row."""
 
 
-class BuiltinBackend:
+class BuiltinBackend(Backend):
     """Loads built-in steps; see `headrace.runtimes.base.Backend`."""
 
     def load(self, file: Path, instances: int, parameters: dict[str, str]) -> BuiltinModel:
@@ -58,7 +58,7 @@ def parameters_of(kind: str, options: Mapping[str, Any], batched: bool) -> dict[
     return {"kind": kind, "options": json.dumps(options), "batched": "true" if batched else "false"}
 
 
-class BuiltinModel:
+class BuiltinModel(LoadedModel):
     """A loaded step; see `headrace.runtimes.base.LoadedModel`."""
 
     def __init__(self, kind: str, compute: Compute, batched: bool) -> None:
@@ -67,9 +67,6 @@ class BuiltinModel:
     def execution(self, index: int) -> Execution:
         """Create an execution; all share the loaded files, which are not changed."""
         return BuiltinExecution(self._compute, self._batched, self._kind in _SHORT)
-
-    def close(self) -> None:
-        """Do nothing: memory is freed with the last execution."""
 
 
 class BuiltinExecution(Execution):
@@ -91,9 +88,6 @@ class BuiltinExecution(Execution):
         outputs = self._compute({name: array[np.newaxis] for name, array in inputs.items()})
         return {name: array[0] for name, array in outputs.items()}
 
-    def close(self) -> None:
-        """Do nothing: the step is shared."""
-
 
 # Memory that a process keeps for the next image, in bytes: an image of six megapixels, its copies and its tensor.
 _DECODER_HEAP_BYTES = 64 << 20
@@ -101,7 +95,7 @@ _DECODER_HEAP_BYTES = 64 << 20
 _MAX_DECODERS = 64
 
 
-class DecoderBackend:
+class DecoderBackend(Backend):
     """Decodes images for any `decode_image` step; see `headrace.runtimes.base.Backend`.
 
     `headrace.python.decoder_pool` names it.
@@ -113,15 +107,12 @@ class DecoderBackend:
         return DecoderModel()
 
 
-class DecoderModel:
+class DecoderModel(LoadedModel):
     """The decoder of pictures as a loaded model: it has no file."""
 
     def execution(self, index: int) -> Execution:
         """Create an execution."""
         return DecoderExecution()
-
-    def close(self) -> None:
-        """Do nothing: there is no file."""
 
 
 class DecoderExecution(Execution):
@@ -147,9 +138,6 @@ class DecoderExecution(Execution):
             decoder = self._decoders[key] = _decoder(json.loads(key))
         name, step = decoder
         return {name: _decoded(step, inputs["image"], self.allocate)}
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _decoder(options: Mapping[str, Any]) -> tuple[str, ImageDecoder]:

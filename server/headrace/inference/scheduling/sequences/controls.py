@@ -15,7 +15,6 @@ from headrace.core.tensor import BYTES, Array
 from headrace.inference.scheduling.policy import ControlTensor
 from headrace.inference.scheduling.queue import Entry
 from headrace.inference.scheduling.sequences.live_sequence import CorrelationId, SequenceEntry
-from headrace.inference.scheduling.sequences.state import find_slot_states
 from headrace.runtimes.base import (
     BatchMember,
     Execution,
@@ -109,7 +108,7 @@ class ControlledExecution(WrappedExecution):
     ) -> None:
         super().__init__(inner)
         self._controls = controls
-        self._states = () if find_slot_states(inner) is not None else tuple(states)
+        self._states = () if inner.slot_states is not None else tuple(states)
         self._added = (*(control.name for control in controls), *(state.input_name for state in self._states))
         self._batched = batched
         self.depth = 1  # a request of a sequence must not start before the one before it has ended

@@ -17,9 +17,9 @@ from headrace.inference.scheduling.selector import Batch
 from headrace.inference.scheduling.sequences.controls import control_rows
 from headrace.inference.scheduling.sequences.live_sequence import SequenceEntry
 from headrace.inference.scheduling.sequences.scheduler import SequenceScheduler
-from headrace.inference.scheduling.sequences.state import HostStates, find_slot_states
+from headrace.inference.scheduling.sequences.state import HostStates
 from headrace.inference.scheduling.serial_runner import SerialRunner
-from headrace.runtimes.base import Execution, MemberResult, Rescheduled, find_inner
+from headrace.runtimes.base import Execution, MemberResult, Rescheduled
 
 _DIED = "the instance that has its state died"
 
@@ -59,12 +59,10 @@ class SequenceRunner(SerialRunner):
         self._sequences = scheduler
         self._spec = spec
         self._batched = spec.max_batch_size > 0
-        self._state = find_inner(execution, "renew_state")
+        self._renew_state = execution.renew_state
         self._states: SlotStates | None = None
         if policy.states:
-            self._states = find_slot_states(execution)
-            if self._states is None:
-                self._states = HostStates(policy.states, policy.slots, self._batched, spec.name)
+            self._states = execution.slot_states or HostStates(policy.states, policy.slots, self._batched, spec.name)
 
     def serve(self) -> None:
         """Run batches until the scheduler is closed and empty; the sequences of the instance end with it."""
@@ -75,7 +73,7 @@ class SequenceRunner(SerialRunner):
             while True:
                 if wait_ready is not None:
                     wait_ready(scheduler.is_ending, scheduler.next_waiting)
-                if self._state is not None and self._state.renew_state():
+                if self._renew_state is not None and self._renew_state():
                     scheduler.lose_state(index, _DIED)
                 batch = scheduler.take_batch(index)
                 if batch is None:

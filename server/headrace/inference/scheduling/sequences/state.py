@@ -1,6 +1,6 @@
 """Implicit state in host memory: tensors of each sequence that the server keeps between its requests, by slot.
 
-The contract is `headrace.core.sequence_state`. An execution may keep the states where it runs: `find_slot_states`.
+The contract is `headrace.core.sequence_state`. An execution may keep the states where it runs: `Execution.slot_states`.
 
 Rows of a batch are in the order of their slots, so a batch of neighbouring slots reads its states in place, without a copy. If it
 has all live sequences of the instance, from slot 0, its outputs become the states without a copy, too. Any other batch copies the
@@ -16,13 +16,6 @@ import numpy as np
 from headrace.core.sequence_state import BatchSlots, SlotStates, StateTensor
 from headrace.core.tensor import BYTES, Array, fits_shape
 from headrace.inference.scheduling.output_check import OutputMismatch
-from headrace.runtimes.base import Execution, find_inner
-
-
-def find_slot_states(execution: Execution) -> SlotStates | None:
-    """Return the states that the execution, or the one that it wraps, keeps where it runs; None if it keeps none."""
-    states: SlotStates | None = getattr(find_inner(execution, "slot_states"), "slot_states", None)
-    return states
 
 
 def run_new_sequences(

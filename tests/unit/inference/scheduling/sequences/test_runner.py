@@ -10,11 +10,13 @@ from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import HeadraceError, ModelFailed
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
+from headrace.inference.scheduling.batch_proof import BatchVerdict
 from headrace.inference.scheduling.policy import ControlTensor, QueueLimits, SequencePolicy
+from headrace.inference.scheduling.proven_sizes import ProvenSizes
 from headrace.inference.scheduling.sequences.live_sequence import SequenceEntry
 from headrace.inference.scheduling.sequences.runner import SequenceRunner
 from headrace.inference.scheduling.sequences.scheduler import SequenceScheduler
-from headrace.runtimes.base import Execution, ExecutionLost, find_inner
+from headrace.runtimes.base import Execution, ExecutionLost, WrappedExecution
 
 from tests.support.waiting import until
 
@@ -194,15 +196,12 @@ def test_a_lost_execution_ends_its_sequences() -> None:
     assert world.scheduler.figures().slots == 0
 
 
-def test_state_is_found_behind_wrappers() -> None:
+def test_wrappers_pass_the_state_on() -> None:
     class Stateful(Recording):
         def renew_state(self) -> bool:
             return False
 
-    class Wrapper:
-        def __init__(self, inner: object) -> None:
-            self.inner = inner
-
     inner = Stateful()
-    assert find_inner(Wrapper(Wrapper(inner)), "renew_state") is inner  # type: ignore[arg-type]
-    assert find_inner(Wrapper(Recording()), "renew_state") is None  # type: ignore[arg-type]
+    wrapped = ProvenSizes(WrappedExecution(inner), BatchVerdict)
+    assert wrapped.renew_state == inner.renew_state
+    assert ProvenSizes(WrappedExecution(Recording()), BatchVerdict).renew_state is None
