@@ -333,6 +333,7 @@ class VirtualInstance:
         else:
             self._launch(batch)
 
+    @property
     def in_flight_work(self) -> InFlightWork:
         """Return the batches that were pulled and are not settled."""
         batches = [*self._in_flight, self._filling] if self._filling else self._in_flight
@@ -512,7 +513,9 @@ class _Handle(ModelHandle):
         sizes = {batch.max_rows, *batch.preferred_rows, *(1 << power for power in range(batch.max_rows.bit_length()))}
         self.latency_table.seed({rows: [times.on_device_ns(rows)] for rows in sizes if rows <= batch.max_rows})
         full_rows = min(batch.preferred_rows, default=batch.max_rows) if model.depth > 1 and batch.merge else 0
-        self.instances = [
+        # Admission control reads the running batches of this list.
+        self.instances = cast(list[VirtualInstance], self._instance_group.instances)
+        self.instances += [
             VirtualInstance(
                 loop,
                 device,
@@ -526,7 +529,6 @@ class _Handle(ModelHandle):
             )
             for device in devices
         ]
-        self._admission.in_flight_work = lambda: [instance.in_flight_work() for instance in self.instances]
 
     def _infer_and_pull(self, request: InferRequest) -> LoopCompletion:
         completion = self.compute(request)
