@@ -11,7 +11,7 @@ import onnx
 import pytest
 from headrace.models.batch_proofs import BatchProofs
 from headrace.models.explanation import explain
-from headrace.runtimes.base import InFlightBatch
+from headrace.runtimes.overlapped import InFlightBatch
 from headrace.runtimes.tensorrt.backend import TensorRtExecution
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec

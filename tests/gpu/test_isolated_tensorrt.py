@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from headrace.core.ledger import Ledger
 from headrace.models.loader import FACTORIES
-from headrace.runtimes.base import is_overlapped
 from headrace.runtimes.cuda.driver import current, loaded
 from headrace.runtimes.isolated.backend import IsolatedBackend
+from headrace.runtimes.overlapped import is_overlapped
 from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec

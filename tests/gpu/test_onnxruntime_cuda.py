@@ -25,11 +25,11 @@ from headrace.core.errors import ConfigError
 from headrace.core.ledger import Ledger
 from headrace.core.tensor import Array, ResidentRows
 from headrace.models.loader import FACTORIES
-from headrace.runtimes.base import is_overlapped
 from headrace.runtimes.cuda.driver import current, loaded
 from headrace.runtimes.cuda.memory import DeviceBuffer, pinned_empty, pinned_rows
 from headrace.runtimes.isolated.backend import IsolatedBackend
 from headrace.runtimes.onnxruntime_cuda import PROVIDER, OnnxRuntimeCudaBackend, provider_problem
+from headrace.runtimes.overlapped import is_overlapped
 from headrace.runtimes.tensorrt.backend import MAX_BATCH_SIZE
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent

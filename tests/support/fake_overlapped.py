@@ -1,7 +1,7 @@
 """An overlapped model under the test's control: y = 2x; the test decides when batches in flight end.
 
-It holds the data plane to the contract of `headrace.runtimes.base.OverlappedExecution`: `depth`, threads, order, and ownership of
-memory at each step. Nothing in it sleeps; `wait_for` waits for something to be written into `log`.
+It holds the data plane to the contract of `headrace.runtimes.overlapped.OverlappedExecution`: `depth`, threads, order, and
+ownership of memory at each step. Nothing in it sleeps; `wait_for` waits for something to be written into `log`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from headrace.core.tensor import NOWHERE, Array, is_resident
-from headrace.runtimes.base import Execution, ExecutionLost, InFlightBatch, LoadedModel
+from headrace.runtimes.base import Execution, ExecutionLost, LoadedModel
+from headrace.runtimes.overlapped import InFlightBatch
 
 from tests.support.fakes import InstanceKilledError
 from tests.support.resident_rows import read

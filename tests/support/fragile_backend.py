@@ -21,15 +21,8 @@ import numpy as np
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.ledger import HOST, Kind, MemoryAccount
 from headrace.core.tensor import Array
-from headrace.runtimes.base import (
-    Backend,
-    Execution,
-    ExecutionLost,
-    InFlightBatch,
-    InputRefused,
-    LoadedModel,
-    OverlappedExecution,
-)
+from headrace.runtimes.base import Backend, Execution, ExecutionLost, InputRefused, LoadedModel
+from headrace.runtimes.overlapped import InFlightBatch, OverlappedExecution
 
 FACTORY = "tests.support.fragile_backend:FragileBackend"
 ABORT, SEGFAULT, HANG, RAISE, REFUSE, LOST, EXIT, BIG, UNKNOWN = -1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0, -9.0

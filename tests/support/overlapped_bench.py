@@ -27,7 +27,8 @@ from headrace.inference.scheduling.scheduler import Scheduler
 from headrace.inference.scheduling.selector import Batch
 from headrace.inference.scheduling.serial_runner import SerialRunner
 from headrace.observability.counters import Recorder
-from headrace.runtimes.base import Execution, OverlappedExecution
+from headrace.runtimes.base import Execution
+from headrace.runtimes.overlapped import OverlappedExecution
 
 from tests.support.completions import RecordedCompletion
 from tests.support.fake_overlapped import FakeOverlapped

@@ -16,7 +16,7 @@ from headrace.models.control_policy import ControlPolicy
 from headrace.models.explanation import explain
 from headrace.models.idle_tasks import IdleTasks
 from headrace.models.registry import Registry
-from headrace.runtimes.base import InFlightBatch
+from headrace.runtimes.overlapped import InFlightBatch
 from headrace.runtimes.tensorrt.backend import TensorRtExecution
 from headrace.runtimes.tensorrt.contexts import PreparedContext
 from headrace_engines.progress import silent

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from headrace.core.tensor import Array
-from headrace.runtimes.base import Execution, InFlightBatch
+from headrace.runtimes.base import Execution
+from headrace.runtimes.overlapped import InFlightBatch
 
 
 @dataclass(frozen=True)

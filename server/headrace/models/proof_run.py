@@ -39,7 +39,8 @@ from headrace.inference.scheduling.sequences.state import HostStates, run_new_se
 from headrace.models.accounted_model import AccountedModel, served_execution
 from headrace.models.sequence_policy import sequence_policy, state_tensors
 from headrace.models.warmup import Warmup, make_warmups, random_values
-from headrace.runtimes.base import Execution, ExecutionLost, OverlappedExecution, is_overlapped
+from headrace.runtimes.base import Execution, ExecutionLost
+from headrace.runtimes.overlapped import OverlappedExecution, is_overlapped
 
 logger = logging.getLogger("headrace.proof")
 

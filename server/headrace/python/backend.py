@@ -33,17 +33,8 @@ from headrace.python.outputs import (
     prepare,
 )
 from headrace.python.process import InstanceProcess, ProcessConnection, ProcessOptions, RunningBatch
-from headrace.runtimes.base import (
-    Backend,
-    BatchMember,
-    Execution,
-    LateResult,
-    LoadedModel,
-    MemberResult,
-    NextWaiting,
-    ProcessStatus,
-    Rescheduled,
-)
+from headrace.runtimes.base import Backend, Execution, LoadedModel, ProcessStatus
+from headrace.runtimes.members import BatchMember, LateResult, MemberResult, NextWaiting, Rescheduled
 from headrace.runtimes.processes.child_process import ChildProcess
 
 logger = logging.getLogger("headrace.python")
@@ -163,13 +154,13 @@ class PythonModel(LoadedModel):
 
 @dataclass(eq=False, repr=False)
 class PythonExecution(Execution):
-    """Runs batches in the process of one instance; see `headrace.runtimes.base.MemberExecution` and `HasBatchMemory`.
+    """Runs batches in the process of one instance; see `headrace.runtimes.members.MemberExecution` and `HasBatchMemory`.
 
     Attributes:
         tensors: tensors of the model.
         process: process of the instance.
         refusal: returns the reason why the model refuses requests; "" while an instance serves.
-        reads_device_rows: see `headrace.runtimes.base.MemberExecution`.
+        reads_device_rows: see `headrace.runtimes.members.MemberExecution`.
     """
 
     by_member = has_batch_memory = True

@@ -14,7 +14,7 @@ from headrace.core.request import InferResponse
 from headrace.core.response_stream import ResponseStream
 from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.python.process import RunningBatch
-from headrace.runtimes.base import BatchMember
+from headrace.runtimes.members import BatchMember
 
 
 @dataclass(slots=True, eq=False, repr=False)

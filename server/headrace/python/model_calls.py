@@ -50,7 +50,7 @@ from headrace.inference.scheduling.version_handle import VersionHandle
 from headrace.models.registry import Registry
 from headrace.python.call_cycles import CallingProcess, CallReplies, ModelCall, find_cycle
 from headrace.python.process import CallSocket, RunningBatch
-from headrace.runtimes.base import BatchMember
+from headrace.runtimes.members import BatchMember
 
 logger = logging.getLogger("headrace.python")
 

@@ -36,7 +36,7 @@ from headrace.core.request import InferResponse
 from headrace.core.response_stream import MAX_RESPONSE_BYTES, MAX_RESPONSES
 from headrace.core.tensor import Array
 from headrace.python.outputs import ResponseOutputs, error_of, is_parameters
-from headrace.runtimes.base import BatchMember, LateResult, MemberOutputs, MemberResult, Rescheduled, ResponseSink
+from headrace.runtimes.members import BatchMember, LateResult, MemberOutputs, MemberResult, Rescheduled, ResponseSink
 
 logger = logging.getLogger("headrace.python")
 

@@ -47,7 +47,8 @@ from headrace.core.errors import (
 from headrace.core.heap import IDLE_MEMORY
 from headrace.core.request import ParameterValue
 from headrace.core.tensor import Array, IpcMemory, ipc_memory
-from headrace.runtimes.base import BatchMember, InputRefused, LateResult, MemberOutputs, MemberResult, Rescheduled
+from headrace.runtimes.base import InputRefused
+from headrace.runtimes.members import BatchMember, LateResult, MemberOutputs, MemberResult, Rescheduled
 
 # Open requests of an instance without a setting, as `max_open_requests` of a configuration has it.
 MAX_OPEN_REQUESTS = 256

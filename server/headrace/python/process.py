@@ -20,7 +20,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.request import Probe
 from headrace.python.open_requests import OpenRequests
 from headrace.python.outputs import SentRegions, SlotPool
-from headrace.runtimes.base import BatchMember
+from headrace.runtimes.members import BatchMember
 from headrace.runtimes.processes.child_process import ChildProcess, Message
 from headrace.runtimes.processes.supervisor import ProcessGate, ProcessSupervisor, load_error
 

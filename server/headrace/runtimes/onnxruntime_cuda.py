@@ -38,15 +38,7 @@ import onnxruntime as ort
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom
 from headrace.core.tensor import BY_ORT_NAME, BYTES, Array, Datatype, is_resident
-from headrace.runtimes.base import (
-    Backend,
-    Execution,
-    ExecutionLost,
-    InFlightBatch,
-    LoadedModel,
-    ResidentInput,
-    run_one_batch,
-)
+from headrace.runtimes.base import Backend, Execution, ExecutionLost, LoadedModel
 from headrace.runtimes.cuda.devices import describe
 from headrace.runtimes.cuda.driver import (
     CompletionEvent,
@@ -59,6 +51,7 @@ from headrace.runtimes.cuda.kernels.launching import RowGather
 from headrace.runtimes.cuda.memory import Allocator, PinnedBuffer
 from headrace.runtimes.current_device import CurrentDevice
 from headrace.runtimes.onnxruntime import bad_parameter, load_finding, session_options
+from headrace.runtimes.overlapped import InFlightBatch, ResidentInput, run_one_batch
 from headrace.runtimes.tensorrt.backend import GPUS, MAX_BATCH_SIZE
 from headrace.runtimes.tensorrt.buffers import (
     SHARED_BLOCKS,
@@ -371,7 +364,7 @@ class _BatchState(NamedTuple):
 
 
 class CudaExecution(Execution):
-    """One instance; see `headrace.runtimes.base.OverlappedExecution`. Opened and closed on the instance's thread.
+    """One instance; see `headrace.runtimes.overlapped.OverlappedExecution`. Opened and closed on the instance's thread.
 
     Ownership: slots move from `_free` to a batch and back (a deque: both threads use its ends). The session is run by
     `finish` only, one batch at a time.
@@ -415,7 +408,7 @@ class CudaExecution(Execution):
         return run_one_batch(self, inputs, bool(self._plan.max_rows))
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
-        """Begin a batch in a free slot; see `headrace.runtimes.base.OverlappedExecution.begin`."""
+        """Begin a batch in a free slot; see `headrace.runtimes.overlapped.OverlappedExecution.begin`."""
         rows = rows if self._plan.max_rows else 0
         shapes: dict[str, tuple[int, ...]] = {}
         sizes: dict[str, int] = {}

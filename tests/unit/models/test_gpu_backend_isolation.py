@@ -17,8 +17,8 @@ from headrace.core.tensor import Array
 from headrace.models import loader as loader_module
 from headrace.models.batch_proofs import BatchProofs
 from headrace.models.control_policy import ControlPolicy
-from headrace.runtimes.base import InFlightBatch
 from headrace.runtimes.isolated.backend import IsolatedBackend, IsolatedExecution
+from headrace.runtimes.overlapped import InFlightBatch
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

@@ -10,7 +10,7 @@ from typing import Any
 import headrace
 import numpy as np
 import pytest
-from headrace.runtimes.base import InFlightBatch
+from headrace.runtimes.overlapped import InFlightBatch
 from headrace.runtimes.tensorrt.backend import TensorRtExecution
 from headrace_engines.build import build_engine
 from headrace_engines.errors import BuildError

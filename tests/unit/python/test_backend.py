@@ -23,7 +23,8 @@ from headrace.python.environments import own_interpreter
 from headrace.python.outputs import MAX_SLOTS, ModelTensors
 from headrace.python.process import ProcessOptions
 from headrace.python.python_models import program_command
-from headrace.runtimes.base import BatchMember, ExecutionLost
+from headrace.runtimes.base import ExecutionLost
+from headrace.runtimes.members import BatchMember
 from headrace.runtimes.processes import supervisor
 from headrace_model import protocol
 

@@ -21,7 +21,8 @@ from headrace.python.environments import own_interpreter
 from headrace.python.outputs import ModelTensors, RequestWriter, SentRegions, SlotPool, prepare
 from headrace.python.process import ProcessOptions
 from headrace.python.python_models import program_command
-from headrace.runtimes.base import BatchMember, InputRefused
+from headrace.runtimes.base import InputRefused
+from headrace.runtimes.members import BatchMember
 from headrace_model import device, protocol
 from headrace_model.channel import Frames
 from headrace_model.protocol import HEADER

@@ -36,7 +36,7 @@ from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.python.call_cycles import CallReplies, ModelCall, find_cycle
 from headrace.python.model_calls import ModelCalls
 from headrace.python.process import RunningBatch
-from headrace.runtimes.base import BatchMember
+from headrace.runtimes.members import BatchMember
 from headrace_model import protocol
 from headrace_model.channel import Frames
 from headrace_model.slots import START, Slot

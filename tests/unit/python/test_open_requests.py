@@ -31,7 +31,7 @@ from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.python.backend import PythonModel
 from headrace.python.open_requests import OpenRequests
 from headrace.python.outputs import ModelTensors, ResponseOutputs
-from headrace.runtimes.base import BatchMember
+from headrace.runtimes.members import BatchMember
 from headrace_model import protocol
 
 from tests.support.completions import responses_of

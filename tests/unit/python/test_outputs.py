@@ -14,7 +14,7 @@ import pytest
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import Conflict, ModelFailed, NotFound, Unavailable, Unsupported
 from headrace.python.outputs import ModelTensors, RequestWriter, ResultReader, SlotPool, prepare
-from headrace.runtimes.base import BatchMember, Rescheduled
+from headrace.runtimes.members import BatchMember, Rescheduled
 from headrace_model import protocol
 from headrace_model.protocol import ALL_MEMBERS, COUNT, DONE, HEADER, OUTPUT, ProtocolError, dims_struct
 from headrace_model.requests import BatchReader, ResultWriter

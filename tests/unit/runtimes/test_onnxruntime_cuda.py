@@ -20,8 +20,9 @@ from headrace.core.errors import ConfigError, HeadraceError, ModelFailed
 from headrace.core.ledger import HOST, Ledger, NoRoom
 from headrace.core.tensor import BY_ORT_NAME, PINNED
 from headrace.runtimes import onnxruntime_cuda as backend
-from headrace.runtimes.base import ExecutionLost, is_overlapped
+from headrace.runtimes.base import ExecutionLost
 from headrace.runtimes.onnxruntime_cuda import OnnxRuntimeCudaBackend
+from headrace.runtimes.overlapped import is_overlapped
 from headrace.runtimes.tensorrt.backend import GPUS, MAX_BATCH_SIZE
 
 from tests.support.cuda_provider import FakeProvider, answers, features, install_provider, launched, opened, saved

@@ -15,7 +15,9 @@ from headrace.config.model_config import ModelConfig
 from headrace.config.tensor_config import Postprocess, picture_input, scores_output
 from headrace.core.tensor import BY_CONFIG_NAME, Array
 from headrace.inference.pipelines.recipe import ImageRecipe
-from headrace.runtimes.base import Execution, InFlightBatch, WrappedExecution
+from headrace.runtimes.base import Execution
+from headrace.runtimes.overlapped import InFlightBatch
+from headrace.runtimes.wrapped_execution import WrappedExecution
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]

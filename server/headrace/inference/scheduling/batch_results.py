@@ -24,7 +24,7 @@ from headrace.inference.scheduling.queue import FAR_NS, Entry
 from headrace.inference.scheduling.row_sampler import RowSampler
 from headrace.inference.scheduling.selector import Batch
 from headrace.observability.counters import BatchRecord, Recorder
-from headrace.runtimes.base import BatchMember, LateResult, MemberOutputs, MemberResult, Rescheduled
+from headrace.runtimes.members import BatchMember, LateResult, MemberOutputs, MemberResult, Rescheduled
 
 logger = logging.getLogger("headrace.instance")
 

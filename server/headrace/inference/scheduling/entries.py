@@ -21,7 +21,7 @@ from headrace.core.tensor import Array, ModelSpec
 from headrace.inference.scheduling.output_check import OutputMismatch
 from headrace.inference.scheduling.policy import HandlePolicy
 from headrace.inference.scheduling.queue import Entry
-from headrace.runtimes.base import BatchMember
+from headrace.runtimes.members import BatchMember
 
 Undelivered = Callable[[int, int], object]
 """Counts requests that were counted as answered and have failed: their number, and their time in nanoseconds, summed."""

@@ -17,7 +17,7 @@ import numpy as np
 from headrace.core.scattered_rows import ScatteredRows, in_pieces, is_scattered
 from headrace.core.tensor import NOWHERE, Array, ResidentRows, is_resident
 from headrace.inference.scheduling.queue import Entry
-from headrace.runtimes.base import InFlightBatch
+from headrace.runtimes.overlapped import InFlightBatch
 
 logger = logging.getLogger("headrace.instance")
 

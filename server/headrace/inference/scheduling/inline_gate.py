@@ -11,7 +11,8 @@ from headrace.core.limits import BodyMemory
 from headrace.inference.scheduling.latency_table import LatencyTable
 from headrace.inference.scheduling.queue import FAR_NS, Entry
 from headrace.observability.counters import Recorder
-from headrace.runtimes.base import Execution, is_overlapped
+from headrace.runtimes.base import Execution
+from headrace.runtimes.overlapped import is_overlapped
 
 logger = logging.getLogger("headrace.instance")
 

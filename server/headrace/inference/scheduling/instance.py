@@ -27,13 +27,7 @@ from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFaile
 from headrace.core.request import Probe
 from headrace.inference.scheduling.admission import InFlightWork
 from headrace.inference.scheduling.scheduler import Scheduler
-from headrace.runtimes.base import (
-    Execution,
-    ExecutionLost,
-    HasProcessStatus,
-    LoadedModel,
-    ProcessStatus,
-)
+from headrace.runtimes.base import Execution, ExecutionLost, HasProcessStatus, LoadedModel, ProcessStatus
 
 logger = logging.getLogger("headrace.instance")
 

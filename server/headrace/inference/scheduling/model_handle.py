@@ -47,7 +47,8 @@ from headrace.inference.scheduling.scheduler import IdleTask, Scheduler
 from headrace.inference.scheduling.serial_runner import SerialRunner
 from headrace.inference.scheduling.version_handle import OverloadFigures, Prediction, VersionHandle, decoupled_error
 from headrace.observability.counters import Recorder
-from headrace.runtimes.base import Execution, LoadedModel, ProcessStatus, is_overlapped
+from headrace.runtimes.base import Execution, LoadedModel, ProcessStatus
+from headrace.runtimes.overlapped import is_overlapped
 
 logger = logging.getLogger("headrace.model")
 

@@ -17,7 +17,7 @@ from headrace.core.request import BatchTimes, InferResponse, ParameterValue, Res
 from headrace.core.tensor import Array
 from headrace.inference.scheduling.queue import Entry
 from headrace.observability.counters import Recorder
-from headrace.runtimes.base import MemberOutputs, MemberResult
+from headrace.runtimes.members import MemberOutputs, MemberResult
 
 Deliver = Callable[
     [Iterable[tuple[Completion, Outcome]], Callable[[list[Completion]], object] | None], list[Completion]
@@ -93,7 +93,7 @@ class OpenEntry:
 
 
 class StreamedEntry(OpenEntry):
-    """Entry of a decoupled model; see `headrace.runtimes.base.ResponseSink`."""
+    """Entry of a decoupled model; see `headrace.runtimes.members.ResponseSink`."""
 
     responses: Responses
 

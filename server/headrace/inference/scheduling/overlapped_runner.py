@@ -36,7 +36,8 @@ from headrace.inference.scheduling.ragged import PaddedLayout
 from headrace.inference.scheduling.scheduler import CallerThread, Scheduler
 from headrace.inference.scheduling.selector import Batch
 from headrace.inference.scheduling.serial_runner import SerialRunner
-from headrace.runtimes.base import ExecutionLost, OverlappedExecution
+from headrace.runtimes.base import ExecutionLost
+from headrace.runtimes.overlapped import OverlappedExecution
 
 logger = logging.getLogger("headrace.instance")
 

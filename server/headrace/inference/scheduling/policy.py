@@ -200,7 +200,7 @@ class HandlePolicy:
         rate_limits: quotas of clients; None for no limits.
         inline_bound_ns: a lone request of a model that runs on any thread runs on the event loop if the 95th percentile of its
             compute time does not exceed this; 0: never.
-        by_member: the executions run the requests of a batch as a list (`headrace.runtimes.base.MemberExecution`).
+        by_member: the executions run the requests of a batch as a list (`headrace.runtimes.members.MemberExecution`).
         reads_ids: the model gets the ids of requests, so its responses may depend on them.
         ragged: batches of requests of different shapes; None if the requests of a batch have equal shapes.
         padding: batches of requests of different length; None if the requests of a batch have equal lengths.

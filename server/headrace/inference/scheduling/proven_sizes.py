@@ -10,7 +10,8 @@ import numpy as np
 from headrace.core.errors import ModelFailed
 from headrace.core.tensor import Array
 from headrace.inference.scheduling.batch_proof import BatchVerdict
-from headrace.runtimes.base import Execution, WrappedExecution
+from headrace.runtimes.base import Execution
+from headrace.runtimes.wrapped_execution import WrappedExecution
 
 
 class ProvenSizes(WrappedExecution):

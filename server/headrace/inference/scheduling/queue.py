@@ -26,7 +26,7 @@ from headrace.core.tensor import Array
 from headrace.inference.scheduling.fair_shares import FairShares
 from headrace.inference.scheduling.policy import Sharing
 from headrace.inference.scheduling.sorted_entries import MAX_RUN, SortedEntries
-from headrace.runtimes.base import BatchMember
+from headrace.runtimes.members import BatchMember
 
 
 class Entry:

@@ -8,17 +8,10 @@ from functools import partial
 from headrace.core.errors import HeadraceError
 from headrace.core.tensor import Array
 from headrace.inference.scheduling.output_check import OutputMismatch
-from headrace.runtimes.base import (
-    BatchMember,
-    Execution,
-    InFlightBatch,
-    LateResult,
-    MemberOutputs,
-    MemberResult,
-    ResponseSink,
-    WrappedExecution,
-    has_batch_memory,
-)
+from headrace.runtimes.base import Execution, has_batch_memory
+from headrace.runtimes.members import BatchMember, LateResult, MemberOutputs, MemberResult, ResponseSink
+from headrace.runtimes.overlapped import InFlightBatch
+from headrace.runtimes.wrapped_execution import WrappedExecution
 
 
 class ReshapingExecution(WrappedExecution):
@@ -127,7 +120,7 @@ class ReshapingExecution(WrappedExecution):
 
 
 class _ReshapingSink:
-    """Passes responses on in the clients' shapes; see `headrace.runtimes.base.ResponseSink`."""
+    """Passes responses on in the clients' shapes; see `headrace.runtimes.members.ResponseSink`."""
 
     def __init__(
         self,

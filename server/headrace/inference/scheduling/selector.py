@@ -11,7 +11,7 @@ from headrace.inference.scheduling.assembly import Arrangement
 from headrace.inference.scheduling.batching import IDLE, CloseReason, CostModel, Idle, Skip, Take, WaitUntil, decide
 from headrace.inference.scheduling.policy import BatchPolicy, QueueLimits
 from headrace.inference.scheduling.queue import FAR_NS, Entry, Queue, QueueOrder, ShapeQueue
-from headrace.runtimes.base import InFlightBatch
+from headrace.runtimes.overlapped import InFlightBatch
 
 _ROWS = attrgetter("rows")
 

@@ -21,14 +21,8 @@ from headrace.inference.scheduling.open_requests import StreamedEntry
 from headrace.inference.scheduling.queue import Entry
 from headrace.inference.scheduling.scheduler import CallerThread, Scheduler
 from headrace.inference.scheduling.selector import Batch
-from headrace.runtimes.base import (
-    Execution,
-    ExecutionLost,
-    MemberExecution,
-    MemberResult,
-    has_batch_memory,
-    runs_by_member,
-)
+from headrace.runtimes.base import Execution, ExecutionLost, has_batch_memory
+from headrace.runtimes.members import MemberExecution, MemberResult, runs_by_member
 
 logger = logging.getLogger("headrace.instance")
 

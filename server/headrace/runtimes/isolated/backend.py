@@ -37,15 +37,7 @@ from headrace.core.errors import (
 )
 from headrace.core.ledger import Holding, Kind, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
-from headrace.runtimes.base import (
-    Backend,
-    Execution,
-    ExecutionLost,
-    InFlightBatch,
-    InputRefused,
-    LoadedModel,
-    ProcessStatus,
-)
+from headrace.runtimes.base import Backend, Execution, ExecutionLost, InputRefused, LoadedModel, ProcessStatus
 from headrace.runtimes.isolated.admission import BatchAdmission
 from headrace.runtimes.isolated.child import LAUNCH
 from headrace.runtimes.isolated.tensors import (
@@ -57,6 +49,7 @@ from headrace.runtimes.isolated.tensors import (
     read_tensors,
     write_tensors,
 )
+from headrace.runtimes.overlapped import InFlightBatch
 from headrace.runtimes.processes.child_process import ChildProcess, Message
 from headrace.runtimes.processes.supervisor import ProcessSupervisor, load_error
 from headrace.runtimes.tensorrt.plan import PlanTensor
@@ -297,7 +290,7 @@ class _Transfer:
 
 
 class IsolatedExecution(Execution):
-    """One instance; see `headrace.runtimes.base.OverlappedExecution`, whose rules for threads apply.
+    """One instance; see `headrace.runtimes.overlapped.OverlappedExecution`, whose rules for threads apply.
 
     A launch that may not enter the process now (it is being replaced, or another batch must run alone) does not wait:
     the finisher sends the batch later. So the batches inside the process are always the oldest of the open ones, and

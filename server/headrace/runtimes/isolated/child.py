@@ -38,7 +38,7 @@ from headrace_model.slots import START, Slot, aligned
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed
 from headrace.core.ledger import Kind, Ledger, MemoryAccount, NoRoom, format_bytes
 from headrace.core.tensor import Array
-from headrace.runtimes.base import Backend, Execution, ExecutionLost, InFlightBatch, LoadedModel, is_overlapped
+from headrace.runtimes.base import Backend, Execution, ExecutionLost, LoadedModel
 from headrace.runtimes.isolated.tensors import (
     TensorLayout,
     array_at,
@@ -48,6 +48,7 @@ from headrace.runtimes.isolated.tensors import (
     read_tensors,
     write_tensors,
 )
+from headrace.runtimes.overlapped import InFlightBatch, is_overlapped
 from headrace.runtimes.processes.child_process import Message, ends_with_parent
 
 # Flag of a RUN frame: the batch may overlap with others.

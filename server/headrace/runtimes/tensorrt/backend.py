@@ -25,11 +25,12 @@ from typing import NamedTuple
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom, Reservation
 from headrace.core.tensor import Array, ResidentRows, as_input
-from headrace.runtimes.base import Backend, InFlightBatch, InputRefused, LoadedModel, OverlappedExecution, run_one_batch
+from headrace.runtimes.base import Backend, InputRefused, LoadedModel
 from headrace.runtimes.cuda.driver import DeviceError, OutOfDeviceMemory, current
 from headrace.runtimes.cuda.kernels.launching import GpuStage, RowGather
 from headrace.runtimes.cuda.memory import Allocator, booked
 from headrace.runtimes.current_device import CurrentDevice
+from headrace.runtimes.overlapped import InFlightBatch, OverlappedExecution, run_one_batch
 from headrace.runtimes.tensorrt.buffers import BufferSlot, RowGathers
 from headrace.runtimes.tensorrt.contexts import (
     BatchViews,
@@ -316,7 +317,7 @@ class _BatchState(NamedTuple):
 
 
 class TensorRtExecution(OverlappedExecution):
-    """One instance; see `headrace.runtimes.base.OverlappedExecution`. Opened and closed on the instance's thread.
+    """One instance; see `headrace.runtimes.overlapped.OverlappedExecution`. Opened and closed on the instance's thread.
 
     Ownership: slots move from `_free` to a batch and back (a deque: both threads use its ends); everything else
     belongs to the instance's thread.
@@ -331,7 +332,7 @@ class TensorRtExecution(OverlappedExecution):
 
     Attributes:
         slot_states: the same, by slot; None without any.
-        brief_rows: see `headrace.runtimes.base.brief_rows`; by the times of the buckets.
+        brief_rows: see `headrace.runtimes.base.Execution`; by the times of the buckets.
 
     Raises:
         ConfigError: the plan does not support batches of `max_rows` rows, or its outputs cannot be served.
@@ -388,7 +389,7 @@ class TensorRtExecution(OverlappedExecution):
         return run_one_batch(self, inputs, self._batched)
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
-        """Begin a batch in a free slot; see `headrace.runtimes.base.OverlappedExecution.begin`."""
+        """Begin a batch in a free slot; see `headrace.runtimes.overlapped.OverlappedExecution.begin`."""
         rows = rows if self._batched else 0
         self._check(like)
         requested = tuple([(rows, *like[name].shape[1:]) if rows else like[name].shape for name in self._input_types])

@@ -24,11 +24,11 @@ from headrace.core.errors import Unsupported
 from headrace.core.ledger import NoRoom
 from headrace.core.scattered_rows import ScatteredRows
 from headrace.core.tensor import PINNED, Array, ResidentRows
-from headrace.runtimes.base import ResidentInput
 from headrace.runtimes.cuda.driver import CompletionEvent, CudaStream, DeviceError, OutOfDeviceMemory, current
 from headrace.runtimes.cuda.kernels.launching import RowGather
 from headrace.runtimes.cuda.memory import Allocator, DeviceBuffer, copy_address, copy_on_gpu, download, read_gpu, upload
 from headrace.runtimes.cuda.peers import peer_copy
+from headrace.runtimes.overlapped import ResidentInput
 from headrace.runtimes.tensorrt.plan import PlanBindings, Shape, TensorBinding
 
 logger = logging.getLogger("headrace.tensorrt")

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from headrace.core.errors import ModelFailed
 from headrace.core.ledger import Kind
 from headrace.core.tensor import Array
-from headrace.runtimes.base import ResidentInput
 from headrace.runtimes.cuda.driver import CudaGraph, CudaStream, DeviceError, is_context_usable
 from headrace.runtimes.cuda.kernels.launching import Launch, RowGather
 from headrace.runtimes.cuda.memory import DeviceBuffer
+from headrace.runtimes.overlapped import ResidentInput
 from headrace.runtimes.tensorrt.buffers import (
     IDLE_BLOCKS,
     SHARED_BLOCKS,

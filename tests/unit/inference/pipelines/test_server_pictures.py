@@ -11,7 +11,8 @@ from headrace.core.tensor import Array
 from headrace.inference.pipelines.execution import PictureExecution, softmax, steps_of, top_k
 from headrace.inference.pipelines.image import PixelSteps, prepare, to_pixels
 from headrace.inference.pipelines.recipe import ImageRecipe, Resampling, axis
-from headrace.runtimes.base import Execution, InFlightBatch, LoadedModel, is_overlapped
+from headrace.runtimes.base import Execution, LoadedModel
+from headrace.runtimes.overlapped import InFlightBatch, is_overlapped
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays

@@ -19,7 +19,7 @@ from headrace.core.tensor import FP32, Array, ResidentRows, TensorSpec
 from headrace.inference.scheduling import overlapped_runner as filling
 from headrace.inference.scheduling.filler import Filler, _shares
 from headrace.inference.scheduling.queue import Entry
-from headrace.runtimes.base import InFlightBatch
+from headrace.runtimes.overlapped import InFlightBatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

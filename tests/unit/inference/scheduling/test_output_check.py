@@ -21,7 +21,8 @@ from headrace.inference.scheduling.output_check import OutputCheck, OutputMismat
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace.inference.scheduling.reshaping import ReshapingExecution
 from headrace.observability.counters import Recorder
-from headrace.runtimes.base import Execution, InFlightBatch
+from headrace.runtimes.base import Execution
+from headrace.runtimes.overlapped import InFlightBatch
 
 from tests.support.fake_overlapped import FakeOverlapped
 from tests.support.fakes import SPEC, FakeModel, infer_request

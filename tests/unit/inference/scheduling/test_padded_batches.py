@@ -21,7 +21,8 @@ from headrace.inference.scheduling.model_handle import ModelHandle
 from headrace.inference.scheduling.policy import BatchPolicy, HandlePolicy, PaddingPolicy
 from headrace.inference.scheduling.ragged import PaddedLayout
 from headrace.observability.counters import Recorder
-from headrace.runtimes.base import Execution, InFlightBatch, LoadedModel
+from headrace.runtimes.base import Execution, LoadedModel
+from headrace.runtimes.overlapped import InFlightBatch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -14,7 +14,7 @@ from headrace.inference.scheduling.assembly import Staging
 from headrace.inference.scheduling.entries import split_request
 from headrace.inference.scheduling.filler import Filler
 from headrace.inference.scheduling.queue import Entry
-from headrace.runtimes.base import InFlightBatch
+from headrace.runtimes.overlapped import InFlightBatch
 
 from tests.support.resident_rows import HostOwner, read, resident
 

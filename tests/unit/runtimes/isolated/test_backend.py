@@ -11,9 +11,10 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import HOST, Kind, Ledger, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
-from headrace.runtimes.base import InputRefused, is_overlapped
+from headrace.runtimes.base import InputRefused
 from headrace.runtimes.isolated.backend import FailedInChildError, IsolatedBackend, IsolatedModel
 from headrace.runtimes.isolated.tensors import array_at, read_tensors, write_tensors
+from headrace.runtimes.overlapped import is_overlapped
 from headrace.runtimes.processes import supervisor
 from headrace_model.slots import START, Slot
 

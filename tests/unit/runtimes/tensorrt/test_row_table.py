@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from headrace.core.scattered_rows import ScatteredRows
 from headrace.core.tensor import PINNED, ResidentRows
-from headrace.runtimes.base import ResidentInput
+from headrace.runtimes.overlapped import ResidentInput
 from headrace.runtimes.tensorrt import buffers
 from headrace.runtimes.tensorrt.buffers import RowTable, copy_local_rows, fetch_from_peers
 from hypothesis import given

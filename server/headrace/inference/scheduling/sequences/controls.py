@@ -15,13 +15,9 @@ from headrace.core.tensor import BYTES, Array
 from headrace.inference.scheduling.policy import ControlTensor
 from headrace.inference.scheduling.queue import Entry
 from headrace.inference.scheduling.sequences.live_sequence import CorrelationId, SequenceEntry
-from headrace.runtimes.base import (
-    BatchMember,
-    Execution,
-    MemberResult,
-    WrappedExecution,
-    has_batch_memory,
-)
+from headrace.runtimes.base import Execution, has_batch_memory
+from headrace.runtimes.members import BatchMember, MemberResult
+from headrace.runtimes.wrapped_execution import WrappedExecution
 
 MAX_ID = 2**64 - 1
 """Largest correlation id that is a number."""

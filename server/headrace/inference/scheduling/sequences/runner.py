@@ -19,7 +19,8 @@ from headrace.inference.scheduling.sequences.live_sequence import SequenceEntry
 from headrace.inference.scheduling.sequences.scheduler import SequenceScheduler
 from headrace.inference.scheduling.sequences.state import HostStates
 from headrace.inference.scheduling.serial_runner import SerialRunner
-from headrace.runtimes.base import Execution, MemberResult, Rescheduled
+from headrace.runtimes.base import Execution
+from headrace.runtimes.members import MemberResult, Rescheduled
 
 _DIED = "the instance that has its state died"
 

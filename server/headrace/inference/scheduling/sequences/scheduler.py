@@ -17,7 +17,7 @@ from headrace.inference.scheduling.scheduler import IdleTask, Scheduler
 from headrace.inference.scheduling.selector import Batch
 from headrace.inference.scheduling.sequences.live_sequence import CorrelationId, SequenceEntry, SequenceKey
 from headrace.inference.scheduling.sequences.sequence_table import FLAGS_PARAMETER, SequenceTable
-from headrace.runtimes.base import Rescheduled
+from headrace.runtimes.members import Rescheduled
 
 _UNLOADING = "the model is being unloaded and accepts no requests: retry once it is loaded"
 

@@ -16,7 +16,8 @@ from headrace.inference.scheduling.proven_sizes import ProvenSizes
 from headrace.inference.scheduling.sequences.live_sequence import SequenceEntry
 from headrace.inference.scheduling.sequences.runner import SequenceRunner
 from headrace.inference.scheduling.sequences.scheduler import SequenceScheduler
-from headrace.runtimes.base import Execution, ExecutionLost, WrappedExecution
+from headrace.runtimes.base import Execution, ExecutionLost
+from headrace.runtimes.wrapped_execution import WrappedExecution
 
 from tests.support.waiting import until
 
