@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,18 @@ def test_a_module_with_fewer_results_fails_the_request(server: Server) -> None:
     assert b"reference" in content
 
 
+def test_a_package_for_another_device_is_refused(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    package = add_model(repository, "package", "model.pt2", BY_NUMBER, 'backend: "pytorch"')
+    with zipfile.ZipFile(package, "w") as archive:
+        archive.writestr("package/data/aotinductor/model/a_metadata.json", '{"AOTI_DEVICE_KEY": "cuda"}')
+    (tmp_path / "path").mkdir()
+    shutil.copy(ROOT / "tests" / "support" / "fake_torch.py", tmp_path / "path" / "torch.py")
+    with serving(repository, tmp_path, env={"PYTHONPATH": str(tmp_path / "path")}) as server:
+        (row,) = json.loads(server.request("POST", "/v2/repository/index")[2])
+        assert "the package is compiled for cuda, the instance runs on cpu: compile it for cpu" in row["reason"]
+
+
 def test_without_torch_the_model_is_refused_and_others_serve(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     add_model(repository, "script", "model.pt", BY_NUMBER, 'backend: "pytorch"').write_text("a module")
@@ -131,24 +144,31 @@ class Model(torch.nn.Module):
     def forward(self, bias, x):
         return bias + 1, x * self.factor + bias
 
-script, program = sys.argv[1:]
+script, program, package, static = sys.argv[1:]
 model, arguments = Model().eval(), (torch.zeros(3, 1), torch.zeros(3, 4))
 torch.jit.trace(model, arguments).save(script)
 rows = torch.export.Dim("rows")
-torch.export.save(torch.export.export(model, arguments, dynamic_shapes=({0: rows}, {0: rows})), program)
+exported = torch.export.export(model, arguments, dynamic_shapes=({0: rows}, {0: rows}))
+torch.export.save(exported, program)
+torch._inductor.aoti_compile_and_package(exported, package_path=package)
+torch._inductor.aoti_compile_and_package(torch.export.export(model, arguments), package_path=static)
 """
 
 
 @needs_torch
-def test_torch_itself_serves_torchscript_and_exported_programs(tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    script = add_model(repository, "script", "model.pt", BY_NUMBER, 'backend: "pytorch"')
-    program = add_model(repository, "program", "model.pt2", BY_NUMBER, 'backend: "pytorch"')
+def test_torch_itself_serves_torchscript_exported_programs_and_packages(tmp_path: Path) -> None:
+    repository, backend = tmp_path / "repository", 'backend: "pytorch"'
+    models = {"script": "model.pt", "program": "model.pt2", "package": "model.pt2", "static": "model.pt2"}
+    files = [add_model(repository, name, filename, BY_NUMBER, backend) for name, filename in models.items()]
     environment = {"PYTHONPATH": TORCH} if TORCH else {}
-    command = [sys.executable, "-W", "ignore", "-c", MAKE_MODELS, str(script), str(program)]
+    command = [sys.executable, "-W", "ignore", "-c", MAKE_MODELS, *map(str, files)]
     subprocess.run(command, check=True, env={**os.environ, **environment})
     with serving(repository, tmp_path, env=environment) as server:
-        for name in ("script", "program"):
+        for name in ("script", "program", "package"):
             result = infer(server, name, INPUT__1=X, INPUT__0=BIAS)
             np.testing.assert_array_equal(result["OUTPUT__1"], X * 2 + BIAS)
             np.testing.assert_array_equal(result["OUTPUT__0"], BIAS + 1)
+        # Compiled for three rows: without a check it would read past these two.
+        with pytest.raises(AssertionError, match="the model failed on this request"):
+            infer(server, "static", INPUT__1=X, INPUT__0=BIAS)
+        assert "unmatched dim value at 0, expected: 3, but got: 2" in server.text

@@ -1,10 +1,14 @@
-"""Models of PyTorch: TorchScript (`model.pt`) and programs of `torch.export` (`model.pt2`)."""
+"""Models of PyTorch: TorchScript (`model.pt`), programs of `torch.export` and packages of AOTInductor (both `model.pt2`)."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import json
+import os
 import re
 import sys
+import zipfile
 from typing import Any
 
 from headrace_model.frameworks import Array, Batch, Tensors
@@ -33,7 +37,11 @@ class TorchModel:
         if threads:
             torch.set_num_threads(threads)
         self._device = _device(torch, context.args)
-        if context.file.endswith(".pt2"):
+        arguments: list[str] = []  # without names
+        metadata = _compiled_metadata(context.file) if context.file.endswith(".pt2") else None
+        if metadata is not None:
+            self._module = _load_compiled(torch, context.file, metadata, self._device)
+        elif context.file.endswith(".pt2"):
             self._module = torch.export.load(context.file).module().to(self._device)
             arguments = list(inspect.signature(self._module.forward).parameters)
         else:
@@ -60,6 +68,37 @@ class TorchModel:
         value = value.detach().cpu()
         # NumPy has no bfloat16.
         return (value.float() if value.dtype is self._torch.bfloat16 else value).numpy()
+
+
+def _compiled_metadata(file: str) -> list[dict[str, str]] | None:
+    """Return what AOTInductor wrote about its libraries in a package; None for any other file."""
+    if not zipfile.is_zipfile(file):
+        return None
+    with zipfile.ZipFile(file) as archive:
+        names = [name for name in archive.namelist() if "/data/aotinductor/" in name]
+        return [json.loads(archive.read(name)) for name in names if name.endswith("_metadata.json")] if names else None
+
+
+def _load_compiled(torch: Any, file: str, metadata: list[dict[str, str]], device: str) -> Any:
+    """Load a package of AOTInductor: native code for one kind of device, by the installed version of torch.
+
+    Raises:
+        ValueError: it is for another kind of device, or cannot be loaded.
+    """
+    kind, _, index = device.partition(":")
+    wrong = {each["AOTI_DEVICE_KEY"] for each in metadata if "AOTI_DEVICE_KEY" in each} - {kind}
+    if wrong:
+        raise ValueError(
+            f"the package is compiled for {min(wrong)}, the instance runs on {kind}: compile it for {kind}"
+        )
+    # Without it the compiled code does not look at the shapes of its inputs, and reads past them.
+    os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
+    try:
+        return importlib.import_module("torch._inductor").aoti_load_package(file, device_index=int(index or -1))
+    except Exception as error:
+        raise ValueError(
+            f"torch {torch.__version__} cannot load the package, compile it with this version: {error}"
+        ) from error
 
 
 def in_order(names: list[str]) -> list[str]:
