@@ -385,8 +385,11 @@ def test_dropped_iterators_cancel_their_calls(streams: Server) -> None:
 
 def test_the_end_of_a_request_ends_its_streams(streams: Server) -> None:
     before = stream(streams, "actions", 7, 0)[0][1]
-    with pytest.raises(InferenceServerException, match="deadline"):
-        stream(streams, "actions", 6, 1, headers={"X-Request-Timeout-Ms": "300"})
+    try:  # the call has the deadline of the request: its error may be in time for a response
+        reason = stream(streams, "actions", 6, 1, headers={"X-Request-Timeout-Ms": "300"})[1][0]
+    except InferenceServerException as error:
+        reason = str(error)
+    assert "deadline" in reason
     until(lambda: stream(streams, "actions", 7, 0)[0][1] == before + 1)
 
 

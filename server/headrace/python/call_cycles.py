@@ -77,13 +77,12 @@ class CallReplies:
         """Send no more: the process waits for the end alone."""
         self._is_in_slot = False
         self.stream.close()
-        if self._on_end is not None:
-            self._on_end()
+        self._advance()
 
-    def end(self, on_end: Callable[[], None]) -> bool:
-        """Return True if all responses are taken, else call `on_end` once they are."""
+    def end(self, on_end: Callable[[], None]) -> None:
+        """Call `on_end` once all responses are taken: there are no others."""
         self._on_end = on_end
-        return not self._is_in_slot and self.stream.is_empty
+        self._advance()
 
     def _advance(self) -> None:
         if self._is_in_slot:
@@ -93,7 +92,8 @@ class CallReplies:
             self._is_in_slot = True
             self._write(response)
         elif self._on_end is not None:
-            self._on_end()
+            on_end, self._on_end = self._on_end, None  # it refers to the call, which refers to this object
+            on_end()
 
 
 class CallingProcess:

@@ -498,8 +498,6 @@ class CallConnection(CallingProcess):
         self.calls[number] = call
 
         def finish() -> None:
-            if call.replies is not None and not call.replies.end(finish):
-                return
             del self.calls[number]
             outcome = completion.outcome
             try:
@@ -519,7 +517,7 @@ class CallConnection(CallingProcess):
                 if call.replies is not None:
                     call.replies.stream.close()
 
-        completion.then(finish)
+        completion.then(finish if call.replies is None else partial(call.replies.end, finish))
 
     def _parents(self, batch: int, member: int) -> tuple[int, Sequence[BatchMember]]:
         """Return number and requests of the batch that makes a call; 0 and none for a call outside of a batch.
