@@ -217,7 +217,7 @@ def test_a_model_whose_helper_the_kernel_kills_is_loaded_by_the_server(repositor
     config = f'model_warmup {{ name: "long" inputs {{ key: "STEPS" {warmup} }} }}'
     folder = models.add_model(repository, "long", models.busy(), config=config)
     (folder / "warmup").mkdir()
-    (folder / "warmup" / "steps").write_bytes(np.int64(20_000).tobytes())  # half a second or more
+    (folder / "warmup" / "steps").write_bytes(np.int64(80_000).tobytes())  # two seconds or more
     explicit = ["--model-control", "explicit", "--load-model", "neighbour"]
     with serving(repository, tmp_path, *options(tmp_path), *explicit) as server, ThreadPoolExecutor(1) as thread:
         with answering(server):
