@@ -92,7 +92,7 @@ def _load_compiled(torch: Any, file: str, metadata: list[dict[str, str]], device
             f"the package is compiled for {min(wrong)}, the instance runs on {kind}: compile it for {kind}"
         )
     # Without it the compiled code does not look at the shapes of its inputs, and reads past them.
-    os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
+    os.putenv("AOTI_RUNTIME_CHECK_INPUTS", "1")
     try:
         return importlib.import_module("torch._inductor").aoti_load_package(file, device_index=int(index or -1))
     except Exception as error:
