@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from headrace_model.protocol import ProtocolError
 from headrace_model.slots import START
@@ -61,9 +62,14 @@ class CallReplies:
     def __init__(self, mailbox: Mailbox, write: Callable[[InferResponse | HeadraceError], None]) -> None:
         self.stream = ResponseStream(mailbox)
         self._write = write
-        self._is_in_slot = False
+        self._is_in_slot = self._is_dropped = False
         self._on_end: Callable[[], None] | None = None
+
+    def begin(self, completion: LoopCompletion, on_end: Callable[[], None]) -> None:
+        """Send what comes, and call `on_end` once the call is complete and all responses are taken or dropped."""
         self.stream.then(self._advance)
+        completion.then(partial(self._end, on_end))
+        self._advance()
 
     def take(self) -> None:
         """The process has taken the response in the slot; raises ProtocolError if there is none."""
@@ -75,24 +81,24 @@ class CallReplies:
 
     def drop(self) -> None:
         """Send no more: the process waits for the end alone."""
-        self._is_in_slot = False
-        self.stream.close()
+        self._is_in_slot, self._is_dropped = False, True
         self._advance()
 
-    def end(self, on_end: Callable[[], None]) -> None:
-        """Call `on_end` once all responses are taken: there are no others."""
+    def _end(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
         self._advance()
 
     def _advance(self) -> None:
         if self._is_in_slot:
             return
-        response = self.stream.take()
+        response = None if self._is_dropped else self.stream.take()
         if response is not None:
             self._is_in_slot = True
             self._write(response)
         elif self._on_end is not None:
-            on_end, self._on_end = self._on_end, None  # it refers to the call, which refers to this object
+            # The two refer to this object: without an end they would keep each other, and the slots, until a collection.
+            on_end, self._on_end = self._on_end, None
+            self.stream.close()
             on_end()
 
 

@@ -514,10 +514,11 @@ class CallConnection(CallingProcess):
                 self._close()
             finally:
                 handle.release()
-                if call.replies is not None:
-                    call.replies.stream.close()
 
-        completion.then(finish if call.replies is None else partial(call.replies.end, finish))
+        if call.replies is None:
+            completion.then(finish)
+        else:
+            call.replies.begin(completion, finish)
 
     def _parents(self, batch: int, member: int) -> tuple[int, Sequence[BatchMember]]:
         """Return number and requests of the batch that makes a call; 0 and none for a call outside of a batch.

@@ -347,6 +347,20 @@ async def test_a_response_that_was_not_sent_cannot_be_taken() -> None:
         replies.take()
 
 
+async def test_responses_after_a_drop_are_not_sent() -> None:
+    mailbox, sent, ended = Mailbox(asyncio.get_running_loop()), list[object](), list[bool]()
+    replies, completion = CallReplies(mailbox, sent.append), LoopCompletion(mailbox)
+    replies.begin(completion, lambda: ended.append(True))
+    for _ in range(3):
+        replies.stream.send(InferResponse({}))
+    await until_async(lambda: sent)
+    replies.drop()
+    replies.stream.send(InferResponse({}))
+    completion.settle(Cancelled("text"))
+    await until_async(lambda: ended)
+    assert len(sent) == len(ended) == 1
+
+
 async def test_wrong_parameters_are_refused() -> None:
     async with calling() as (caller, _version):
         caller.send(parameters={"a": [1]})
