@@ -6,12 +6,11 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from headrace.core.clock import monotonic_ns
 from headrace.core.limits import ClientLimits
 from headrace.models.registry import Registry
 from headrace.models.shared_memory import Pinned
@@ -21,22 +20,18 @@ from headrace.runtimes.cuda.driver import has_lost_all
 from headrace.runtimes.cuda.shared_memory import ClientMemory, find_client_memory
 from headrace.server.banner import Addresses, announce, describe_access, describe_processes, log_announcement
 from headrace.server.front_ends.access_records import RecordSink, record_needs
-from headrace.server.front_ends.channel import Start, SupervisorChannel, close_all, repository_filter
+from headrace.server.front_ends.channel import Start, close_all, repository_filter
+from headrace.server.front_ends.child_program import ChildProgram
 from headrace.server.front_ends.control_state import ControlState
 from headrace.server.front_ends.front_end_requests import FrontEndRequests
 from headrace.server.front_ends.handshake import EngineProcessFacts, Greeting, Listener, answer
 from headrace.server.front_ends.passed_requests import FrontEndPeer, ProxiedGrpcServer, ProxiedHttpServer
-from headrace.server.front_ends.passed_servers import PassedHttpServer, PassedServers
+from headrace.server.front_ends.passed_servers import PassedHttpServer
 from headrace.server.front_ends.process_figures import ServerProcesses
 from headrace.server.front_ends.shared_page import PageWriter, SharedPage
-from headrace.server.front_ends.shared_state import TableSync, shared_arrays, shared_limits
-from headrace.server.listen import (
-    is_loopback,
-    raise_file_limit,
-    run_server,
-    uvicorn_config,
-)
-from headrace.server.wiring import Reloads, Wiring
+from headrace.server.front_ends.shared_state import TableSync
+from headrace.server.listen import is_loopback, run_server, uvicorn_config
+from headrace.server.wiring import Wiring
 from headrace.wire.grpc.methods import Methods
 from headrace.wire.grpc.server import GrpcServer
 from headrace.wire.http.infer_endpoint import Receive, Scope, Send
@@ -56,7 +51,7 @@ _REPORTS = ("/metrics", "/stats", "/status", "/explain", "/ModelStatistics")
 _CHANGES = ("register", "Register", "/logging", "/LogSettings", "/trace/setting", "/TraceSetting")
 
 
-class EngineProcess:
+class EngineProcess(ChildProgram):
     """Loads the models and answers the front ends until the supervisor sends "stop", or ends.
 
     Ownership: the event loop.
@@ -67,15 +62,8 @@ class EngineProcess:
     """
 
     def __init__(self, start: Start, sock: socket.socket) -> None:
-        self._start = start
-        self._socket = sock
-        limits = start.settings.limits
-        limits = replace(limits, max_connections=raise_file_limit(limits.max_connections))
-        self._settings = settings = replace(start.settings, limits=limits)
-        self._arrays = shared_arrays(start)
-        self._limits = shared_limits(self._arrays, settings)
-        self._wiring = Wiring(settings, self._limits, repository_filter(start))
-        self._reloads = Reloads()
+        super().__init__(start, sock, is_front_end=False)
+        self._wiring = Wiring(self._settings, self._limits, repository_filter(start))
         self._peers: dict[int, FrontEndPeer] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._methods: Methods | None = None
@@ -121,8 +109,7 @@ class EngineProcess:
         if self._settings.grpc:
             self._methods = self._create_methods()
             self._grpc = ProxiedGrpcServer(self._methods, self._limits.grpc)
-        self._channel = SupervisorChannel(self._socket, self._on_message, self._on_orphaned)
-        self._servers = PassedServers(self._channel.send, self._settings.drain_timeout_s, self._arrays.own)
+        self._open_channel()
         wiring.data_plane.reconciler.start()
         wiring.start_timers(loop)
         listener = Listener(socket.socket(fileno=self._start.listener), self._start.token, self._on_greeting)
@@ -272,32 +259,18 @@ class EngineProcess:
 
     # --- Supervisor ---------------------------------------------------------------------------------------------------
 
-    def _on_message(self, name: str, content: Any, descriptors: Sequence[int]) -> None:
-        if name == "connection":
-            self._servers.take(content, descriptors)
-            return
-        close_all(descriptors)
+    def _on_command(self, name: str) -> None:
         if name == "ping":
-            self._channel.send("pong", content)
-            self._limits.bodies.give_way_to_all(monotonic_ns())
             if has_lost_all() and not self._ending.is_set():
                 logger.error("a GPU has failed, and with it all GPUs of this process: the next process uses them again")
                 self._end()
         elif name == "announce":
             self._announce()
-        elif name == "reload":
-            self._reloads.start()
         elif name in ("accept", "pause"):
             self._servers.accept(name == "accept")
-        elif name == "give_up":
-            self._servers.give_up()
-        elif name == "keep":
-            self._servers.keep()
         elif name == "drain":  # front ends still pass on the requests in flight
             self._wiring.data_plane.drain()
             self._servers.drain()
-        elif name == "force":
-            self._servers.force()
         elif name == "stop":
             self._end()
 
@@ -306,10 +279,6 @@ class EngineProcess:
         self._wiring.data_plane.drain()
         self._servers.drain()
         self._ending.set()
-
-    def _on_orphaned(self) -> None:
-        """The supervisor has ended: so does this process."""
-        os._exit(1)
 
     def _on_loaded(self, error: BaseException | None) -> None:
         if self._wiring.refuses_load(error):

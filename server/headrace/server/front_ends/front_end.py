@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,22 +11,21 @@ from functools import partial
 from typing import Any, cast
 
 from headrace.core.access import AccessControl, RemoteBucket
-from headrace.core.clock import monotonic_ns
 from headrace.core.threads import start_pool
 from headrace.observability.logs import LogSettings
 from headrace.server.front_ends.access_records import ForwardingObserver
-from headrace.server.front_ends.channel import Start, SupervisorChannel, close_all
+from headrace.server.front_ends.channel import Start
+from headrace.server.front_ends.child_program import ChildProgram
 from headrace.server.front_ends.grpc_proxy import FrontEndGrpcServer, GrpcProxy
 from headrace.server.front_ends.handshake import EngineProcessFacts, Hello
 from headrace.server.front_ends.inference import FrontEndHttp, FrontEndInference, ServedModels, StreamForwarder
-from headrace.server.front_ends.passed_servers import PassedHttpServer, PassedServers
+from headrace.server.front_ends.passed_servers import PassedHttpServer
 from headrace.server.front_ends.proxy import EngineProcessLink, HttpProxy
 from headrace.server.front_ends.remote_regions import RemoteRegions
 from headrace.server.front_ends.shared_page import PageState, SharedPage
-from headrace.server.front_ends.shared_state import shared_arrays, shared_limits
 from headrace.server.front_ends.version_table import sticky_headers
-from headrace.server.listen import origin_policy, raise_file_limit, run_server
-from headrace.server.wiring import Reloads, open_access, open_keys, options_reader
+from headrace.server.listen import origin_policy, run_server
+from headrace.server.wiring import open_access, open_keys, options_reader
 from headrace.wire.grpc.infer_streams import InferStreams
 from headrace.wire.requests.codec_threads import CodecThreads
 from headrace.wire.requests.load_report import LoadReports
@@ -39,7 +37,7 @@ logger = logging.getLogger("headrace")
 _POOL_THREADS = 2
 
 
-class FrontEndProcess:
+class FrontEndProcess(ChildProgram):
     """Serves HTTP and gRPC until the supervisor sends "drain", or ends.
 
     Ownership: the event loop.
@@ -50,18 +48,10 @@ class FrontEndProcess:
     """
 
     def __init__(self, start: Start, sock: socket.socket) -> None:
-        self._start = start
-        self._socket = sock
-        settings = start.settings
-        limits = settings.limits
-        limits = replace(limits, max_connections=raise_file_limit(limits.max_connections, passes_on=True))
-        self._settings = replace(settings, limits=limits)
-        self._arrays = shared_arrays(start)
-        self._limits = shared_limits(self._arrays, self._settings)
+        super().__init__(start, sock, is_front_end=True)
         self._logs = LogSettings(logging.getLogger("headrace"))
         self._models = ServedModels(start.settings.allow_client_shm)
         self._http: FrontEndHttp | None = None
-        self._reloads = Reloads(is_silent=True)
 
     def run(self) -> int:
         """Serve until the supervisor sends "drain"; returns the exit status."""
@@ -91,8 +81,7 @@ class FrontEndProcess:
         lag = self._arrays.loop_lag()
         if self._settings.metrics:
             lag.start(loop)
-        self._channel = SupervisorChannel(self._socket, self._on_message, self._on_orphaned)
-        self._servers = PassedServers(self._channel.send, self._settings.drain_timeout_s, self._arrays.own)
+        self._open_channel()
         self._link.start()
         await _either(self._is_open, self._ending)
         if not self._ending.is_set():
@@ -190,37 +179,15 @@ class FrontEndProcess:
 
     # --- Supervisor ---------------------------------------------------------------------------------------------------
 
-    def _on_message(self, name: str, content: Any, descriptors: Sequence[int]) -> None:
-        if name == "connection":
-            self._servers.take(content, descriptors)
-            return
-        close_all(descriptors)
-        if name == "ping":
-            self._channel.send("pong", content)
-            self._limits.bodies.give_way_to_all(monotonic_ns())
-        elif name == "reload":
-            self._reloads.start()
-        elif name == "drain":
+    def _on_command(self, name: str) -> None:
+        if name == "drain":
             self._ending.set()
-            self._drain()
-        elif name == "give_up":
-            self._servers.give_up()
+            self._link.send("stopping")
+            self._servers.drain()
         elif name == "share":
             arrays = self._arrays.arrays[1:]
             number = sum(array.is_expected for array in arrays)
             self._servers.give_up(-(-sum([array.all_connections for array in arrays]) // max(1, number)))
-        elif name == "keep":
-            self._servers.keep()
-        elif name == "force":
-            self._servers.force()
-
-    def _drain(self) -> None:
-        self._link.send("stopping")
-        self._servers.drain()
-
-    def _on_orphaned(self) -> None:
-        """The supervisor has ended: so does this process."""
-        os._exit(1)
 
 
 async def _either(*events: asyncio.Event) -> None:
