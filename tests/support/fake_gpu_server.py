@@ -25,7 +25,7 @@ from headrace.core.tensor import Array
 from headrace.runtimes.cuda import devices
 from headrace.runtimes.tensorrt import buffers
 from headrace.server import data_plane
-from headrace.server.front_ends import __main__ as child_program
+from headrace.server.front_ends import child_main as child_program
 from headrace.server.front_ends import engine_process
 
 from tests.support import fake_builder, fake_nvml

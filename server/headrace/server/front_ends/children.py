@@ -23,7 +23,7 @@ import numpy as np
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.runtimes.processes.child_process import killed_by
-from headrace.server.front_ends import __main__ as program
+from headrace.server.front_ends import child_main as program
 from headrace.server.front_ends.channel import Start, SupervisorChannel, close_all, process_name, send_start
 from headrace.server.program import leave
 

@@ -1,11 +1,10 @@
-"""Program of the child processes, which the supervisor forks; alone, `python -m headrace.front_ends DESCRIPTOR`."""
+"""Program of the child processes, which the supervisor forks."""
 
 from __future__ import annotations
 
 import logging
 import signal
 import socket
-import sys
 
 from headrace.core.errors import Unavailable
 from headrace.core.heap import use_one_arena
@@ -13,7 +12,7 @@ from headrace.runtimes.processes.child_process import ends_with_parent
 from headrace.server import settings
 from headrace.server.front_ends.channel import receive_start
 from headrace.server.front_ends.process_names import set_process_name
-from headrace.server.program import configure_logging, end_process
+from headrace.server.program import configure_logging
 
 
 def run(sock: socket.socket) -> int:
@@ -51,7 +50,3 @@ def run(sock: socket.socket) -> int:
     from headrace.server.front_ends.engine_process import EngineProcess
 
     return EngineProcess(start, sock).run()
-
-
-if __name__ == "__main__":
-    end_process(run(socket.socket(fileno=int(sys.argv[1]))))
