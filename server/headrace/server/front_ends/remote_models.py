@@ -31,7 +31,7 @@ from headrace.server.front_ends.frame_stream import FrameStream
 from headrace.server.front_ends.frames import CountEvent, FrameError, TensorPlace
 from headrace.server.front_ends.remote_quotas import RemoteQuotas
 from headrace.server.front_ends.remote_regions import RegionRange, can_name_regions, region_of, rows_in_engine
-from headrace.server.front_ends.reported_loads import NoLoads, ReportedLoads
+from headrace.server.front_ends.reported_loads import ReportedLoads
 from headrace.server.front_ends.request_groups import MIN_SLOT_BYTES, are_in_regions, group_requests
 from headrace.server.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
 from headrace.server.front_ends.version_table import VersionRow, decode_table
@@ -259,7 +259,7 @@ class RemoteModels:
         self._arena: Arena | None = None
         self.mailbox = Mailbox(loop)
         self.is_attached = False
-        self.state: ReportedLoads = NoLoads()
+        self.state = ReportedLoads()
         self.quotas = RemoteQuotas(loop, self.send)
         self._loop = loop
         self._stream: FrameStream | None = None

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from headrace.core.request import ModelLoad
 from headrace.wire.requests.load_report import ServerFigures
 
-_NO_LOAD = ModelLoad(0, 0, 0, 0, 0, 0, 0, 0.0, 0, ())
+NO_LOAD = ModelLoad(0, 0, 0, 0, 0, 0, 0, 0.0, 0, ())
 
 
-class ReportedLoads(Protocol):
-    """Shared page of the engine: state of each version by its number."""
+class ReportedLoads:
+    """State of each version by its number. This one is that of no engine: no figures, and every request is sent."""
 
     def load(self, version: int) -> ModelLoad:
-        """Return the load of a version."""
+        """Return the load of a version; zeros if it is unknown."""
+        return NO_LOAD
 
     def server_figures(self, now_ns: int) -> ServerFigures | None:
         """Return the load of the whole server; None while it is unknown."""
+        return None
 
     def check_load(self, version: int, deadline_ns: int) -> None:
         """Raise the error with which the engine would reject any request of a version now."""
 
     def count_failure(self, version: int, reason: str, time_ns: int) -> bool:
         """Count a failed request of a version; False if the engine must count it."""
-
-
-class NoLoads:
-    """An engine without a shared page: no load figures, and every request is sent."""
-
-    def load(self, version: int) -> ModelLoad:
-        """Return zeros."""
-        return _NO_LOAD
-
-    def server_figures(self, now_ns: int) -> ServerFigures | None:
-        """Return None."""
-        return None
-
-    def check_load(self, version: int, deadline_ns: int) -> None:
-        """Accept."""
-
-    def count_failure(self, version: int, reason: str, time_ns: int) -> bool:
-        """Count nothing."""
         return False

@@ -37,6 +37,7 @@ from headrace.server.front_ends.counter_array import (
     map_memory,
     version_key,
 )
+from headrace.server.front_ends.reported_loads import NO_LOAD, ReportedLoads
 from headrace.wire.requests.load_report import FRESH_NS, ServerFigures
 
 # Cells of a record before its figures: key of the version, whether requests may be rejected, sequence number, checksum.
@@ -214,7 +215,7 @@ class SharedPage:
     def load(self, slot: int, serial: int) -> ModelLoad:
         """Return the load of a version; zeros if it has ended or has no slot."""
         record = self.read(slot, serial)
-        return _NO_LOAD if record is None else record.load
+        return NO_LOAD if record is None else record.load
 
     def server_figures(self, now_ns: int) -> ServerFigures | None:
         """Return the load of the server; None while it is unknown, or not written any more."""
@@ -256,7 +257,7 @@ class SharedPage:
         self._cells[base + _REJECTS] = self._cells[base + _KEY] = 0
 
 
-class PageState:
+class PageState(ReportedLoads):
     """The page of an engine process as `RemoteModels` reads it, with the failures that this front end counts by its slots.
 
     Ownership: the event loop.
@@ -304,9 +305,6 @@ class PageState:
             if slot >= 0:
                 self._slots[version] = slot
         return slot
-
-
-_NO_LOAD = ModelLoad(0, 0, 0, 0, 0, 0, 0, 0.0, 0, ())
 
 
 def _checksum(content: bytes, sequence: int) -> int:

@@ -29,7 +29,7 @@ from headrace.server.front_ends.handshake import (
 from headrace.server.front_ends.passed_requests import FrontEndPeer, ProxiedHttpServer
 from headrace.server.front_ends.proxy import EngineProcessLink, HttpProxy
 from headrace.server.front_ends.remote_models import RemoteModels
-from headrace.server.front_ends.reported_loads import NoLoads
+from headrace.server.front_ends.reported_loads import ReportedLoads
 from headrace.server.listen import uvicorn_config
 from headrace.server.settings import Settings
 from headrace.wire.http.connection import HeadraceHttpProtocol
@@ -91,9 +91,9 @@ class Servers:
         self._listener = Listener(self._socket, TOKEN, self._on_greeting)
         hello, is_open, loop = Hello(TOKEN, "stream", 1), asyncio.Event(), asyncio.get_running_loop()
 
-        def on_open(*_answer: Any) -> NoLoads:
+        def on_open(*_answer: Any) -> ReportedLoads:
             is_open.set()
-            return NoLoads()
+            return ReportedLoads()
 
         self.link = EngineProcessLink(
             self.address, hello, lambda: RemoteModels(loop), on_open, lambda: None, lambda *_: None

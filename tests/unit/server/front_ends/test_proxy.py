@@ -14,7 +14,7 @@ from headrace.server.front_ends import frames
 from headrace.server.front_ends.handshake import Client, EngineProcessFacts, Hello, answer, engine_listener
 from headrace.server.front_ends.proxy import EngineProcessLink
 from headrace.server.front_ends.remote_models import RemoteModels
-from headrace.server.front_ends.reported_loads import NoLoads
+from headrace.server.front_ends.reported_loads import ReportedLoads
 
 from tests.support.waiting import until_async
 
@@ -31,9 +31,9 @@ class Engine:
         address, calls = self.listener.getsockname(), (self._on_open, self._on_lost, self._on_notice)
         self.link = EngineProcessLink(address, HELLO, lambda: RemoteModels(asyncio.get_running_loop()), *calls)
 
-    def _on_open(self, _answer: EngineProcessFacts, _descriptors: Sequence[int]) -> NoLoads:
+    def _on_open(self, _answer: EngineProcessFacts, _descriptors: Sequence[int]) -> ReportedLoads:
         self.opened += 1
-        return NoLoads()
+        return ReportedLoads()
 
     def _on_lost(self) -> None:
         self.lost += 1
