@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = ("server", "engines")
 # Files of a checkout that the source archive leaves out.
 NOT_IN_ARCHIVE = (".ci/", ".git-blame-ignore-revs", ".gitignore")
+# Python names in the pages: `triton_python_backend_utils` of a model is the last one.
+PUBLIC_NAMES = ("headrace", "headrace.ray", "headrace_model", "headrace_model.python_backend")
 # The models that `headrace models build` makes without training or weights.
 DEMO_MODELS = ("add_sub", "tiny")
 READY_TIMEOUT_S = 60.0
@@ -209,6 +211,7 @@ def serve(wheel: Path, scratch: Path) -> str:
     run(*install, "--require-hashes", "-r", locks / "serve.lock", "-r", locks / "demo.lock")
     run(*install, wheel)
     run(*pip, "check")
+    run(environment / "bin" / "python", "-c", f"import {', '.join(PUBLIC_NAMES)}", cwd=scratch)
     empty = scratch / "empty"
     empty.mkdir()
     headrace = environment / "bin" / "headrace"

@@ -32,7 +32,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("import", "savedmodel"): (".commands.import_model", "import a TensorFlow SavedModel, compared with TensorFlow"),
     ("import", "onnx"): (".commands.import_onnx", "bring an ONNX file in, and free its batch dimension"),
     ("lab", "conv"): (
-        "headrace_lab.commands.conv",
+        "headrace_lab.command",
         "measure convolution algorithms on each layer, against cuDNN and TensorRT",
     ),
     ("models", "build"): (".demo.command", "build missing and outdated demo models"),

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace_engines.__main__ import main
+from headrace_lab import command as lab
 from headrace_lab import conv as module
-from headrace_lab.commands import conv as lab
 from headrace_lab.kernels.base import ConvShape
 from headrace_lab.roofline import Roofline
 from headrace_lab.tensorrt import has_half_sums

@@ -8,8 +8,8 @@ import math
 
 import pytest
 from headrace_engines.__main__ import main
+from headrace_lab import command as lab
 from headrace_lab.check import Errors
-from headrace_lab.commands import conv as lab
 from headrace_lab.kernels.base import ConvShape, Epilogue
 from headrace_lab.layers import PLAIN
 from headrace_lab.measure import summarize

@@ -1,1 +1,0 @@
-"""Commands of the lab: `headrace lab conv`, `memory` and `overlap`."""
