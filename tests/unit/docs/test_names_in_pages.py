@@ -77,6 +77,17 @@ def missing_symbols(text: str) -> list[str]:
     return result
 
 
+def misplaced_symbols(text: str) -> list[str]:
+    """Classes and functions that a page names right behind a file, and that the file does not define."""
+    result = []
+    for file, name, member in re.findall(r"`([\w/]+\.py)`\s+`(\w+)(?:\.(\w+))?`", text):
+        source = next((base / file).read_text(encoding="utf-8") for base in BASES if (base / file).exists())
+        defined = {match[1] for match in re.finditer(r"^ *(?:class|(?:async )?def) (\w+)", source, re.MULTILINE)}
+        if not {name, member or name} <= defined:
+            result.append(f"{file} {name}")
+    return result
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_of_a_page_exist(page: Path) -> None:
     assert missing_paths(page.read_text(encoding="utf-8")) == []
@@ -84,7 +95,9 @@ def test_paths_of_a_page_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("name", ["processes.md", "structure.md"])
 def test_classes_and_methods_of_a_page_exist(name: str) -> None:
-    assert missing_symbols((ROOT / "docs" / name).read_text(encoding="utf-8")) == []
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert missing_symbols(text) == []
+    assert misplaced_symbols(text) == []
 
 
 def test_missing_paths_and_symbols_are_reported() -> None:
@@ -96,3 +109,5 @@ def test_missing_paths_and_symbols_are_reported() -> None:
         "NoSuchClass",
         "ModelHandle.no_such",
     ]
+    text = "`inference/scheduling/batching.py` `decide` and `core/errors.py`\n`decide`, `core/errors.py` `NotFound.no_such`"
+    assert misplaced_symbols(text) == ["core/errors.py decide", "core/errors.py NotFound"]
