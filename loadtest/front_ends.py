@@ -52,7 +52,14 @@ from loadtest.load import bench_point, url_of
 from loadtest.protocol import Array
 from loadtest.servers import HOST, ROOT, headrace, pinned, running
 
-_PROGRAM = (sys.executable, "-P", "-m", "headrace.server.front_ends")
+# A child process of the supervisor, which forks it elsewhere; its argument is the descriptor of the channel.
+_CHILD = """
+import socket, sys
+from headrace.server.front_ends.child_main import run
+from headrace.server.program import end_process
+end_process(run(socket.socket(fileno=int(sys.argv[1]))))
+"""
+_PROGRAM = (sys.executable, "-P", "-c", _CHILD)
 _READ_BYTES = 1 << 20
 _SILENCE_S = 60.0
 # Offset of the arrival times in a REQUESTS frame: behind the header and four sizes.
