@@ -167,18 +167,23 @@ def _slower_in_turns(outcome: BuildOutcome, report: Report) -> str:
     The two figures of the builds were taken one after the other, where other work may have slowed one of them only. So an
     engine that is slower by them is timed again, in turns with the file that serves.
     """
-    request, built = outcome.request, outcome.built
     error = slower_text(outcome)
-    plan = request.expected.current if request is not None else None
-    if not error or request is None or built is None or plan is None or plan.runtime != request.target.name:
+    if not error:
+        return ""
+    request, built = outcome.request, outcome.built
+    assert request is not None
+    assert built is not None
+    plan, target, project = request.expected.current, request.target, request.project
+    assert plan is not None
+    if plan.runtime != target.name:
         return error
-    project, rows = request.project, max(built.timings, key=lambda timing: timing.rows_per_s).rows
+    rows = max(built.timings, key=lambda timing: timing.rows_per_s).rows
     batch = sample_batch(open_data(project, built.spec), rows, project)
-    host_code = built.spec.version_compatible
+    host_code = plan.stamp is not None and plan.stamp.version_compatible
     failed: dict[str, str] = {}
     with (
-        closing(request.target.open(built.path, host_code=host_code)) as engine,
-        closing(request.target.open(plan.file, host_code=host_code)) as current,
+        closing(target.open(built.path, host_code=built.spec.version_compatible)) as engine,
+        closing(target.open(plan.file, host_code=host_code)) as current,
     ):
         rounds = time_in_turns({"engine": engine, "current": current}, batch, _TIMING_S, report, failed, rows)
     if failed:

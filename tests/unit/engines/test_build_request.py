@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,6 +26,7 @@ from headrace_engines.commands import build as build_command
 from headrace_engines.errors import BuildError
 from headrace_engines.project import Project, open_project, read_spec
 from headrace_engines.targets.base import BatchTiming, Engine
+from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 
 from tests.support.fake_gpu import cuda as cuda
 from tests.support.fake_gpu import trt as trt
@@ -219,6 +221,31 @@ def test_an_engine_as_fast_as_what_serves_but_for_noise_is_published(
     set_figures(monkeypatch, by_build=by_build, in_turns=1.1)
     words = ["build", str(project.folder.path), "--cache", str(tmp_path / "cache"), "--target", "onnxruntime"]
     assert main([*words, "--state-dir", str(tmp_path)]) == 0
+
+
+def test_what_serves_is_opened_as_its_own_build_requires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = project_of(tmp_path, "max_batch_size: 4\n")
+    words = ["build", str(project.folder.path), "--cache", str(tmp_path / "cache"), "--target", "onnxruntime"]
+    words += ["--state-dir", str(tmp_path)]
+    assert main([*words, "--publish-slower"]) == 0
+    stamps = project.folder.path / "1" / "build.json"
+    document = json.loads(stamps.read_text())
+    (stamp,) = document["builds"]
+    stamp["version_compatible"] = True
+    stamp["timings"] = [{**timing, "rows_per_s": 1e12} for timing in stamp["timings"]]
+    stamps.write_text(json.dumps(document))
+    set_figures(monkeypatch, by_build=1.0, in_turns=1.1)
+    opened: dict[str, bool] = {}
+    open_file = OnnxRuntimeTarget.open
+
+    def record(target: OnnxRuntimeTarget, path: Path, source: Any = None, *, host_code: bool = False) -> Any:
+        opened[path.parent.name] = host_code
+        return open_file(target, path, source, host_code=host_code)
+
+    monkeypatch.setattr(OnnxRuntimeTarget, "open", record)
+    assert main([*words, "--precision", "fp16"]) == 0
+    assert opened["1"] is True, "the engine of the version's folder"
+    assert not any(host_code for folder, host_code in opened.items() if folder != "1")
 
 
 # ONNX Runtime's CUDA provider
