@@ -113,6 +113,7 @@ class AccountedModel(LoadedModel):
     inner: LoadedModel
     account: MemoryAccount
     instances: int
+    # `field()`: the defaults of `LoadedModel` are no defaults of the constructor.
     resident_devices: frozenset[int] = field()
     devices: tuple[int, ...] = field()
     config: ModelConfig

@@ -66,7 +66,7 @@ class CallReplies:
         self._on_end: Callable[[], None] | None = None
 
     def begin(self, completion: LoopCompletion, on_end: Callable[[], None]) -> None:
-        """Send what comes, and call `on_end` once the call is complete and all responses are taken or dropped."""
+        """Send responses as they arrive; call `on_end` once the call is complete and all responses are taken or dropped."""
         self.stream.then(self._advance)
         completion.then(partial(self._end, on_end))
         self._advance()

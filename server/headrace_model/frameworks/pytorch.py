@@ -37,16 +37,15 @@ class TorchModel:
         if threads:
             torch.set_num_threads(threads)
         self._device = _device(torch, context.args)
-        arguments: list[str] = []  # without names
-        metadata = _compiled_metadata(context.file) if context.file.endswith(".pt2") else None
-        if metadata is not None:
-            self._module = _load_compiled(torch, context.file, metadata, self._device)
-        elif context.file.endswith(".pt2"):
+        if not context.file.endswith(".pt2"):
+            self._module = torch.jit.load(context.file, map_location=self._device).eval()
+            arguments = [argument.name for argument in self._module.forward.schema.arguments[1:]]
+        elif (metadata := _compiled_metadata(context.file)) is None:
             self._module = torch.export.load(context.file).module().to(self._device)
             arguments = list(inspect.signature(self._module.forward).parameters)
         else:
-            self._module = torch.jit.load(context.file, map_location=self._device).eval()
-            arguments = [argument.name for argument in self._module.forward.schema.arguments[1:]]
+            self._module = _load_compiled(torch, context.file, metadata, self._device)
+            arguments = []  # without names
         inputs = self._tensors.inputs
         is_named = set(inputs) == set(arguments)
         self._inputs = arguments if is_named else in_order(inputs)
